@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Section
 
@@ -27,6 +27,13 @@ class EndpointConfig(Section):
     """Seconds until a request counts as lost."""
     attempts: PositiveInt = 4
     """Requests for a turn, if the endpoint fails, before the episode fails."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_scheme(cls, url: str) -> str:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} does not begin with http:// or https://; write http://HOST:PORT/v1")
+        return url
 
 
 class RoleConfig(Section):
@@ -126,4 +133,14 @@ class DataConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     """Use only this many rows, from the start of each file."""
     streaming: bool = False
-    """Read each row of ``path`` when its task is taken, for data that is larger than memory. Rows are then not checked before."""
+    """Read each row of ``path`` when its task is taken, for data that is larger than memory. Rows are then not checked before.
+    A dataset of the hub is not downloaded first."""
+    shuffle_buffer: PositiveInt = 1000
+    """Rows of a dataset of the hub that are shuffled with each other with ``streaming``."""
+    convert: str | None = None
+    """A function of a row, as ``module:function`` or ``FILE.py:function``: it returns the row as it is used, or None to leave it
+    out."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Leave out rows of ``path`` whose prompt has more tokens, in the chat format and without what the environment adds."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that read and convert the rows of ``path``; 0: the process of the run. The order does not depend on it."""

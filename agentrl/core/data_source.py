@@ -48,6 +48,9 @@ class DataSource(ABC):
         """Return metrics for the row of a step, such as ``data/difficulty``."""
         return {}
 
+    def close(self) -> None:  # noqa: B027 most sources hold nothing
+        """Free what the data source holds, such as processes. It is called at the end of the run, also during another call."""
+
 
 BufferFilter = Callable[[Sequence[Task], int], Sequence[Task]]
 """``rollout.buffer_filter``: gets the tasks of the buffer, the oldest first, and how many may be taken. It returns those

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,28 @@ def is_dataset(path: Path) -> bool:
     return str(path).startswith(PREFIX) or path.suffix == ".arrow" or path.is_dir()
 
 
+class DatasetStream(Protocol):
+    """What is used of ``datasets.IterableDataset``, whose rows are read one after the other."""
+
+    column_names: list[str] | None
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        """Read the rows, from the loaded state or from the first one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last row that was read, JSON-able."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
+        """Begin the next iteration at a state; None: at the first row."""
+        ...
+
+    def select_columns(self, column_names: list[str]) -> DatasetStream:
+        """Return the dataset with these columns only."""
+        ...
+
+
 def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -> tuple[Dataset, tuple[str, ...]]:
     """Return a dataset, and the names of its columns that were left out.
 
@@ -53,12 +76,9 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
         MissingError: the extra for it is not installed, or the dataset cannot be downloaded.
 
     """
-    require("datasets", f"{key}={path}")
-    import datasets
+    with _opening(path, key):
+        import datasets
 
-    datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.ERROR)
-    try:
         if str(path).startswith(PREFIX):
             name, config, split = _parts(path, key)
             dataset: Any = datasets.load_dataset(name, config, split=split)
@@ -66,13 +86,49 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
             dataset = datasets.Dataset.from_file(str(path))
         else:
             dataset = _from_folder(path, key)
+    wanted = [name for name in dataset.column_names if columns is None or name in columns]
+    unread = tuple(name for name in dataset.column_names if name not in wanted)
+    return (dataset.select_columns(wanted) if wanted else dataset), (unread if wanted else ())
+
+
+def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[DatasetStream, tuple[str, ...]]:
+    """Return a dataset of the hub that is read as it is downloaded, and the names of its columns that were left out.
+
+    Args:
+        path: ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``.
+        key: the configuration key that names it, for messages.
+        columns: keep only those of these names that it has; None: all.
+
+    Raises:
+        ConfigError: there is no such dataset.
+        MissingError: the extra for it is not installed, or the hub cannot be reached.
+
+    """
+    with _opening(path, key):
+        import datasets
+
+        name, config, split = _parts(path, key)
+        stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
+        names = stream.column_names or []
+    wanted = [name for name in names if columns is None or name in columns]
+    unread = tuple(name for name in names if name not in wanted)
+    return (stream.select_columns(wanted), unread) if wanted else (stream, ())
+
+
+@contextmanager
+def _opening(path: Path, key: str) -> Iterator[None]:
+    """Turn what ``datasets`` raises in the body into errors that name the key."""
+    require("datasets", f"{key}={path}")
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.ERROR)
+    try:
+        yield
     except ConnectionError as error:
         raise MissingError(f"{key}={path}: {one_line(error)}; load it once on a machine with a network") from error
     except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         raise ConfigError(f"{key}={path}: {type(error).__name__}: {one_line(error)}") from error
-    wanted = [name for name in dataset.column_names if columns is None or name in columns]
-    unread = tuple(name for name in dataset.column_names if name not in wanted)
-    return (dataset.select_columns(wanted) if wanted else dataset), (unread if wanted else ())
 
 
 def _parts(path: Path, key: str) -> tuple[str, str | None, str]:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ _SHORT = 16
 
 
 class RowTable(Protocol):
-    """Rows by number, from 0."""
+    """Rows by number, from 0. Worker processes get a copy by `pickle`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -36,13 +37,13 @@ class RowTable(Protocol):
         ...
 
 
-def open_table(path: Path, key: str, columns: Collection[str]) -> RowTable:
+def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTable:
     """Return the rows of a file or dataset. A JSONL file is read once, for the places of its lines; so is a parquet file.
 
     Args:
         path: as for `agentrl.data.rows.read_rows`.
         key: the configuration key that names it, for messages.
-        columns: of formats with columns, read only those of these names that it has.
+        columns: of formats with columns, read only those of these names that it has; None: all.
 
     Raises:
         ConfigError: there is no such file or dataset, it cannot be read, or it is empty.
@@ -55,14 +56,14 @@ def open_table(path: Path, key: str, columns: Collection[str]) -> RowTable:
     else:
         check_file(path, key)
         found = path.stat()
-        table = _open_file(path, key, frozenset(columns), found.st_size, found.st_mtime_ns)
+        table = _open_file(path, key, None if columns is None else frozenset(columns), found.st_size, found.st_mtime_ns)
     if len(table) == 0:
         raise ConfigError(f"{key}={path}: the file holds no rows")
     return table
 
 
 @lru_cache(maxsize=4)
-def _open_file(path: Path, key: str, columns: frozenset[str], size: int, changed: int) -> RowTable:
+def _open_file(path: Path, key: str, columns: frozenset[str] | None, size: int, changed: int) -> RowTable:
     """Return the rows of a file of this size and time of change. Several parts of a command open it."""
     return ParquetTable(path, key, columns) if path.suffix == ".parquet" else JsonlTable(path, key)
 
@@ -80,6 +81,14 @@ class JsonlTable:
             filled[line] = bool(self._read(line).strip())
         self._lines = None if filled.all() else np.flatnonzero(filled)
         """Numbers of the lines that are not empty, if some are."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets: it opens the file again."""
+        return self.__dict__ | {"_file": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the file."""
+        self.__dict__ |= state | {"_file": state["_path"].open("rb")}
 
     def __len__(self) -> int:
         """Return the number of lines."""
@@ -116,7 +125,7 @@ class ParquetTable:
     A row of a parquet file can be read only with all rows of its row group.
     """
 
-    def __init__(self, path: Path, key: str, columns: Collection[str]) -> None:
+    def __init__(self, path: Path, key: str, columns: Collection[str] | None) -> None:
         require("pyarrow", f"{key}={path}")
         import pyarrow as pa
         from pyarrow import parquet
@@ -128,16 +137,29 @@ class ParquetTable:
             parquet.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK) as file,
         ):
             schema = file.schema_arrow
-            wanted = [name for name in schema.names if name in columns] or schema.names
+            wanted = [name for name in schema.names if columns is None or name in columns] or schema.names
             self._unread = tuple(name for name in schema.names if name not in wanted)
             with tempfile.NamedTemporaryFile(prefix="agentrl-rows-") as copy:
                 with pa.ipc.new_file(copy.name, pa.schema([schema.field(name) for name in wanted])) as writer:
                     for batch in file.iter_batches(batch_size=1024, columns=wanted):
                         writer.write_batch(batch)
                         sizes.append(batch.num_rows)
-                self._reader = pa.ipc.open_file(pa.memory_map(copy.name))  # the mapping keeps the deleted file
+                self._file: Any = os.fdopen(os.open(copy.name, os.O_RDONLY), "rb")  # keeps the deleted file
+                self._reader = pa.ipc.open_file(pa.memory_map(copy.name))
         pa.default_memory_pool().release_unused()  # what row groups were decoded in
         self._starts = np.cumsum(sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets when it is started: it maps the same file."""
+        return self.__dict__ | {"_reader": None, "_file": DupFd(self._file.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the file."""
+        import pyarrow as pa
+
+        self.__dict__ |= state
+        self._file = os.fdopen(state["_file"].detach(), "rb")
+        self._reader = pa.ipc.open_file(pa.memory_map(f"/dev/fd/{self._file.fileno()}"))
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -154,7 +176,7 @@ class ParquetTable:
 class DatasetTable:
     """The rows of a Hugging Face dataset, which ``datasets`` memory-maps."""
 
-    def __init__(self, path: Path, key: str, columns: Collection[str]) -> None:
+    def __init__(self, path: Path, key: str, columns: Collection[str] | None) -> None:
         self._path = path
         self._dataset, self._unread = open_dataset(path, key, columns)
 

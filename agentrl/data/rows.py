@@ -39,7 +39,7 @@ class Row:
     @property
     def place(self) -> str:
         """The place, for messages. Example: ``train.jsonl, line 17``."""
-        return f"{self.path}, {'line' if self.path.suffix == '.jsonl' else 'row'} {self.number}"
+        return place_of(self.path, self.number)
 
     def get(self, column: str, key: str) -> Any:
         """Return the value of ``column``, which the configuration key ``key`` names.
@@ -54,6 +54,11 @@ class Row:
             has = ", ".join(self.columns) or "none"
             raise ConfigError(f"{self.place}: {column!r} ({key}={column}) {fault}; the row has the keys: {has}")
         return value
+
+
+def place_of(path: Path, number: int) -> str:
+    """Return the place of a row, for messages. Example: ``train.jsonl, line 17``."""
+    return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {number}"
 
 
 def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> Iterator[Row]:

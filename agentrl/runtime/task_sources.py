@@ -17,12 +17,17 @@ from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_na
 from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.registry import build
 from agentrl.core.task import MadeTasks, Task, TaskSet, source_of, task_id
+from agentrl.data.streams import TaskStream
+from agentrl.data.tasks import FileTasks
 from agentrl.runtime.curriculum import Curriculum
 from agentrl.runtime.data_buffer import get_tasks
 from agentrl.runtime.task_order import TaskOrder, read_split
 
 DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder, "curriculum": Curriculum}
 """The data sources of agentrl."""
+
+Split = Sequence[Task] | TaskStream
+"""The tasks of a source to train on."""
 
 TaskSources = Mapping[str, TaskSet]
 """The taskset of each source, by name, in the order of ``sources``."""
@@ -125,6 +130,11 @@ class MixedOrder(DataSource):
         for name, order in self._orders.items():
             order.load_state(state["sources"][name])
 
+    def close(self) -> None:
+        """Close each data source."""
+        for order in self._orders.values():
+            order.close()
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of each data source, such as ``data/NAME/difficulty``."""
         return {
@@ -134,24 +144,33 @@ class MixedOrder(DataSource):
         }
 
 
-def read_splits(
-    config: Config, tasks: TaskSources, which: Literal["train", "eval"] = "train"
-) -> dict[str, Sequence[Task]]:
+def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eval"] = "train") -> dict[str, Split]:
     """Return the tasks of each source's ``tasks.train_split`` or ``tasks.eval_split``, under their ids in the run.
+
+    With ``data.streaming`` those of ``data.path`` are a stream.
 
     Raises:
         UserError: as in `read_split`.
 
     """
-    found = {}
+    found: dict[str, Split] = {}
     for name, each in config.by_source().items():
         with of_source(name):
             split = each.tasks.train_split if which == "train" else each.tasks.eval_split
-            found[name] = named(name, read_split(tasks[name], split, f"tasks.{which}_split"))
+            of_files = tasks[name]
+            if isinstance(of_files, FileTasks) and of_files.stream is not None and split == "train":
+                found[name] = of_files.stream.of_source(name)
+            else:
+                found[name] = named(name, read_split(of_files, split, f"tasks.{which}_split"))
     return found
 
 
-def order_of(config: Config, splits: Mapping[str, Sequence[Task]]) -> DataSource:
+def split_size(split: Split) -> int | None:
+    """Return the number of tasks, of a stream that of its rows; None: not known."""
+    return split.size if isinstance(split, TaskStream) else len(split)
+
+
+def order_of(config: Config, splits: Mapping[str, Split]) -> DataSource:
     """Return the data source that chooses among the tasks of `read_splits`.
 
     Raises:
@@ -167,15 +186,20 @@ def order_of(config: Config, splits: Mapping[str, Sequence[Task]]) -> DataSource
     return MixedOrder(orders, {name: source.weight for name, source in config.sources.items()})
 
 
-def make_data_source(section: DataSourceConfig, tasks: Sequence[Task], seed: int) -> DataSource:
+def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> DataSource:
     """Return a data source over ``tasks``.
 
     Raises:
         UnknownNameError: there is none of the name.
-        ConfigError: the class does not exist, is no data source, or its constructor raises or does not take an option.
+        ConfigError: the class does not exist, is no data source, or its constructor raises or does not take an option; or it
+            needs tasks by number, which a stream does not have.
 
     """
     name, key = section.name, "tasks.data_source.name"
+    if isinstance(tasks, TaskStream):
+        if DATA_SOURCES.get(name) is TaskOrder and not section.options:
+            return tasks.order(seed)
+        tasks = tasks.by_number(f"{key}={name}")
     if not is_reference(name) and name not in DATA_SOURCES:
         raise unknown_name("data source", name, DATA_SOURCES, key)
     cls = load_object(name, key) if is_reference(name) else DATA_SOURCES[name]

@@ -1,0 +1,310 @@
+"""Tasks of rows that are read ahead of the steps that take them, from files and from a hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentrl.config.tasks import DataConfig
+from agentrl.core.background import in_background
+from agentrl.core.data_source import DataSource
+from agentrl.core.errors import AgentrlError, ConfigError, DataError
+from agentrl.core.reading import one_line
+from agentrl.core.task import MadeTasks, Task, task_id
+from agentrl.data.conversion import RowConversion
+from agentrl.data.hub import PREFIX, DatasetStream, open_stream
+from agentrl.data.row_table import RowTable, open_table
+from agentrl.data.row_workers import PIECE, OrderedRows, Piece, RowWorker
+from agentrl.data.rows import Row, place_of
+
+KEY = "data.path"
+
+
+class StreamedRows(Protocol):
+    """The rows of ``data.path`` in their order of training."""
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows; None: not known."""
+        ...
+
+    @property
+    def table(self) -> RowTable | None:
+        """Reads rows by number; None: pieces have the rows."""
+        ...
+
+    def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
+        """Return the rows after a state, without end; ``{"position": 0}`` is the first one."""
+        ...
+
+    def sample(self, most: int) -> list[Row]:
+        """Return rows for checks."""
+        ...
+
+
+class TableRows:
+    """Rows of a file or dataset on the disk: a new permutation of all of them every epoch."""
+
+    def __init__(self, table: RowTable, size: int) -> None:
+        self.table = table
+        self.size = size
+
+    def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
+        """Return numbers of rows; see `StreamedRows.pieces`."""
+        first, start = divmod(state["position"], self.size)
+        for epoch in count(first):
+            order = np.random.default_rng([seed, epoch]).permutation(self.size)
+            for begin in range(start, self.size, PIECE):
+                place = {"position": epoch * self.size + begin}
+                yield Piece(epoch, place, order[begin : begin + PIECE].tolist())
+            start = 0
+
+    def sample(self, most: int) -> list[Row]:
+        """Return rows at even distances."""
+        return [self.table[index] for index in range(0, self.size, -(-self.size // most))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows that are shuffled with each other."""
+
+    epoch: int
+    first: int
+    """Number of rows of the epoch before it."""
+    stream: dict[str, Any] | None
+    """State of the dataset before it; None at its begin."""
+    rows: list[Row]
+
+
+class HubRows:
+    """Rows of a dataset of the hub, in its order but for blocks of ``data.shuffle_buffer`` rows, each in a random order.
+
+    A thread reads the next block. The state has that of the dataset before a block, so a resumed run reads the block again and
+    none before it.
+    """
+
+    size = None
+    table = None
+
+    def __init__(self, path: Path, data: DataConfig, columns: set[str] | None) -> None:
+        self._path = path
+        self._data = data
+        self._columns = columns
+        self._first_rows, self._unread = self._open()
+
+    def _open(self) -> tuple[DatasetStream, tuple[str, ...]]:
+        return open_stream(self._path, KEY, self._columns)
+
+    def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
+        """Return rows; see `StreamedRows.pieces`."""
+        blocks = self._blocks(state.get("epoch", 0), state.get("first", 0), state.get("stream"))
+        ahead, begin = in_background(partial(next, blocks), "data"), state["position"]
+        while True:
+            block = ahead.result()
+            ahead = in_background(partial(next, blocks), "data")
+            place = {"epoch": block.epoch, "first": block.first, "stream": block.stream}
+            order = np.random.default_rng([seed, block.epoch, block.first]).permutation(len(block.rows)).tolist()
+            for start in range(begin, len(order), PIECE):
+                rows = [block.rows[index] for index in order[start : start + PIECE]]
+                yield Piece(block.epoch, {**place, "position": start}, rows)
+            begin = 0
+
+    def _blocks(self, epoch: int, first: int, state: dict[str, Any] | None) -> Iterator[_Block]:
+        stream, _ = self._open()
+        while True:
+            stream.load_state_dict(state)
+            rows = self._read(stream, first)
+            while block := list(islice(rows, self._data.shuffle_buffer)):
+                yield _Block(epoch, first, state, block)
+                first, state = first + len(block), stream.state_dict()
+            if first == 0:
+                raise ConfigError(f"{KEY}={self._path}: the dataset holds no rows")
+            epoch, first, state = epoch + 1, 0, None
+
+    def _read(self, stream: DatasetStream, first: int) -> Iterator[Row]:
+        """Read the rows of an epoch from number ``first`` on, without those behind ``data.limit``."""
+        number = first
+        try:
+            for number, values in enumerate(islice(stream, self._data.limit and self._data.limit - first), first + 1):
+                yield Row(self._path, number, values, self._unread)
+        except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+            place = place_of(self._path, number + 1)
+            raise DataError(f"{place} ({KEY}) cannot be read: {type(error).__name__}: {one_line(error)}") from error
+
+    def sample(self, most: int) -> list[Row]:
+        """Return the first rows."""
+        return list(islice(self._read(self._first_rows, 0), most))
+
+
+class TaskStream:
+    """The training tasks of ``data.path`` with ``data.streaming``: their rows are read and converted as they are taken.
+
+    Args:
+        path: ``data.path``.
+        data: the ``data`` section.
+        convert: from row to task.
+        source: in a mixed run the name with which ids begin.
+
+    """
+
+    def __init__(self, path: Path, data: DataConfig, convert: RowConversion, source: str = "") -> None:
+        self.path = path
+        self.source = source
+        self._data = data
+        self._convert = convert
+        if str(path).startswith(PREFIX):
+            self._rows: StreamedRows = HubRows(path, data, convert.columns)
+        else:
+            table = open_table(path, KEY, convert.columns)
+            self._rows = TableRows(table, min(len(table), data.limit or len(table)))
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows; None: not known."""
+        return self._rows.size
+
+    def of_source(self, source: str) -> TaskStream:
+        """Return the stream of a source of a mixed run."""
+        made = copy(self)
+        made.source = source
+        return made
+
+    def sample(self, most: int) -> list[Task]:
+        """Return some of the tasks, for checks.
+
+        Raises:
+            ConfigError: see `RowConversion`.
+
+        """
+        found = [self._convert(row) for row in self._rows.sample(most)]
+        return [self.named(task) for task in found if task is not None]
+
+    def named(self, task: Task) -> Task:
+        """Return a task under its id in the run."""
+        return replace(task, id=task_id(self.source, task.id)) if self.source else task
+
+    def by_number(self, needed_by: str) -> Sequence[Task]:
+        """Return the tasks by number.
+
+        Raises:
+            ConfigError: they have none; ``needed_by`` is the key with its value that needs it.
+
+        """
+        table, why = self._rows.table, self._convert.filters
+        if table is None or why:
+            reason = f"rows are left out by {why}" if why else f"{KEY}={self.path} is read in its order"
+            raise ConfigError(
+                f"{needed_by} needs tasks by number, but with data.streaming=true {reason}; set data.streaming=false"
+            )
+        assert self._rows.size is not None, "a table has a size"
+        return _NumberedTasks(self, table, self._rows.size)
+
+    def convert(self, row: Row) -> Task:
+        """Return the task of a row that is not left out, under its id in the run."""
+        task = self._convert(row)
+        assert task is not None, "a conversion that leaves out rows is refused"
+        return self.named(task)
+
+    def order(self, seed: int) -> StreamOrder:
+        """Return the data source that takes the tasks in the order of the stream."""
+        return StreamOrder(self, seed)
+
+    def open(self, seed: int, state: Mapping[str, Any]) -> OrderedRows:
+        """Start to read the rows after a state."""
+        worker = RowWorker(self._rows.table, self._convert)
+        return OrderedRows(self.path, self._rows.pieces(seed, state), worker, self._data.workers)
+
+    @property
+    def filters(self) -> str:
+        """See `RowConversion.filters`."""
+        return self._convert.filters
+
+
+class _NumberedTasks(MadeTasks):
+    """The tasks of rows by number."""
+
+    def __init__(self, stream: TaskStream, table: RowTable, size: int) -> None:
+        super().__init__("train", size)
+        self._stream = stream
+        self._table = table
+
+    def make(self, index: int) -> Task:
+        """Return the task of a row.
+
+        Raises:
+            ConfigError: the row does not parse, lacks a key or has a prompt that cannot be used.
+
+        """
+        return self._stream.convert(self._table[index])
+
+
+class StreamOrder(DataSource):
+    """Takes the tasks of a stream: every row once an epoch, but those that are left out (``shuffled``)."""
+
+    def __init__(self, stream: TaskStream, seed: int) -> None:
+        super().__init__((), seed)
+        self._stream = stream
+        self._state: dict[str, Any] = {"position": 0}
+        self._rows: OrderedRows | None = None
+        self._epoch = -1
+        """Of the last task, or of the first row."""
+        self._numbers: dict[str, int] = {}
+        """Numbers of the rows of tasks that were taken."""
+        self._left_out = 0
+
+    def get_samples(self, num_samples: int) -> list[Task]:
+        """Return the next tasks.
+
+        Raises:
+            ConfigError: a row cannot be used, two rows have one id, or all rows are left out.
+            DataError: a worker process died, or a hub cannot be read.
+
+        """
+        return [self._take() for _ in range(num_samples)]
+
+    def _take(self) -> Task:
+        self._rows = self._rows or self._stream.open(self.seed, self._state)
+        for row in self._rows:
+            if isinstance(row.result, AgentrlError):
+                raise row.result
+            self._epoch = row.epoch if self._epoch < 0 else self._epoch
+            self._state = row.state
+            if row.result is not None:
+                self._epoch = row.epoch
+                return self._stream.named(self._checked(row.result, row.number))
+            self._left_out += 1
+            if row.epoch > self._epoch + 1:
+                raise ConfigError(f"{self._stream.filters}: all rows of {KEY}={self._stream.path} are left out")
+        raise AssertionError("rows have no end")
+
+    def _checked(self, task: Task, number: int) -> Task:
+        """Return a task if no other row has its id."""
+        if (other := self._numbers.setdefault(task.id, number)) != number:
+            places = " and ".join(place_of(self._stream.path, each) for each in (other, number))
+            raise ConfigError(f"data.id_key: {places} have the id {task.id!r}; it must name rows")
+        return task
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the stream after the last task."""
+        return self._state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on after the last task."""
+        assert self._rows is None, "the state is loaded before tasks are taken"
+        self._state = dict(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of rows that this process has left out."""
+        return {"data/left_out": float(self._left_out)} if self._stream.filters else {}
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._rows is not None:
+            self._rows.close()
