@@ -12,14 +12,34 @@ from .board import EMPTY, LINES, free_cells, other, put, winner
 from .players import MinimaxPlayer
 
 
-def board_text(board: str, mark: str, show_lines: bool = False) -> str:
-    """Return what the player of ``mark`` reads: the board, in which free cells are numbers from 1 to 9.
-
-    With ``show_lines`` columns and diagonals follow, from left to right and from top to bottom.
-    """
+def board_text(board: str, mark: str) -> str:
+    """Return what the player of ``mark`` reads: the board, in which free cells are numbers from 1 to 9."""
     cells = [str(cell + 1) if owner == "." else owner for cell, owner in enumerate(board)]
-    rows = "\n".join(" ".join(cells[cell] for cell in line) for line in LINES[: 8 if show_lines else 3])
+    rows = "\n".join(" ".join(cells[cell] for cell in line) for line in LINES[:3])
     return f"Tic-tac-toe. You are {mark}. Answer with the number of a free cell.\n{rows}"
+
+
+_LINE_ORDER = ("+-", "__", "-_", "+_", "--", "++")
+"""Two cells of a line, own marks first: by the number of marks of a player who can still complete it."""
+
+
+def own_view(board: str, mark: str) -> str:
+    """Return the board with ``+`` for the marks of ``mark``, ``-`` for the other player's and ``_`` for free cells."""
+    return board.translate(str.maketrans({mark: "+", other(mark): "-", ".": "_"}))
+
+
+def lines_through(view: str, cell: int) -> list[str]:
+    """Return the other two cells of each line through a free cell, ordered by `_LINE_ORDER`."""
+    pairs = [[view[one] for one in line if one != cell] for line in LINES if cell in line]
+    return sorted(("".join(sorted(pair, key="+-_".index)) for pair in pairs), key=_LINE_ORDER.index)
+
+
+def lines_text(board: str, mark: str) -> str:
+    """Return what the player of ``mark`` reads with ``show_lines``: the board, and the lines through each free cell."""
+    view = own_view(board, mark)
+    rows = [view[start : start + 3] for start in (0, 3, 6)]
+    rows += [f" {' '.join(lines_through(view, cell))}{cell + 1}" for cell in free_cells(board)]
+    return "Tic-tac-toe. You are +.\n" + "\n".join(rows)
 
 
 class TicTacToeEnv(TurnGame):
@@ -27,7 +47,8 @@ class TicTacToeEnv(TurnGame):
 
     Args:
         illegal_cost: see `TurnGame`.
-        show_lines: columns and diagonals follow the board. A small policy needs many games to learn which cells are in a line.
+        show_lines: the lines through each free cell follow the board, and a move is the last of them with the cell's
+            number (`lines_text`). A small policy needs many games to learn which cells are in a line.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "tictactoe"}  # noqa: RUF012
@@ -47,16 +68,20 @@ class TicTacToeEnv(TurnGame):
         self.board = EMPTY
 
     def legal_moves(self) -> list[str]:
-        """Return the numbers of the free cells."""
-        return [str(cell + 1) for cell in free_cells(self.board)]
+        """Return the numbers of the free cells, with ``show_lines`` after the last line through each."""
+        free = free_cells(self.board)
+        if not self.show_lines:
+            return [str(cell + 1) for cell in free]
+        view = own_view(self.board, self._mark(self.acting[0]))
+        return [f"{lines_through(view, cell)[-1]}{cell + 1}" for cell in free]
 
     def state_text(self, agent: str) -> str:
         """Return the board."""
-        return board_text(self.board, self._mark(agent), self.show_lines)
+        return (lines_text if self.show_lines else board_text)(self.board, self._mark(agent))
 
     def play(self, agent: str, move: str) -> Mapping[str, float] | None:
         """Put a mark."""
-        self.board = put(self.board, int(move) - 1, self._mark(agent))
+        self.board = put(self.board, int(move[-1]) - 1, self._mark(agent))
         if winner(self.board):
             return dict.fromkeys(self.agents, -1.0) | {agent: 1.0}
         return None if free_cells(self.board) else dict.fromkeys(self.agents, 0.0)

@@ -19,9 +19,12 @@ class MinimaxPlayer:
         self._rng = rng
 
     def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
-        """Return the number of a cell."""
+        """Return the move in one of the best cells."""
         text, _, rows = messages[-1].content.partition("\n")
         mark = text.partition("You are ")[2][0]
-        board = re.sub(r"\d", ".", "".join(rows.split()))[:9]  # lines that follow it repeat its cells
+        board = re.sub(r"\d", ".", "".join(rows.split()))[:9]  # lines may follow it
+        if mark == "+":
+            board, mark = board.translate(str.maketrans("+-_", "XO.")), "X"
         best = best_cells(board, mark)
-        return str(best[int(self._rng.integers(len(best)))] + 1)
+        number = str(best[int(self._rng.integers(len(best)))] + 1)
+        return next(move for move in legal_moves if move.endswith(number))

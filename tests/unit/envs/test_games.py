@@ -10,7 +10,7 @@ from agentrl_envs.kuhn_poker import KuhnPokerEnv
 from agentrl_envs.kuhn_poker.env import CARDS, moves_after
 from agentrl_envs.kuhn_poker.players import NASH
 from agentrl_envs.negotiation import NegotiationEnv
-from agentrl_envs.tictactoe import MinimaxPlayer, TicTacToeEnv, board_text
+from agentrl_envs.tictactoe import TicTacToeEnv, lines_text
 from agentrl_envs.tictactoe.board import EMPTY, best_cells, free_cells, other, put, winner
 
 from agentrl import Message
@@ -145,8 +145,26 @@ def test_without_a_deal_the_last_offer_ends_the_negotiation():
     assert all(terminations.values())
 
 
-def test_columns_and_diagonals_follow_the_board() -> None:
-    text = board_text("X.O.X....", "O", show_lines=True)
-    assert text.splitlines()[1:] == ["X 2 O", "4 X 6", "7 8 9", "X 4 7", "2 X 8", "O 6 9", "X X 9", "O X 7"]
-    player = MinimaxPlayer(np.random.default_rng(0))
-    assert player.act((Message("user", text),), "246789") == "9", "the only move that does not lose"
+def test_the_lines_through_each_free_cell_follow_the_board() -> None:
+    text = lines_text("X.O.X....", "O")
+    rows = ["-_+", "_-_", "___", " +- -_2", " -_ -_4", " -_ +_6", " +- __ -_7", " __ -_8", " __ +_ --9"]
+    assert text.splitlines()[1:] == rows
+
+
+def test_with_show_lines_a_move_is_the_last_line_through_its_cell() -> None:
+    env = TicTacToeEnv(show_lines=True)
+    env.reset(seed=0)
+    for player, move in (("player_0", "__1"), ("player_1", "-_3"), ("player_0", "__2")):
+        assert move in env.legal_moves()
+        env.step({player: Message("assistant", move)})
+    views, _, _, _, infos = env.step({"player_1": Message("assistant", "-_8")})
+    [read] = views["player_0"]["messages"].messages
+    assert read.content.splitlines()[:4] == ["Tic-tac-toe. You are +.", "++-", "___", "_-_"]
+    legal = infos["player_0"]["legal_moves"]
+    assert legal == ["+_4", "+_5", "-_6", "+_7", "+_9"]
+    assert env.step({"player_0": Message("assistant", "4")})[1]["player_0"] == -1.5
+
+
+def test_the_perfect_player_reads_the_lines_too() -> None:
+    for seed in range(20):
+        assert set(play(TicTacToeEnv(show_lines=True), ("minimax", "minimax"), seed)[1].values()) == {0.0}
