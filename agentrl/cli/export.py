@@ -6,25 +6,37 @@ import argparse
 from pathlib import Path
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.lineup import MAIN
 from agentrl.evaluation.checkpoint_model import checkpoint_model
-from agentrl.models.export import export_model
+from agentrl.models.export import check_free, export_model
 from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("source", help="folder of a run, whose newest checkpoint is exported, or of a checkpoint")
-    parser.add_argument("out", type=Path, help="Hugging Face folder to write")
+    parser.add_argument(
+        "out", type=Path, help="Hugging Face folder to write; of several policies one in it for each, by name"
+    )
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights (%(default)s)"
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Export the policy of a checkpoint."""
+    """Export the policies of a checkpoint."""
     source = Path(checkpoint_model(arguments.source))
     if not source.is_dir():
         raise ConfigError(f"{arguments.source} is no folder of a run or of a checkpoint")
-    export_model(source, arguments.out, arguments.dtype)
+    check_free(arguments.out)
     console = make_console()
-    console.print(f"{source} in {arguments.dtype}: {arguments.out}", highlight=False, markup=False, soft_wrap=True)
+    for out, adapters in _exports(source, arguments.out).items():
+        export_model(source, out, arguments.dtype, adapters=adapters)
+        what = source if adapters is None else f"{source} with {adapters}"
+        console.print(f"{what} in {arguments.dtype}: {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _exports(source: Path, out: Path) -> dict[Path, Path | None]:
+    """Return the folders to write, each with the adapters of its policy; those of ``main`` are merged in ``source``."""
+    policies = sorted(path for path in (source.parent / "policies").glob("*") if path.is_dir() and path.name != MAIN)
+    return {out / path.name: path for path in policies} or {out: None}

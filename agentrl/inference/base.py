@@ -34,10 +34,14 @@ MemoryPart = Literal["weights", "kv_cache"]
 class EngineMemory(Protocol):
     """GPU memory of an engine that shares its GPU with the learner."""
 
-    async def release(self) -> None:
-        """Wait for generations in progress, then release weights and KV cache; a second call does nothing.
+    async def release(self, cut: Literal["abort", "restart"] | None = None) -> None:
+        """Release weights and KV cache, once no generation is in progress; a second call does nothing.
 
         Generations wait until all memory has been resumed.
+
+        Args:
+            cut: generations in progress are aborted, and go on when the memory is back, as after a pause with this mode; None:
+                they end first.
 
         Raises:
             EngineError: the engine is paused or receives weights, stays busy, or refuses.

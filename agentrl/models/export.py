@@ -6,12 +6,18 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import as_dtype
+from agentrl.models.peft_folder import layer_names, read_peft
 from agentrl.models.weight_files import INDEX, WeightFiles
 from agentrl.models.weight_writer import FILE_BYTES, WeightWriter
 
+if TYPE_CHECKING:
+    import torch
+
+_PREFIX = "base_model.model."
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """Files of a model folder other than weights: configuration, tokenizer and chat template."""
 
@@ -35,7 +41,29 @@ def check_free(out: Path, key: str = "") -> None:
         raise ConfigError(f"{key}{out} holds files; name a new folder")
 
 
-def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYTES) -> None:
+class _Adapters:
+    """The adapters of a PEFT folder, to be merged into the weights of their base model."""
+
+    def __init__(self, folder: Path) -> None:
+        config, tensors = read_peft(folder)
+        self._scale = config["lora_alpha"] / config["r"]
+        self._tensors = dict(tensors)
+        self.weights = {f"{layer.removeprefix(_PREFIX)}.weight" for layer in layer_names(self._tensors)}
+        """Names of the weights that have one."""
+
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight of the base model, if it has an adapter ``W + alpha / r B A`` in float32."""
+        if name not in self.weights:
+            return weight
+        layer = f"{_PREFIX}{name.removesuffix('.weight')}"
+        a, b = (self._tensors[f"{layer}.lora_{matrix}.weight"].float() for matrix in "AB")
+        merged: torch.Tensor = weight.float() + self._scale * (b @ a)
+        return merged
+
+
+def export_model(
+    source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYTES, adapters: Path | None = None
+) -> None:
     """Write the model in ``source`` to ``out``, with its tokenizer. One weight at a time is in memory.
 
     Args:
@@ -43,10 +71,11 @@ def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYT
         out: does not exist, or is empty.
         dtype: of the written weights; integers keep theirs.
         file_bytes: of weights in a file.
+        adapters: a PEFT folder, which is merged into the weights.
 
     Raises:
         ConfigError: ``out`` holds files.
-        ModelError: the folder has no weights, or they cannot be read; no such dtype.
+        ModelError: the folder has no weights, or they cannot be read; no such dtype; the adapters are of another model.
 
     """
     as_dtype(dtype)
@@ -55,11 +84,16 @@ def export_model(source: Path, out: Path, dtype: str, file_bytes: int = FILE_BYT
     specs = [replace(spec, dtype=dtype) if "float" in spec.dtype else spec for spec in files.specs()]
     if not specs:
         raise ConfigError(f"{source} holds no safetensors files")
+    merging = None if adapters is None else _Adapters(adapters)
+    if merging is not None and (others := sorted(merging.weights - {spec.name for spec in specs})):
+        raise ModelError(f"{adapters} has adapters of {others[0]}, which {source} has not")
     out.mkdir(parents=True, exist_ok=True)
     writer = WeightWriter(out, specs, file_bytes)
     writer.create()
     for spec in specs:
-        writer.write(spec.name, files.read(spec.name, ()).to(as_dtype(spec.dtype)))
+        weight = files.read(spec.name, ())
+        weight = weight if merging is None else merging.merged(spec.name, weight)
+        writer.write(spec.name, weight.to(as_dtype(spec.dtype)))
     copy_other_files(source, out)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model
@@ -81,6 +82,14 @@ async def sample_all(client: SGLangClient) -> dict[str, Generation]:
     return dict(zip(TWO.policies, found, strict=True))
 
 
+async def scored(client: SGLangClient, policy: str, found: Generation) -> list[float]:
+    """Return the log-probabilities of sampled tokens as scores of a prompt, with the adapters of a policy."""
+    scorer = ScoringClient(client.url, "the policy", timeout_s=60, vocabulary_size=384)
+    scores = await scorer.score([*PROMPT, *found.token_ids], len(PROMPT), client.adapter(policy))
+    await scorer.aclose()
+    return scores.tolist()
+
+
 class Adapters:
     def test_each_policy_samples_with_its_adapters(self, policies: Policies, url: str, tmp_path: Path) -> None:
         async def play() -> None:
@@ -95,6 +104,7 @@ class Adapters:
                     assert again[name].cached_tokens == len(PROMPT) - 1
                     for found in (first[name], again[name]):
                         assert distance(model, found) < 1e-4
+                    assert await scored(client, name, first[name]) == pytest.approx(first[name].logprobs, abs=1e-4)
                     [other] = [each for each in models if each != name]
                     assert distance(models[other], first[name]) > 0.05
             with pytest.raises(SamplerError, match=r"policy='main': the engine at .* serves first, second"):

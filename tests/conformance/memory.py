@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 from conformance.engine import GREEDY, Engine, prompt, sample
@@ -45,6 +46,33 @@ class Memory:
             assert late.versions == ((0, version),)
             assert late.cached_tokens == 0
             engine.assert_matches(engine.other_model, prompt(61), late, 0.0)
+
+    @pytest.mark.parametrize("mode", ["abort", "restart"])
+    def test_generations_that_are_cut_go_on_with_the_new_weights(
+        self, engine: Engine, mode: Literal["abort", "restart"]
+    ) -> None:
+        named = list(engine.model.state_dict().items())
+
+        async def play(client: SGLangClient) -> list[Generation]:
+            await client.updates.from_tensors(named, 7, last=True)
+            many = SamplingParams(max_new_tokens=300, ignore_eos=True)
+            running = [asyncio.create_task(sample(client, prompt(64), many, f"cut{number}")) for number in range(3)]
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(sample(client, prompt(64), many, "late"))
+            await asyncio.sleep(0)  # its request is on the way
+            await client.memory.release(mode)
+            assert client.sent == 0
+            assert not any(one.done() for one in running)
+            await client.memory.resume("weights")
+            await client.updates.from_tensors(named, 8, last=True)
+            await client.memory.resume("kv_cache")
+            return await asyncio.gather(*running, late)
+
+        found = engine.drive(play)
+        assert [len(one.token_ids) for one in found] == [300] * 4
+        versions = [[version for _, version in one.versions] for one in found]
+        assert versions[:3] == [[7, 8] if mode == "abort" else [8]] * 3
+        assert versions[3][-1] == 8
 
     def test_without_new_weights_nothing_is_sampled(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> Generation:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conformance.control import Control
+from conformance.endpoint import CHAT_TEMPLATE, Endpoint
 from conformance.engine import Engine, Traits, running
 from conformance.memory import Memory
 from conformance.router import ThroughRouter
@@ -70,6 +71,7 @@ def engine(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory, starte
     )
 
     def start(folder: Path, log: Path) -> Started:
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
         started.append(Started(folder, log, python=sglang_python))
         return started[0]
 
@@ -98,6 +100,10 @@ class TestMemory(Memory):
 
 
 class TestSyncs(Syncs):
+    pass
+
+
+class TestEndpoint(Endpoint):
     pass
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from agentrl.inference.base import MemoryPart
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
@@ -17,8 +19,11 @@ class SGLangMemory:
     SGLang crashes if a part is released or resumed twice, so this keeps track of what is released.
     """
 
-    def __init__(self, control: ControlEndpoint, updates: SGLangWeightUpdates) -> None:
-        """Control the engine behind ``control``, which holds all of its memory."""
+    def __init__(
+        self, control: ControlEndpoint, updates: SGLangWeightUpdates, cut: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Control the engine behind ``control``, which holds all of its memory; ``cut`` aborts generations in progress."""
+        self._cut = cut
         self._control = control
         self._updates = updates
         self._released: set[MemoryPart] = set()
@@ -36,8 +41,8 @@ class SGLangMemory:
         if self._resumed is not None:
             await self._resumed.wait()
 
-    async def release(self) -> None:
-        """Release what the engine still holds, once it runs nothing.
+    async def release(self, cut: Literal["abort", "restart"] | None = None) -> None:
+        """Release what the engine still holds, once it runs nothing; see `agentrl.inference.base.EngineMemory`.
 
         Raises:
             EngineError: it is paused or receives weights, stays busy for minutes, or refuses.
@@ -51,6 +56,8 @@ class SGLangMemory:
         self._resumed.clear()
         sent = False
         try:
+            if cut is not None:
+                await self._cut(cut)
             await self._updates.wait_idle()
             sent = True
             await self._control.call("/release_memory_occupation", {"tags": parts}, once=True)

@@ -73,6 +73,8 @@ class GenerationClient(ABC):
         """Which versions computed the cached prefixes; None: only the version that samples."""
         self.discarded_tokens = 0
         """Tokens of generations that began again after a pause."""
+        self.sent = 0
+        """Requests without a reply."""
         self._http = http
         self._to = f"to the engine {http.url}"
         self._vocabulary = vocabulary
@@ -172,9 +174,13 @@ class GenerationClient(ABC):
         """Send a request and read its reply."""
         if (key := self._cache_key()) is not None:
             body["extra_key"] = key
-        with waiting(REQUEST, self._to):
-            async with self._http.request("POST", "/generate", body, key=session_id) as reply:
-                content = await reply.read()
+        self.sent += 1
+        try:
+            with waiting(REQUEST, self._to):
+                async with self._http.request("POST", "/generate", body, key=session_id) as reply:
+                    content = await reply.read()
+        finally:
+            self.sent -= 1
         return read_reply(content, body, request_id, self._vocabulary)
 
     @abstractmethod
@@ -385,12 +391,16 @@ def _faults(
     }
 
 
-def score_body(ids: Sequence[int], start: int, rid: str) -> dict[str, Any]:
-    """Return the body for ``/generate`` that scores the tokens of a prompt from ``start`` on, which is at least 1."""
+def score_body(ids: Sequence[int], start: int, rid: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the body for ``/generate`` that scores the tokens of a prompt from ``start`` on, which is at least 1.
+
+    ``adapter`` is the name of the engine's LoRA adapter.
+    """
     sampling = {"max_new_tokens": 0, "temperature": 1.0}
     # Engines give the first token from logprob_start_len on no log-probability.
     options = {"return_logprob": True, "logprob_start_len": start - 1, "rid": rid}
-    return {"input_ids": list(ids), "sampling_params": sampling, **options}
+    body = {"input_ids": list(ids), "sampling_params": sampling, **options}
+    return body if adapter is None else body | {"lora_path": adapter}
 
 
 def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -> tuple[float, ...]:

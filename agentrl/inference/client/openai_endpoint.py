@@ -15,6 +15,12 @@ from agentrl.core.types import Message
 
 _AGAIN = {408, 409, 429}
 """Statuses, next to 5xx, after which a request is sent again."""
+_ENDS = ("stop", "length")
+"""``finish_reason`` of a turn. With others, such as SGLang's ``abort``, the server has ended it: its text is no move."""
+
+
+class _Again(Exception):
+    """A fault after which the same request can succeed."""
 
 
 class OpenAiEndpoint:
@@ -44,23 +50,44 @@ class OpenAiEndpoint:
             "max_tokens": config.max_new_tokens,
             "seed": seed,
         }
-        if stop:
-            body["stop"] = list(stop)
         fault = ""
         for attempt in range(config.attempts):
             if attempt:
                 await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1))
             try:
-                status, reply = await self._post(orjson.dumps(body))
-            except (aiohttp.ClientError, TimeoutError) as error:
+                return self._read(*await self._post(orjson.dumps(body)), stop)
+            except TimeoutError:
+                fault = f"no reply within timeout_s={config.timeout_s:g}"
+            except aiohttp.ClientError as error:
                 fault = f"{type(error).__name__}: {error}"
-                continue
-            if status == 200:
-                return self._text(reply)
-            fault = f"HTTP {status}: {reply[:200].decode('utf-8', 'replace')}"
-            if status not in _AGAIN and status < 500:
-                break
-        raise SamplerError(f"the endpoint {self._url}, model {config.model}: {fault}")
+            except _Again as error:
+                fault = str(error)
+        raise self._error(fault)
+
+    def _read(self, status: int, reply: bytes, stop: Sequence[str]) -> str:
+        """Return the text of a reply.
+
+        Raises:
+            _Again: the request can be sent again.
+            SamplerError: it cannot.
+        """
+        shown = reply[:200].decode("utf-8", "replace")
+        if status != 200:
+            fault = f"HTTP {status}: {shown}"
+            raise _Again(fault) if status in _AGAIN or status >= 500 else self._error(fault)
+        text, reason = _choice(reply)
+        if text is None:
+            raise self._error(f"a reply without a text: {shown}")
+        if reason not in _ENDS:
+            raise _Again(f"a reply with finish_reason={reason!r}: {shown}")
+        if reason == "length" and not text.strip():
+            raise self._error(
+                f"max_new_tokens={self._config.max_new_tokens} ended a reply before it had a text; raise it"
+            )
+        return _up_to_stop(text, stop)
+
+    def _error(self, fault: str) -> SamplerError:
+        return SamplerError(f"the endpoint {self._url}, model {self._config.model}: {fault}")
 
     async def _post(self, body: bytes) -> tuple[int, bytes]:
         headers = {"content-type": "application/json"}
@@ -73,13 +100,17 @@ class OpenAiEndpoint:
         ):
             return response.status, await response.read()
 
-    def _text(self, reply: bytes) -> str:
-        try:
-            text = orjson.loads(reply)["choices"][0]["message"]["content"]
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise SamplerError(
-                f"the endpoint {self._url} replied without a text: {reply[:200].decode('utf-8', 'replace')}"
-            )
-        return text
+
+def _choice(reply: bytes) -> tuple[str | None, object]:
+    """Return the text of a reply and its ``finish_reason``; None if it has no text."""
+    try:
+        choice = orjson.loads(reply)["choices"][0]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
+        return None, None
+    return (text if isinstance(text, str) else None), reason
+
+
+def _up_to_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text up to the first stop string, which stays in it as in a policy's turn: servers would leave it out."""
+    return text[: min((text.index(one) + len(one) for one in stop if one in text), default=len(text))]

@@ -46,18 +46,19 @@ class ScoringClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
+    async def score(self, token_ids: Sequence[int], start: int, adapter: str | None = None) -> NDArray[np.float32]:
         """Return the log-probabilities of ``token_ids[start:]``, each given all tokens before it, at temperature 1.
 
         Args:
             token_ids: a prompt.
             start: at least 1.
+            adapter: name of the engine's LoRA adapter that scores; None: the engine's weights alone.
 
         Raises:
             EngineError: the server cannot be reached, refuses, or its reply is not one.
 
         """
-        body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}")
+        body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}", adapter)
         async with self._running:
             return await self._send(body)
 

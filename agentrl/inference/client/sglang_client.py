@@ -14,6 +14,7 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
+_CUT_POLL_S = 0.02
 _DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"half": "float16", "float": "float32"}
 """Dtypes by SGLang's names."""
 
@@ -60,7 +61,7 @@ class SGLangClient(GenerationClient):
             on_update=self._generations.note_update,
             drops_cache=prefix_cache == "drop",
         )
-        self.memory = SGLangMemory(control, self.updates)
+        self.memory = SGLangMemory(control, self.updates, self._cut)
         self.groups = SGLangWeightGroups(control)
 
     async def aclose(self) -> None:
@@ -131,6 +132,13 @@ class SGLangClient(GenerationClient):
         """Continue sampling."""
         await self.control.call("/continue_generation", {})
         self._resume_event().set()
+
+    async def _cut(self, mode: str) -> None:
+        """Abort the generations in progress, those too whose request has not reached the engine yet."""
+        while self._generations.sent:
+            await self.pause(mode)
+            await self.resume()
+            await asyncio.sleep(_CUT_POLL_S)
 
     async def flush(self) -> None:
         """Drop the prefix cache once the engine runs nothing: a request that it has just answered may still count as running.

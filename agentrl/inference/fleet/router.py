@@ -21,6 +21,10 @@ _MAX_ATTEMPTS = 3
 """Engines that one request may lose: it may be what crashes them."""
 _RETRY_DELAY_S = 0.5
 """Before a request is sent again: by then the health monitor has found a dead engine."""
+_MOST_AHEAD = 8
+"""Requests that an engine may have more than the one with the fewest, and still get a session whose prompt it has."""
+_PROMPTS = 4096
+"""Prompts whose engine is remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +52,18 @@ class _Request:
     """A generation in progress."""
 
     session_id: str
+    prompt: Prompt
+    policy: str
     aborted: bool = False
     grant: asyncio.Future[EngineSlot | None] | None = None
     """Set while it waits for an engine; results in the engine, or None for an abort."""
     slot: EngineSlot | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def prefix(self) -> int:
+        """Hash of what an engine may have cached: the prompt, of this policy."""
+        return hash((self.policy, self.prompt.token_ids))
 
 
 class EngineRouter(Protocol):
@@ -77,10 +88,11 @@ class EngineRouter(Protocol):
 class RoutedSampler:
     """A `Sampler` over engines that are added and removed at run time.
 
-    All turns of a session go to the engine that has its prefix cached, a new session to the engine with the fewest
-    requests. Waiting requests are served in order of arrival. A request whose engine is removed or cannot be reached is
-    sent to another one from its start: nothing of the lost attempt is kept. Without engines requests wait for one, until
-    `fail`.
+    All turns of a session go to the engine that has its prefix cached, a new session to the engine with the fewest requests.
+    If another session began with the same prompt, the new one follows it, unless that engine has 8 requests more: so an engine
+    computes the prompt of a group once. Waiting requests are served in order of arrival, by any engine. A request whose engine
+    is removed or cannot be reached is sent to another one from its start: nothing of the lost attempt is kept. Without engines
+    requests wait for one, until `fail`.
     """
 
     def __init__(self, max_running: int | None = None) -> None:
@@ -94,6 +106,8 @@ class RoutedSampler:
         self._max_running = max_running
         self._slots: dict[str, EngineSlot] = {}
         self._sessions: dict[str, EngineSlot] = {}
+        self._prompts: dict[int, EngineSlot] = {}
+        """The engine of the last session that began with a prompt, by `_Request.prefix`; the latest at the end."""
         self._requests: dict[str, _Request] = {}
         self._waiting: list[tuple[int, _Request]] = []
         """Heap, by arrival, of requests that any engine may serve."""
@@ -115,6 +129,7 @@ class RoutedSampler:
             return
         slot.removed = True
         self._sessions = {session: bound for session, bound in self._sessions.items() if bound is not slot}
+        self._prompts = {prompt: last for prompt, last in self._prompts.items() if last is not slot}
         now = asyncio.get_running_loop().time()
         for timeout in slot.timeouts:
             timeout.reschedule(now)
@@ -155,7 +170,7 @@ class RoutedSampler:
         """
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
-        request = self._requests[request_id] = _Request(session_id)
+        request = self._requests[request_id] = _Request(session_id, prompt, policy)
         lost: Exception | None = None
         try:
             for _ in range(_MAX_ATTEMPTS):
@@ -243,7 +258,7 @@ class RoutedSampler:
     async def _acquire(self, request: _Request) -> EngineSlot | None:
         """Wait for an engine and return it, or None if the request is aborted."""
         while not request.aborted:
-            slot = self._free_slot(request.session_id)
+            slot = self._free_slot(request)
             if slot is None:
                 slot = await self._wait_for_slot(request)
             else:
@@ -253,11 +268,16 @@ class RoutedSampler:
             self._release(slot, request)  # removed between the grant and now
         return None
 
-    def _free_slot(self, session_id: str) -> EngineSlot | None:
-        bound = self._sessions.get(session_id)
-        slots = self._slots.values() if bound is None else (bound,)
-        free = [slot for slot in slots if self._has_capacity(slot)]
-        return min(free, key=lambda slot: (slot.running, slot.sessions), default=None)
+    def _free_slot(self, request: _Request) -> EngineSlot | None:
+        bound = self._sessions.get(request.session_id)
+        if bound is not None:
+            return bound if self._has_capacity(bound) else None
+        free = [slot for slot in self._slots.values() if self._has_capacity(slot)]
+        least = min(free, key=lambda slot: (slot.running, slot.sessions), default=None)
+        last = self._prompts.get(request.prefix)
+        if least is not None and last in free and last.running < least.running + _MOST_AHEAD:
+            return last
+        return least
 
     def _has_capacity(self, slot: EngineSlot) -> bool:
         most = self._max_running if slot.max_running is None else slot.max_running
@@ -269,6 +289,11 @@ class RoutedSampler:
         if request.session_id not in self._sessions:
             self._sessions[request.session_id] = slot
             slot.sessions += 1
+            prefix = request.prefix
+            self._prompts.pop(prefix, None)
+            self._prompts[prefix] = slot
+            if len(self._prompts) > _PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
 
     async def _wait_for_slot(self, request: _Request) -> EngineSlot | None:
         if self._failed is not None:

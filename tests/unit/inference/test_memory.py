@@ -43,7 +43,11 @@ class ScriptedPool:
 def memory_of(pool: ScriptedPool) -> tuple[SGLangMemory, SGLangWeightUpdates]:
     control = ControlEndpoint(pool)  # type: ignore[arg-type]
     updates = SGLangWeightUpdates(control, paused=lambda: False, keeps_requests=lambda: False)
-    return SGLangMemory(control, updates), updates
+
+    async def cut(mode: str) -> None:
+        pool.calls.append(("cut", mode))
+
+    return SGLangMemory(control, updates, cut), updates
 
 
 def test_an_idle_engine_is_asked_once_for_each_part() -> None:

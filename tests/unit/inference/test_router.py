@@ -37,9 +37,11 @@ def routed(*engines: ScriptedSampler, max_running: int | None = None) -> RoutedS
     return router
 
 
-def ask(router: RoutedSampler, session: str, request: str = "") -> asyncio.Task[Generation]:
+def ask(router: RoutedSampler, session: str, request: str = "", prompt: str = "") -> asyncio.Task[Generation]:
+    """Ask with a prompt that no other session has, or with that of others."""
+    ids = tuple((prompt or session).encode())
     return asyncio.ensure_future(
-        router.generate(Prompt((1, 2, 3)), PARAMS, session_id=session, request_id=request or session)
+        router.generate(Prompt(ids), PARAMS, session_id=session, request_id=request or session)
     )
 
 
@@ -75,6 +77,42 @@ async def test_turns_of_a_session_stay_and_new_sessions_go_where_least_runs() ->
         await router.close_session(session)
     assert set(engines[0].closed) == at[0]
     assert engines[1].closed == []
+
+
+@in_loop
+async def test_sessions_with_one_prompt_go_to_one_engine_until_it_has_eight_requests_more() -> None:
+    gate = asyncio.Event()
+    engines = [engine(number, gate) for number in range(3)]
+    router = routed(*engines)
+    asked = [ask(router, f"{group}/{sample}", prompt=group) for group in "abc" for sample in range(8)]
+    await settle()
+    at = [{request.session_id[0] for request in one.requests} for one in engines]
+    assert sorted(map(sorted, at)) == [["a"], ["b"], ["c"]]
+    asked += [ask(router, f"d/{sample}", prompt="d") for sample in range(10)]
+    await settle()
+    assert sorted(one.running for one in engines) == [8, 10, 16], (
+        "the ninth goes to another engine, and the tenth after it"
+    )
+    gate.set()
+    await asyncio.gather(*asked)
+
+
+@in_loop
+async def test_a_prompt_of_an_engine_that_is_full_or_removed_goes_elsewhere() -> None:
+    gate = asyncio.Event()
+    engines = [engine(number, gate) for number in range(3)]
+    router = routed(*engines, max_running=2)
+    asked = [ask(router, f"a{sample}", prompt="a") for sample in range(3)]
+    await settle()
+    assert [one.running for one in engines] == [2, 1, 0]
+    router.remove("engine-1")
+    await settle()
+    assert [one.running for one in engines] == [2, 0, 1], "the request that was lost"
+    asked.append(ask(router, "a3", prompt="a"))
+    await settle()
+    assert [one.running for one in engines] == [2, 0, 2]
+    gate.set()
+    await asyncio.gather(*asked)
 
 
 @in_loop
@@ -124,7 +162,7 @@ async def test_requests_of_an_engine_that_is_taken_out_are_sampled_by_another_fr
     results = await asyncio.gather(*asked)
     assert [result.token_ids for result in results] == [(1,) * 4] * 6, "nothing of the lost engine is kept"
     assert sorted(one.request_id for one in engines[1].requests) == sorted(f"s{number}" for number in range(6))
-    assert router.prompt_tokens == 18, "each request counts once"
+    assert router.prompt_tokens == 6 * 2, "each request counts once"
     fresh = engine(7)
     router.add("engine-0", fresh)
     await ask(router, "t0")
@@ -189,7 +227,7 @@ async def test_what_an_engine_refuses_is_refused() -> None:
         await ask(router, "s")
     router.add("engine-1", other)
     await ask(router, "t")
-    assert router.prompt_tokens == 3
+    assert router.prompt_tokens == 1
 
 
 @in_loop

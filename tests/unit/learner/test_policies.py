@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
+from agentrl.cli.main import main
+from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import CheckpointError, LearnerError
-from agentrl.models.peft_folder import read_peft
+from agentrl.models.load import load_model
+from agentrl.models.peft_folder import read_peft, write_peft
 from tests.unit.learner.learners import make_batch, make_rows, tensors
 
 pytest.importorskip("peft")
@@ -103,18 +108,36 @@ def test_a_checkpoint_has_each_policy_and_goes_on(learners, model, tmp_path):
         learners.open(lora=LORA | {"policies": ["first"]}).load(tmp_path / "one")
 
 
-def test_a_peft_folder_is_what_peft_loads(learners, model, tmp_path):
+@pytest.mark.parametrize("policies", [["first", "second"], ["second"]])
+def test_each_policy_of_a_checkpoint_is_loaded_by_peft_and_exported_merged(learners, model, tmp_path, policies):
+    """Also a single policy with a name: ``model`` is the base model, to which engines add its adapters."""
     import peft
-    from transformers import AutoModelForCausalLM
 
-    learner = learners.open(lora=BOTH)
-    learner.train_step(batch("second", 1))
-    learner.save(tmp_path / "one")
+    learner, one, out = learners.open(lora=LORA | {"policies": policies}), tmp_path / "one", tmp_path / "out"
+    for number, policy in enumerate(policies):
+        learner.train_step(batch(policy, number))
+    learner.save(one)
     learner.finish_save()
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "one" / "policies" / "second")
+    assert main(["export", str(one), str(out), "--dtype", "float32"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == policies
     [row, *_] = make_rows(LENGTHS, 1)
     ids = torch.tensor(row.token_ids).long()
-    wanted = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    found = learner.logprobs(batch("second", 1))[row.key]
-    assert torch.allclose(torch.tensor(found[1:]), wanted, atol=1e-5)
+    seen = []
+    for policy in policies:
+        adapted = peft.PeftModel.from_pretrained(load_model(one / "model"), one / "policies" / policy)
+        seen.append(torch.tensor(learner.logprobs(batch(policy, 1))[row.key][1:]))
+        for theirs in (adapted, load_model(out / policy)):
+            found = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            assert torch.allclose(seen[-1], found, atol=1e-5)
+    kept = load_model(one / "model").state_dict()
+    assert all(torch.equal(value, kept[name]) for name, value in load_model(model).state_dict().items())
+    assert len(policies) == 1 or not torch.allclose(*seen, atol=1e-2)
+
+
+def test_adapters_of_another_model_are_not_exported(model, tmp_path, capsys):
+    another = [(f"base_model.model.model.other.lora_{matrix}.weight", torch.ones(2, 2)) for matrix in "AB"]
+    write_peft(tmp_path / "policies" / "first", LoraConfig(rank=2), another)
+    shutil.copytree(model, tmp_path / "model")
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "first has adapters of model.other.weight, which" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
