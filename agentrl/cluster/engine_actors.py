@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
-from agentrl.cluster.ray_runtime import check_ray
+from agentrl.cluster.ray_runtime import check_ray, kill_actor
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec
@@ -112,7 +112,7 @@ class RayEngine:
         except RayActorError:
             pass  # its engine ended with it
         except GetTimeoutError:
-            ray.kill(self._host)
+            kill_actor(self._host)
 
 
 class RayLauncher:
@@ -149,7 +149,7 @@ class RayLauncher:
         except LearnerError as error:  # Ray has ended
             raise EngineError(f"engine-{number}: {error}") from error
         except GetTimeoutError as error:
-            ray.kill(self._host(number))
+            kill_actor(self._host(number))
             raise EngineError(
                 f"engine-{number}: Ray has not started it in time; `ray status` shows what is free"
             ) from error

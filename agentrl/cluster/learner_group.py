@@ -56,7 +56,7 @@ def start_learners(
 
     """
     device = learner_device(learner)
-    spec = RankSpec(model_folder, learner, algo, seed, device, reference)
+    spec = RankSpec(model_folder.absolute(), learner, algo, seed, device, reference)
     log = run_dir / "learner.log"
     if placement is not None:
         return RayLearnerGroup(None, spec, log, placement.rank_options)
@@ -94,7 +94,7 @@ def start_critic(
         placement: contains the ranks. If they share the GPUs of the policy's ranks, each has the GPU of one of them.
 
     """
-    spec = RankSpec(model_folder, learner, algo, seed, learner_device(learner), role="critic")
+    spec = RankSpec(model_folder.absolute(), learner, algo, seed, learner_device(learner), role="critic")
     if placement is None:
         return RayCritic(None, spec, run_dir / "critic.log")
     shared = policy if placement.layout.critic_needs.get("GPU") == 0 else None

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.placement_layout import Layout, Resources
-from agentrl.cluster.ray_runtime import RayRuntime
+from agentrl.cluster.ray_runtime import RayRuntime, gcs_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.obs.waiting import waiting
@@ -101,7 +101,8 @@ class ReservedPlacement:
     def close(self) -> None:
         """Remove the placement group, which ends its actors; end Ray if it was started for the run."""
         if self._group is not None:
-            remove_placement_group(self._group)
+            if not gcs_ended():  # else they end with Ray
+                remove_placement_group(self._group)
             self._group = None
             self._runtime.stop()
 

@@ -16,7 +16,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankSpec
 from agentrl.cluster.placement_group import ActorLocation, actor_location
-from agentrl.cluster.ray_runtime import RayRuntime, check_ray, raylet_ended
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray, kill_actor, raylet_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.learner.base import LearnerRank, RowScores
@@ -272,7 +272,7 @@ class RankActors:
         """Kill all ranks; the errors of later calls name the reason ``why``."""
         self._over = self._over or why
         for actor in self._actors:
-            ray.kill(actor)
+            kill_actor(actor)
 
 
 def _lost(ref: Any) -> bool:

@@ -106,6 +106,17 @@ def raylet_ended() -> bool:
     return "raylet" in _ended_processes()
 
 
+def gcs_ended() -> bool:
+    """Return whether the GCS that this process has started has ended: calls that change actors would wait for it for minutes."""
+    return "gcs_server" in _ended_processes()
+
+
+def kill_actor(actor: Any) -> None:
+    """Kill an actor; without a GCS it ends with Ray."""
+    if not gcs_ended():
+        ray.kill(actor)
+
+
 def _ended_children() -> list[str]:
     """Return the names of Ray's processes that this process has started, and that have ended."""
     found = []

@@ -13,14 +13,18 @@ from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_crit
 from agentrl.cluster.placement_group import ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
-from agentrl.cluster.ray_runtime import RayRuntime, store_bytes
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray, store_bytes
 from agentrl.config.schema import Config
+from agentrl.core.background import in_background
 from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import CRITIC
 from agentrl.models.critic import resolve_critic
 from agentrl.models.reference_policy import resolve_reference
+
+_LOOK_S = 1.0
+"""Seconds between two looks at Ray's processes while the ranks start."""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,7 @@ class RunCluster:
             timeout_s = self.config.learner.start_timeout_s
             self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s)
             self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
-        self._started = asyncio.ensure_future(asyncio.to_thread(self._start_ranks))
+        self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
         if self._placement is None or self.config.placement.mode != "colocate":
             self._loaded = asyncio.ensure_future(self._load())
@@ -89,6 +93,18 @@ class RunCluster:
     async def aclose(self) -> None:
         """End the ranks and give the placement back."""
         await self._exits.aclose()
+
+    async def _start(self) -> RayLearnerGroup:
+        """Start the ranks. If Ray ends meanwhile, its call may wait for minutes: a daemon thread is left with it.
+
+        Raises:
+            LearnerError: a process of Ray has ended, or see `start_learners`.
+
+        """
+        started = asyncio.wrap_future(in_background(self._start_ranks, "ranks"))
+        while not (await asyncio.wait([started], timeout=_LOOK_S))[0]:
+            check_ray()
+        return started.result()
 
     def _start_ranks(self) -> RayLearnerGroup:
         config, checkpoint = self.config, self.checkpoint

@@ -124,6 +124,16 @@ def exit_with_main_process() -> None:
     threading.Thread(target=wait_and_end, name="exit-with-main-process", daemon=True).start()
 
 
+def follow_main_process(worker: int) -> None:
+    """Leave signals to the process that started this worker of `multiprocessing`, and end with it.
+
+    A worker that is interrupted in its work could outlive it. ``worker`` is the worker's number.
+    """
+    for number in (signal.SIGINT, *ENDING_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+    exit_with_main_process()
+
+
 class ChildProcess:
     """A child in its own process group, with its output in a log file. Made by `start`."""
 

@@ -22,6 +22,7 @@
     ├── ToolServerError            a tool server that does not start, or died
     ├── LearnerError               a learner that failed
     │   └── ProvenanceError        a batch that would train on tokens that no engine sampled
+    ├── DataError                  rows of data that cannot be read while a run needs them
     ├── AuditError                 saved rollouts that are not as they were sampled
     ├── DiagnosisError             problems that `agentrl doctor` found in a run
     ├── CheckpointError            a checkpoint that is not whole
@@ -139,6 +140,10 @@ class LearnerError(AgentrlError):
 
 class ProvenanceError(LearnerError):
     """A batch would train on a token that no engine sampled."""
+
+
+class DataError(AgentrlError):
+    """Rows of data cannot be read while a run needs them: a worker process died, or a hub does not answer."""
 
 
 class AuditError(AgentrlError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
@@ -15,9 +16,13 @@ from agentrl.obs.progress import Stopwatch
 class GpuTimeSharing:
     """Switches the GPUs between learner and engines. Initially both may hold memory, or the learner may be offloaded."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs."""
+    def __init__(self, fleet: Fleet, cut: Literal["abort", "restart"] | None = None) -> None:
+        """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs.
+
+        ``cut`` says what becomes of generations in progress when the learner gets the GPUs; see `EngineMemory.release`.
+        """
         self._fleet = fleet
+        self._cut = cut
         self._learner_active = False
         self.critic: CriticGroup | None = None
         """It holds GPU memory while the learner trains."""
@@ -35,7 +40,7 @@ class GpuTimeSharing:
         if self._learner_active:
             return
         with watch("wake"):
-            await self.on_live(lambda engine: engine.memory.release())
+            await self.on_live(lambda engine: engine.memory.release(self._cut))
             await self._fleet.wait_ended()
             for one in (learner, self.critic):
                 if one is not None:

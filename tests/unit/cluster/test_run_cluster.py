@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from agentrl.batch.packing import pack
 from agentrl.cluster import run_cluster
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.load import load_config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.checkpoints import CRITIC
 from tests.in_process_learner import start_critic, start_learners
 from tests.unit.learner.learners import make_model, make_rows
@@ -70,3 +71,32 @@ def test_without_gae_there_is_no_critic(tmp_path: Path) -> None:
             await cluster.aclose()
 
     assert asyncio.run(critic()) is None
+
+
+def test_a_start_that_waits_for_a_dead_ray_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call to Ray blocks for minutes after its GCS was killed."""
+    called, released = threading.Event(), threading.Event()
+
+    def blocked(*_: Any, **__: Any) -> None:
+        called.set()
+        released.wait()
+
+    def check_ray() -> None:
+        if called.is_set():
+            raise LearnerError("Ray's process gcs_server has ended")
+
+    monkeypatch.setattr(run_cluster, "start_learners", blocked)
+    monkeypatch.setattr(run_cluster, "check_ray", check_ray)
+    config = load_config(None, ["learner.device=cpu", "learner.threads=1"])
+
+    async def learner() -> None:
+        cluster = RunCluster(config, tmp_path, make_model(tmp_path / "model"))
+        await cluster.open()
+        try:
+            await cluster.learner()
+        finally:
+            await cluster.aclose()
+            released.set()
+
+    with pytest.raises(LearnerError, match="gcs_server has ended"):
+        asyncio.run(asyncio.wait_for(learner(), 30))

@@ -94,7 +94,8 @@ class Engine:
             raise EngineError(f"{self.name}: no {what}")
         self.world.log.append(f"{self.name} {what}")
 
-    async def release(self) -> None:
+    async def release(self, cut: str | None) -> None:
+        assert cut is None
         await self._answer("release")
 
     async def resume(self, part: str) -> None:
