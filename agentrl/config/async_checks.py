@@ -32,8 +32,6 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"sample are too old; set weights.sync_every to {config.asynchronous.max_staleness + 1} or less, or raise "
             "async.max_staleness"
         )
-    if config.self_play is not None:
-        yield f"{key} with self_play: the opponents of a step are chosen before it; leave out one"
     if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":
         yield (
             f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
@@ -51,8 +49,6 @@ def _background_evaluation(config: Config) -> Iterator[str]:
             f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
             "placement.mode=separate, or eval.engines=0"
         )
-    if config.eval.background and config.self_play is not None:
-        yield "eval.background=true with self_play: results, ratings and snapshots are of one step; leave out eval.background"
 
 
 def _dynamic_sampling(config: Config) -> Iterator[str]:
@@ -65,5 +61,8 @@ def _dynamic_sampling(config: Config) -> Iterator[str]:
             f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
             "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
         )
-    if rollout.filter_groups.filters and config.self_play is not None:
-        yield "rollout.filter_groups.filters with self_play: the opponents of a step are chosen before it; leave out one"
+    if rollout.straggler_timeout_s and not staleness:
+        yield (
+            f"rollout.straggler_timeout_s={rollout.straggler_timeout_s:g} with async.max_staleness=0: a step waits for all of "
+            "its groups, however long they take; raise async.max_staleness, or leave it out"
+        )

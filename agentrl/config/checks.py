@@ -345,10 +345,16 @@ def check_placement(config: Config, learner_device: str) -> None:
             f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
             "memory need new weights after each step; leave out weights.sync_every"
         )
-    if config.asynchronous.max_staleness:
+    staleness = f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}"
+    if config.asynchronous.max_staleness and config.weights.pause not in ("abort", "restart"):
         raise ConfigError(
-            f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}: engines cannot sample while "
-            "the learner has their GPUs; set placement.mode=disaggregate, or leave out async.max_staleness"
+            f"{staleness} and weights.pause={config.weights.pause}: engines keep no requests while the learner has their GPUs; "
+            "set weights.pause=abort or restart"
+        )
+    if config.asynchronous.max_staleness and sampler.router == "sglang":
+        raise ConfigError(
+            f"{staleness} and sampler.router=sglang: the router would send requests to engines without memory; leave out "
+            "sampler.router"
         )
     if config.eval.background:
         raise ConfigError(

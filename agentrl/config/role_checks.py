@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from agentrl.config.schema import Config
+from agentrl.config.self_play import PAST
+from agentrl.core.lineup import MAIN
 
 
 def check_who_plays(config: Config) -> Iterator[str]:
@@ -21,6 +23,11 @@ def _self_play(config: Config) -> Iterator[str]:
         yield (
             f"self_play with env.roles ({', '.join(others)}): self_play says who plays, env.roles only which policy a role has; "
             "leave out one"
+        )
+    if PAST in config.self_play.mix and config.placement.mode != "separate":
+        yield (
+            f"self_play.mix has {PAST}, and placement.mode={config.placement.mode}: engines of snapshots are not placed; set "
+            f"placement.mode=separate, or leave out {PAST}"
         )
     if config.sources:
         yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
@@ -51,6 +58,8 @@ def _policies(config: Config) -> Iterator[str]:
             yield f"sources.{source}.env.roles names the policies {found}: a mixed run trains one policy; leave them out"
     if not names:
         return
+    if MAIN in names:
+        yield f"env.roles names a policy {MAIN}, which is the policy of a run that names none; choose another name"
     key = f"env.roles names the policies {', '.join(names)}"
     if config.learner.lora is None:
         yield f"{key}, which are adapters over one base model: set learner.lora={{}}"

@@ -57,6 +57,9 @@ class RolloutConfig(Section):
     over_sampling_batch_size: PositiveInt | None = None
     """Most groups that run or wait for a step, with ``async.max_staleness`` (slime's key). A step takes the first ``batch_size``
     that finish, the others stay for the next steps; null: as many as ``async.max_staleness`` allows."""
+    straggler_timeout_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Seconds after the step before in which a step waits for the groups that began first, with ``async.max_staleness``. Then it
+    takes the first ``batch_size`` that have finished, and the others stay for the next steps; 0: at once."""
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     """Which groups are not trained, and replaced by further ones."""
     reset_seed: ResetSeed = "task"

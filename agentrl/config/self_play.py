@@ -117,6 +117,11 @@ class SelfPlayConfig(Section):
             raise ValueError(f"no class of opponents; give {MIRROR}, {PAST}, {FIXED}NAME or {ENDPOINT}NAME a share")
         return mix
 
+    @property
+    def snapshot_engines(self) -> int:
+        """Engines that play snapshots."""
+        return self.engines if PAST in self.mix else 0
+
     @model_validator(mode="after")
     def _endpoints(self) -> SelfPlayConfig:
         for opponent in (*self.mix, *self.eval.opponents):

@@ -48,6 +48,8 @@ class JournaledGroup:
     """When all of its rollouts were on the disk; 0 if they are not."""
     dropped: str = ""
     """Why no step trains it; empty if one may."""
+    opponent: str = ""
+    """In self-play, who plays against the policy."""
 
     @property
     def finished(self) -> bool:
@@ -115,7 +117,9 @@ class JournalState:
         elif event == "admitted":
             position = record["position"]
             self.groups.pop(position, None)
-            self.groups[position] = JournaledGroup(position, record["version"], record["time"])
+            self.groups[position] = JournaledGroup(
+                position, record["version"], record["time"], opponent=record.get("opponent", "")
+            )
             self.begun = max(self.begun, position + 1)
         elif event == "finished":
             self.groups[record["position"]].finished_at = record["time"]

@@ -217,11 +217,8 @@ class TraceFiles:
     def _line(self, span: _Span, details: str, now: float, error: str) -> bytes:
         """Return the line of a span that has ended; if the file has its begin, that of its end."""
         if span.begun_in == self._step:
-            return b'{"name":"","ph":"E","ts":%.1f,"pid":%d,"tid":%d},\n' % (
-                now * 1e6,
-                span.track.group,
-                span.track.number,
-            )
+            name, _, pid, tid = _head(span, details)
+            return b'{"name":%b,"ph":"E","ts":%.1f,"pid":%d,"tid":%d},\n' % (name, now * 1e6, pid, tid)
         failed = b',"error":%b' % orjson.dumps(error) if error else b""
         return _SPAN % (*_head(span, details), b"X", (now - span.wait.since) * 1e6, orjson.dumps(details), failed)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, checked_call
@@ -59,6 +60,7 @@ class ChatRenderer:
         self.format = format
         self.parser = parser or format.parser
         self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
         self._encoder = EscapingEncoder(tokenizer, added_tokens=escape_added_tokens)
         self._plain = EscapingEncoder(tokenizer) if escape_added_tokens else self._encoder
@@ -192,9 +194,7 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return self._decode(list(token_ids))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of plain text: special-token text in it is not special, and no token is added."""
@@ -328,6 +328,19 @@ def _unicode_call(call: ToolCall) -> ToolCall:
         return replace(call, name=name, id=id, arguments=unicode_json(call.arguments), fault=fault)
     except RecursionError:
         return unreadable("the arguments are nested too deeply", name)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Return a function that decodes ids: that of the backend if no class of the tokenizer has another, in half the time.
+
+    Transformers checks the type of each id first.
+    """
+    kind = type(tokenizer)
+    plain = kind.decode is PreTrainedTokenizerBase.decode and kind._decode is PreTrainedTokenizerFast._decode
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and plain:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    decode: Any = tokenizer.decode
+    return partial(decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:

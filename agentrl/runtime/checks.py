@@ -53,7 +53,7 @@ def _tasks_of(config: Config) -> tuple[object, ...]:
 def _open(config: Config) -> TaskSet:
     data, tasks = config.data, config.tasks
     if data.path is not None or data.eval_path is not None:
-        return FileTasks(data)
+        return FileTasks.of_run(config)
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
     cls = env_class(config.env.name)

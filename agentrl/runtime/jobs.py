@@ -47,6 +47,10 @@ class TaskJobs:
         """Return the episodes of a step: one group for each of ``positions``."""
         return [job for offset, position in enumerate(positions) for job in self.group(position, f"{step}/{offset}")]
 
+    def close(self) -> None:
+        """Free what the data source holds."""
+        self.buffer.source.close()
+
     def on_trained(self, trained: Container[int], rollouts: Sequence[Rollout]) -> None:
         """Give the data buffer the results of a step's rollouts, those of filtered groups included; see `DataBuffer.on_trained`.
 

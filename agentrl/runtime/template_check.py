@@ -13,7 +13,7 @@ from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Observation
 
-_TASKS = 32
+TRIED = 32
 """Most tasks whose first prompt is tried, evenly spaced; a run is refused if all of them fail."""
 
 
@@ -41,7 +41,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     if config.rollout.generate is not None:  # what it sends is known when it sends it
         return findings.summary()
     renderer, refused = make_renderer(tokenizer, config.render), list[ConversationError | ModelError]()
-    tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // _TASKS) or 1)]
+    tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
     prompts = [prompt for task in tried if (prompt := _first_prompt(config, task))]
     tools, too_long = make_any_env(config.env.name, config.env.options).tools, 0
     for prompt in prompts:

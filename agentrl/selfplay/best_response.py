@@ -79,7 +79,7 @@ def exploitability(game: GameTree[S], strategies: Sequence[Strategy]) -> float:
     return sum(gains) / 2
 
 
-def average_strategies(game: GameTree[S], mixed: Sequence[Strategy]) -> tuple[Strategy, Strategy]:
+def average_strategies(game: GameTree[S], mixed: Sequence[Sequence[Strategy]]) -> tuple[Strategy, Strategy]:
     """Return, by seat, the strategy that plays like a player who draws one of ``mixed`` before each game, all equally probable.
 
     At an information set each strategy has the weight with which its player's own actions lead there, which is the same
@@ -87,7 +87,7 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Strategy]) -> tuple[St
 
     Args:
         game: of two players.
-        mixed: each for both seats, with the probabilities of all legal actions.
+        mixed: each by seat, with the probabilities of all legal actions.
 
     """
     found: tuple[dict[Hashable, dict[str, float]], ...] = ({}, {})
@@ -102,7 +102,7 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Strategy]) -> tuple[St
                 walk(game.child(state, event), reach)
             return
         where, mine = game.information_set(state), reach[mover]
-        chances = [_chances(game, state, one) for one in mixed]
+        chances = [_chances(game, state, one[mover]) for one in mixed]
         weights = mine if sum(mine) > 0 else (1.0,) * len(mixed)
         found[mover][where] = {
             action: sum(weight * one.get(action, 0.0) for weight, one in zip(weights, chances, strict=True))
@@ -118,9 +118,9 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Strategy]) -> tuple[St
     return found[0], found[1]
 
 
-def legal_actions(game: GameTree[S]) -> dict[Hashable, tuple[str, ...]]:
-    """Return the legal actions at each information set."""
-    found: dict[Hashable, tuple[str, ...]] = {}
+def legal_actions(game: GameTree[S]) -> tuple[dict[Hashable, tuple[str, ...]], dict[Hashable, tuple[str, ...]]]:
+    """Return the legal actions at each information set, by seat."""
+    found: tuple[dict[Hashable, tuple[str, ...]], dict[Hashable, tuple[str, ...]]] = ({}, {})
     left = [game.root()]
     while left:
         state = left.pop()
@@ -129,7 +129,7 @@ def legal_actions(game: GameTree[S]) -> dict[Hashable, tuple[str, ...]]:
             actions = tuple(game.chances(state) if mover == CHANCE else game.actions(state))
             left += [game.child(state, one) for one in actions]
             if mover != CHANCE:
-                found[game.information_set(state)] = actions
+                found[mover][game.information_set(state)] = actions
     return found
 
 

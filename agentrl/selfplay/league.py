@@ -14,7 +14,7 @@ from agentrl.selfplay.collapse import CollapseAlarm, step_play
 from agentrl.selfplay.games import POLICY, Game, WinTable, rollout_score
 from agentrl.selfplay.pool import OpponentPool, snapshot_name, step_of
 from agentrl.selfplay.ratings import Ratings
-from agentrl.selfplay.seating import Seating, step_seatings
+from agentrl.selfplay.seating import step_opponents
 
 POLICY_CHANGE = 0.3
 """Standard deviation of the change of the policy's strength in a step of training, on the scale of ratings."""
@@ -56,14 +56,12 @@ class League:
         for dropped in self.pool.add(step, None if best is None else step_of(best)):
             self.recent.forget(snapshot_name(dropped))
 
-    def seatings(self, step: int, *, seats: int, tasks: int, samples: int) -> list[list[Seating]]:
-        """Return who plays in the episodes of a step (from 1), by task and sample; see `step_seatings`."""
+    def opponents(self, step: int, tasks: int) -> list[str]:
+        """Return the opponents of the tasks of a step (from 1); see `step_opponents`."""
         chosen = self.pool.choose(
             self.seed, step, self.config.engines, lambda name: self.recent.record(POLICY, name).score
         )
-        return step_seatings(
-            self.config, seats=seats, tasks=tasks, samples=samples, seed=self.seed, step=step, snapshots=chosen
-        )
+        return step_opponents(self.config, tasks=tasks, seed=self.seed, step=step, snapshots=chosen)
 
     def record(self, games: Sequence[Game], rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[str]]:
         """Record a step that was trained. Return its metrics, and warnings of the alarm.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.config.self_play import MIRROR, PAST, SelfPlayConfig
+from agentrl.config.self_play import MIRROR, PAST, SelfPlayConfig, is_fixed
 from agentrl.selfplay.games import POLICY
 
 _MIX = 0x6D6978
@@ -39,37 +39,46 @@ def task_opponents(mix: Mapping[str, float], tasks: int, seed: int, step: int) -
     return [names[index] for index in rng.permutation(np.searchsorted(ends, points, side="right")).tolist()]
 
 
-def step_seatings(
-    config: SelfPlayConfig, *, seats: int, tasks: int, samples: int, seed: int, step: int, snapshots: Sequence[str]
-) -> list[list[Seating]]:
-    """Return who plays in each episode of a step, by task and sample.
+def step_opponents(config: SelfPlayConfig, *, tasks: int, seed: int, step: int, snapshots: Sequence[str]) -> list[str]:
+    """Return the opponent of each task of a step: `POLICY`, a snapshot's name, ``fixed:NAME`` or ``endpoint:NAME``.
 
-    All episodes of a task have the same opponents, so that its rollouts can be compared. With ``swap_seats`` the policy's
-    seat changes from sample to sample, and from task to task if a task has one sample. Tasks against past snapshots are
-    dealt out to ``snapshots`` in turn.
+    Tasks against past snapshots are dealt out to ``snapshots`` in turn.
 
     Args:
         config: of self-play.
-        seats: of the environment.
         tasks: of the step.
-        samples: episodes of a task.
         seed: of the run.
-        step: about to be sampled.
+        step: whose groups begin.
         snapshots: names of those that can play in this step; without any, ``past`` tasks are mirror play.
 
     """
     found, past = [], 0
-    for task, opponent in enumerate(task_opponents(config.mix, tasks, seed, step)):
-        name = opponent
+    for opponent in task_opponents(config.mix, tasks, seed, step):
         if opponent == PAST:
-            name = snapshots[past % len(snapshots)] if snapshots else POLICY
-            opponent = PAST if snapshots else MIRROR
+            found.append(snapshots[past % len(snapshots)] if snapshots else POLICY)
             past += 1
-        elif opponent == MIRROR:
-            name = POLICY
-        of_task = []
-        for sample in range(samples):
-            mine = (task + sample) % seats if config.swap_seats else 0
-            of_task.append(Seating(opponent, tuple(POLICY if seat == mine else name for seat in range(seats))))
-        found.append(of_task)
+        else:
+            found.append(POLICY if opponent == MIRROR else opponent)
+    return found
+
+
+def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: int, samples: int) -> list[Seating]:
+    """Return who plays in each episode of a task.
+
+    All of them have the same opponent, so that the task's rollouts can be compared. With ``swap_seats`` the policy's seat
+    changes from sample to sample, and from task to task if a task has one sample.
+
+    Args:
+        config: of self-play.
+        opponent: of `step_opponents`.
+        task: its number in the step.
+        seats: of the environment.
+        samples: episodes of the task.
+
+    """
+    kind = MIRROR if opponent == POLICY else opponent if is_fixed(opponent) else PAST
+    found = []
+    for sample in range(samples):
+        mine = (task + sample) % seats if config.swap_seats else 0
+        found.append(Seating(kind, tuple(POLICY if seat == mine else opponent for seat in range(seats))))
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,9 +12,8 @@ from torch.utils.data import DataLoader
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
-from agentrl.core.child_process import exit_with_main_process
+from agentrl.core.child_process import follow_main_process
 from agentrl.learner.registry import make_backend
-from agentrl.runtime.interrupt import SIGNALS
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 
 
@@ -31,17 +29,10 @@ def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
         multiprocessing_context=processes if workers else None,
-        worker_init_fn=_follow_the_driver if workers else None,
+        worker_init_fn=follow_main_process if workers else None,
     )
     for packed in loader:
         yield from pickle.loads(packed)
-
-
-def _follow_the_driver(worker: int) -> None:
-    """Leave signals to the driver, and end with it: a worker that is interrupted in a batch could outlive it."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    exit_with_main_process()
 
 
 @dataclass(frozen=True, slots=True)

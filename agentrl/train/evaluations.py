@@ -28,6 +28,8 @@ class _Running:
     """It evaluates the policy after this step."""
     total: int
     """Its episodes."""
+    start: float
+    """When it began, on the clock of `time.perf_counter`."""
     done: int = 0
     """Of them, those that have ended."""
     seconds: float = 0.0
@@ -100,15 +102,18 @@ class Evaluations:
             self.view.note(f"evaluation after step {self._running.step}: not finished, as the run ends before it")
 
     async def _begin(self, step: int) -> None:
+        evaluator, start, total = self.source.evaluator, time.perf_counter(), 0
         with waiting(PHASE, f"step {step}", "evaluation"):
             await self.source.prepare_evaluation()
-        evaluator = self.source.evaluator
-        total = sum(one.episodes for one in evaluator.sets) if evaluator is not None else 0
-        self._running = _Running(step, total)
+            if evaluator is not None:
+                total = sum(one.episodes for one in evaluator.sets)
+                async with self.source.learner_idle():
+                    await evaluator.begin()
+        self._running = _Running(step, total, start)
         self._task = asyncio.create_task(self._evaluate(self._running))
 
     async def _evaluate(self, running: _Running) -> list[SetResult]:
-        evaluator, start = self.source.evaluator, time.perf_counter()
+        evaluator = self.source.evaluator
 
         def count(_: Rollout) -> None:
             running.done += 1
@@ -118,7 +123,7 @@ class Evaluations:
             return []
         with waiting(PHASE, f"step {running.step}", "evaluation"):
             results = await evaluator.evaluate(running.step, count)
-        running.seconds = time.perf_counter() - start
+        running.seconds = time.perf_counter() - running.start
         return results
 
     def _show(self, running: _Running) -> None:

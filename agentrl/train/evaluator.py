@@ -51,7 +51,8 @@ async def open_eval_engines(
     """
     if not config.eval.engines:
         return None
-    logs, after = folder / "logs" / "evaluation", len(services.frozen)
+    opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
+    logs, after = folder / "logs" / "evaluation", len(services.frozen) + opponents
     fleet = reserved_fleet(config, model, logs, after, services.fleet.vocabulary, engines=config.eval.engines)
     exits.push_async_callback(fleet.aclose)
     await fleet.start()
@@ -78,8 +79,22 @@ class Evaluator:
     """None: those of training evaluate."""
     running: bool = field(default=False, init=False)
     """Whether episodes of an evaluation run."""
-    _exploitability: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the last evaluation."""
+    _standing: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the policy that is evaluated: its rating in self-play, and its exploitability."""
+
+    async def begin(self) -> None:
+        """Measure what only the policy of this moment has, before the learner may go on: its rating and its strategy.
+
+        Raises:
+            RunStopped: a signal ends the run.
+            AgentrlError: a server died.
+
+        """
+        self._standing = {} if self.self_play is None else self.self_play.begin_evaluation()
+        if self.game_scores is not None:
+            fleet = self.services.fleet if self.engines is None else self.engines.fleet
+            async with watched(self.services, self.interrupt):
+                self._standing |= self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
 
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         """Run the episodes of all sets after ``step``; ``on_done`` is called with every rollout.
@@ -101,7 +116,9 @@ class Evaluator:
             async with watched(self.services, self.interrupt):
                 runner = self.services.runner(sampler=None if self.engines is None else self.engines.fleet.sampler)
                 results = await evaluate(self.sets, runner, done)
-                self._exploitability = await self._read_exploitability()
+                if self.game_scores is not None and self.self_play is not None:
+                    snapshots = await self.self_play.snapshot_strategies(self.game_scores)
+                    self._standing |= self.game_scores.pool_metrics(snapshots)
         finally:
             self.running = False
         if file is not None:
@@ -110,15 +127,6 @@ class Evaluator:
             self.self_play.on_evaluated(step, results)
         return results
 
-    async def _read_exploitability(self) -> dict[str, float]:
-        if self.game_scores is None:
-            return {}
-        fleet = self.services.fleet if self.engines is None else self.engines.fleet
-        found = self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
-        if self.self_play is not None:
-            found |= self.game_scores.pool_metrics(await self.self_play.snapshot_strategies(self.game_scores))
-        return found
-
     def standing(self) -> dict[str, float]:
         """Return the policy's rating, if there is self-play, and its exploitability, if the game has a tree."""
-        return self._exploitability | ({} if self.self_play is None else self.self_play.standing())
+        return self._standing

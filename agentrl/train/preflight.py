@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.core.task import Task
+from agentrl.data.streams import TaskStream
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
@@ -23,8 +23,8 @@ from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
 from agentrl.runtime.placement_check import check_placement, describe_placement
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.task_sources import TaskSources, of_source, order_of, read_splits
-from agentrl.runtime.template_check import check_chat_template
+from agentrl.runtime.task_sources import Split, TaskSources, of_source, order_of, read_splits, split_size
+from agentrl.runtime.template_check import TRIED, check_chat_template
 from agentrl.runtime.training_summary import describe_memory, describe_training
 from agentrl.train.teachers import check_teachers
 from agentrl.train.warm_start import describe, warm_start_config
@@ -74,7 +74,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     make_backend(config.learner).check(config.algo, [])
     warm = warm_start_config(config, Path())
     sets: list[EvalTasks] | None = None
-    train: dict[str, Sequence[Task]] = {}
+    train: dict[str, Split] = {}
     with _listed(missing):
         tasks = open_tasks(config)
         train = _train_tasks(config, tasks)
@@ -111,25 +111,28 @@ def _listed(missing: list[str]) -> Iterator[None]:
         missing += str(error).splitlines()
 
 
-def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Sequence[Task]]:
+def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
     """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
     for name, each in config.by_source().items():
         with of_source(name):
-            if len(splits[name]) == 0 and each.data.eval_path is not None:
+            empty = split_size(splits[name]) == 0
+            if empty and each.data.eval_path is not None:
                 raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
-            if len(splits[name]) == 0:
+            if empty:
                 raise ConfigError(f"tasks.name={each.tasks.name}: the split {each.tasks.train_split!r} is empty")
     order_of(config, splits)
     return splits
 
 
-def _check_templates(config: Config, model: Path, train: Mapping[str, Sequence[Task]]) -> str:
+def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) -> str:
     """Return what `check_chat_template` says, once for each source that differs."""
     said: dict[str, list[str]] = {}
     for name, each in config.by_source().items():
         with of_source(name):
-            said.setdefault(check_chat_template(each, model, train.get(name, ())), []).append(name)
+            split = train.get(name, ())
+            some = split.sample(TRIED) if isinstance(split, TaskStream) else split
+            said.setdefault(check_chat_template(each, model, some), []).append(name)
     if len(said) == 1:
         return next(iter(said))
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
@@ -180,14 +183,14 @@ def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) ->
     return found
 
 
-def _describe_sources(config: Config, train: Mapping[str, Sequence[Task]]) -> list[str]:
+def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
     """Return lines on environment, tasks and reward; of a mixed run one for each source."""
     by_source, lines = config.by_source(), []
     for name, each in by_source.items():
         place = each.data.path or each.tasks.name or "of the environment"
         facts = {
             "environment": each.env.name,
-            "tasks": f"{place}: {f'{len(train[name])} to train on' if name in train else 'not there yet'}",
+            "tasks": f"{place}: {_to_train_on(train.get(name))}",
             "reward": each.reward.function or "the environment's",
         }
         if not name:
@@ -196,6 +199,12 @@ def _describe_sources(config: Config, train: Mapping[str, Sequence[Task]]) -> li
         text = ", ".join(f"{key} {value}" for key, value in facts.items())
         lines.append(f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {each.algo.described}")
     return lines
+
+
+def _to_train_on(split: Split | None) -> str:
+    if isinstance(split, TaskStream):
+        return f"{'rows' if split.size is None else f'{split.size} rows'}, read when their tasks are taken"
+    return "not there yet" if split is None else f"{len(split)} to train on"
 
 
 def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:

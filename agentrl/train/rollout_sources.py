@@ -71,12 +71,10 @@ async def open_sampling(
     evaluator.game_scores = open_game_scores(config, services.renderer, services.fleet.vocabulary.size)
     eval_sync = _weight_sync(config, folder, config.weights.transport, dtype)
     evaluator.engines = await open_eval_engines(config, folder, model, services, eval_sync, exits)
-    if config.self_play is not None:
-        evaluator.self_play = await open_self_play(
-            config, config.self_play, folder, model, services, exits, dtype, resume_after
-        )
-        if "self_play" in state["source"]:
-            evaluator.self_play.league.load(state["source"]["self_play"])
+    evaluator.self_play = await open_self_play(config, folder, model, services, exits, dtype, resume_after)
+    if evaluator.self_play is not None:
+        untaken = {group.position: group.opponent for group in records.journal.untaken}
+        evaluator.self_play.restore(state["source"].get("self_play"), untaken)
     source = Sampling(
         config=config,
         services=services,

@@ -1,4 +1,4 @@
-"""Rollouts that are sampled with the policy, for each training step or in the background."""
+"""Rollouts that are sampled with the policy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.core.types import Rollout
+from agentrl.episode.runner import Job
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -22,8 +22,8 @@ from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.services import Services
 from agentrl.train.evaluator import EvalEngines, Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
-from agentrl.train.pipeline.background import BackgroundEpisodes
 from agentrl.train.pipeline.records import RunRecords
+from agentrl.train.pipeline.scheduler import GroupScheduler
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import Sent, WeightSync
@@ -55,9 +55,8 @@ class Sampling:
     """Opponents of the policy, if ``self_play`` is set."""
     _gpu_sharing: GpuTimeSharing | None = field(default=None, init=False)
     """None: engines and learner both keep their memory."""
-    _runner: EpisodeRunner | None = field(default=None, init=False)
-    _background: BackgroundEpisodes | None = field(default=None, init=False)
-    """Episodes that run while the learner trains, with ``async.max_staleness``, from the first step on."""
+    _scheduler: GroupScheduler | None = field(default=None, init=False)
+    """Runs the groups, from the first step on that samples some."""
     _taken: StepRollouts | None = field(default=None, init=False)
     """Rollouts of the step in training."""
     _learner: LearnerGroup | None = field(default=None, init=False)
@@ -77,7 +76,9 @@ class Sampling:
         await self._learner_lock.acquire()
         fleet, restarted = self.services.fleet, partial(self._sync_restarted, self.restart_sync or self.sync)
         if self.config.placement.mode == "colocate":
-            self._gpu_sharing = GpuTimeSharing(fleet)
+            pause = self.config.weights.pause if self.config.asynchronous.max_staleness else None
+            assert pause is None or pause in ("abort", "restart"), "check_placement comes first"
+            self._gpu_sharing = GpuTimeSharing(fleet, pause)
             fleet.set_weight_sync(restarted, launch_in=self._learner_lock)
         else:
             fleet.set_weight_sync(restarted)
@@ -148,8 +149,8 @@ class Sampling:
         if sent is not None:
             self._note(sent)
         self._synced = self._version
-        if self._background is not None:
-            self._background.note_version(self._version)
+        if self._scheduler is not None:
+            self._scheduler.note_version(self._version)
 
     async def _send(
         self, fleet: Fleet, sync: WeightSync, around: Callable[[Engines], AbstractAsyncContextManager[None]]
@@ -176,10 +177,10 @@ class Sampling:
     @asynccontextmanager
     async def _paused(self, watch: Stopwatch, engines: Engines) -> AsyncIterator[None]:
         """Pause the generations in progress for a weight sync, unless they are to end before; ``watch`` gets the seconds."""
-        # Without staleness no training episode runs at a sync, even if all run in the background.
-        training = self._background is not None and self.config.asynchronous.max_staleness > 0
+        training = self._scheduler is not None and self.config.asynchronous.max_staleness > 0
         shared = self.evaluator is not None and self.evaluator.running and self.evaluator.engines is None
-        if not (training or shared) or self.config.weights.pause == "finish":
+        idle = self._gpu_sharing is not None or not (training or shared)  # with shared GPUs generations are cut already
+        if idle or self.config.weights.pause == "finish":
             yield
             return
         with watch("pause"):
@@ -204,71 +205,53 @@ class Sampling:
             await self._learner_lock.acquire()
 
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
-        """Return a step's rollouts: all of its episodes run now, or in the background.
-
-        The journal has those of a step that is trained again.
-        """
-        self._runner = self._runner or self.services.runner()
-        sample = self._from_background if self._in_background else self._from_episodes
-        if self.records.journal.batch(step) is not None and self.self_play is None:
-            sample = self._from_journal
-        self._taken = await sample(self._runner, step, position)
+        """Return a step's rollouts. The journal has those of a step that is trained again."""
+        again = self.records.journal.batch(step) is not None
+        self._taken = await (self._from_journal if again else self._sampled)(step, position)
         return self._taken
 
-    @property
-    def _in_background(self) -> bool:
-        """Whether the background has the episodes: with ``async.max_staleness``, or if filtered groups are replaced."""
-        if self.config.asynchronous.max_staleness or self.config.rollout.filter_groups.filters:
-            return True
-        return self.self_play is None and any(group.dropped for group in self.records.journal.untaken)
-
-    async def _from_journal(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
+    async def _from_journal(self, step: int, position: TaskPosition) -> StepRollouts:
         """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""
         self.interrupt.check()
         await asyncio.to_thread(self.tasks.buffer.draw, self.records.journal.begun(step))
         return await asyncio.to_thread(self.records.trained_before, step)
 
-    async def _from_episodes(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
-        """Run the episodes of a step, and return their rollouts."""
-        positions = list(islice(position.untrained(), self.config.rollout.batch_size))
-        jobs = await asyncio.to_thread(self.tasks.step, step, positions)  # may read files
-        size = len(jobs) // len(positions)
-        if self.self_play is not None:
-            jobs = await self.self_play.seat(step, jobs, size)
-        groups = {each: jobs[index * size :][:size] for index, each in enumerate(positions)}
-        self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
-        async with self.learner_idle(), watched(self.services, self.interrupt):
-            rollouts = await self.records.run(step, runner, groups)
-        runner.check_dropped(rollouts)
-        if self.self_play is not None:
-            self.self_play.played(rollouts)
-        after = position.after(positions)
-        await self.records.journal.taken(step, positions, after)
-        return StepRollouts(rollouts, after)
-
-    async def _from_background(self, runner: EpisodeRunner, step: int, position: TaskPosition) -> StepRollouts:
-        """Return the next groups of the episodes in the background, which the first call starts.
-
-        Their rollouts are written to the file of the step that trains them.
-        """
-        if self._background is None:
-            self._background = BackgroundEpisodes.of_run(
+    async def _sampled(self, step: int, position: TaskPosition) -> StepRollouts:
+        """Return the groups that the scheduler has for ``step``."""
+        if self._scheduler is None:
+            self._scheduler = GroupScheduler.of_run(
                 self.config,
                 position,
                 step - 1,
-                runner,
+                self.services.runner(),
                 self._group_jobs,
                 partial(watched, self.services, self.interrupt),
                 self.records.journal,
+                self._write_ended,
+                self.self_play,
             )
+        if not self.config.asynchronous.max_staleness:
+            self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
+        if self._writes_ended:
+            first = await asyncio.to_thread(self.tasks.buffer.__getitem__, next(position.untrained()))
+            self.records.recorder.begin(step, first.id)
         async with self.learner_idle():
-            taken = await self._background.take()
-        sampled = [*taken.rollouts, *taken.filtered]
-        runner.check_dropped(sampled)
+            taken = await self._scheduler.take()
+        self._scheduler.runner.check_dropped([*taken.rollouts, *taken.filtered])
         after = position.after([*taken.positions, *taken.filtered_positions])
         await self.records.journal.taken(step, taken.positions, after, taken.filtered_positions)
-        await asyncio.to_thread(self.records.recorder.write, step, sampled)
+        unwritten = taken.filtered if self._writes_ended else [*taken.rollouts, *taken.filtered]
+        await asyncio.to_thread(self.records.recorder.write, step, unwritten)
         return StepRollouts(taken.rollouts, after, taken.filtered)
+
+    @property
+    def _writes_ended(self) -> bool:
+        """Whether rollouts are written as they end: it is known which step trains them, and that no filter drops them."""
+        return not self.config.asynchronous.max_staleness and not self.config.rollout.filter_groups.filters
+
+    def _write_ended(self, rollout: Rollout) -> None:
+        if self._writes_ended:
+            self.records.recorder.write(self._version + 1, rollout)
 
     def _group_jobs(self, position: int) -> list[Job]:
         """Return the episodes of a group, named as if each step took the next tasks."""
@@ -276,9 +259,10 @@ class Sampling:
         return self.tasks.group(position, f"{step + 1}/{offset}")
 
     async def aclose(self) -> None:
-        """Cancel the episodes in the background."""
-        if self._background is not None:
-            await self._background.aclose()
+        """Cancel all episodes, and close the data source."""
+        if self._scheduler is not None:
+            await self._scheduler.aclose()
+        self.tasks.close()
 
     def state(self) -> dict[str, Any]:
         """Return the state of the data buffer, and of the league if there is self-play."""
@@ -289,14 +273,15 @@ class Sampling:
         """Return the metrics of the fleet, the last sync, the data buffer, self-play, and the step's episodes."""
         found = self.services.fleet.metrics() | self._sync_metrics | self.tasks.buffer.metrics()
         found |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics())
-        return found | ({} if self._background is None else self._background.metrics())
+        return found | ({} if self._scheduler is None else self._scheduler.metrics())
 
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Record the results and the games of self-play, and write the advantages next to the step's rollouts."""
         assert self._taken is not None, "a step trains what it took"
         self.tasks.on_trained(self._taken.position, [*self._taken.rollouts, *self._taken.filtered])
         if self.self_play is not None:
-            self.self_play.on_step_trained(step)
+            played = [*self._taken.rollouts, *self._taken.filtered]
+            self.self_play.on_step_trained(step, self._taken.position, played)
         await self.records.trained(step, advantages)
 
     async def prepare_evaluation(self) -> None:

@@ -126,7 +126,7 @@ def _broadcast(part: Sequence[_Rows]) -> None:
 class MergedWeights:
     """The weights of a model, with adapters merged, ``W + scale B A`` in float32, and the tensors of its Hugging Face folder.
 
-    Of several policies none is merged: the weights are those of the base model.
+    Policies with names are not merged: the weights are those of the base model.
 
     Args:
         hf: with adapters or without.
@@ -144,7 +144,7 @@ class MergedWeights:
         self._pairs = {
             hf_name(name): (named[adapter_name(name, "A", policies[0])], named[adapter_name(name, "B", policies[0])])
             for name in named
-            if len(policies) == 1 and not is_adapter(name) and adapter_name(name, "A", policies[0]) in self.adapters
+            if policies == [MAIN] and not is_adapter(name) and adapter_name(name, "A", policies[0]) in self.adapters
         }
         self.tensors = {tensor.name: tensor for tensor in hub_tensors_of(hf)}
         """The tensors of a Hugging Face folder, by name: those of `base`, and buffers."""

@@ -5,7 +5,7 @@
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
       optimizer/     torch.distributed.checkpoint; absent before the first step
-      adapters/      LoRA adapters, likewise; model/ then has merged weights, of several policies those of the base model
+      adapters/      LoRA adapters, likewise; model/ then has merged weights, of policies with names those of the base model
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
       policies/      with LoRA, a PEFT folder for each policy: adapter_model.safetensors, adapter_config.json

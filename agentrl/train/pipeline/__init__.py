@@ -1,1 +1,1 @@
-"""Sampling while the learner trains: admission of groups, episodes in the background, staleness."""
+"""Groups of episodes: admission, scheduling, filters, the journal, staleness."""

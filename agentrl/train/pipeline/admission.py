@@ -57,6 +57,8 @@ class Admission:
         self._batch_size = batch_size
         self.max_staleness = max_staleness
         """Most versions between a group's admission and the step that trains it."""
+        self.passed_over = 0
+        """Groups that were admitted before one of the groups that were taken last, and stay."""
         self._most = (max_staleness + 1) * batch_size if most is None else most
         self._waiting: dict[int, AdmittedGroup] = {}
         """By position, in the order of admission."""
@@ -85,17 +87,20 @@ class Admission:
         del self._waiting[position]
         self._left += 1
 
-    def take(self) -> list[int] | None:
+    def take(self, *, in_order: bool = False) -> list[int] | None:
         """Return the positions of the next step's groups, ascending; None if the step must wait.
 
-        Of the finished groups those that were admitted first are taken, which also leaves most room to those that stay.
+        Of the finished groups those that were admitted first are taken, which also leaves most room to those that stay. With
+        ``in_order`` the step waits until these are the first of all groups.
         """
         batch = [group for group in self._waiting.values() if group.finished][: self._batch_size]
         taken = {group.position for group in batch}
         staying = [group.version for group in self._waiting.values() if group.position not in taken]
-        if len(batch) < self._batch_size or not self._in_time(staying):
+        passed_over = [*self._waiting].index(batch[-1].position) + 1 - len(batch) if batch else 0
+        if len(batch) < self._batch_size or not self._in_time(staying) or (in_order and passed_over):
             return None
         self.step += 1
+        self.passed_over = passed_over
         for position in taken:
             del self._waiting[position]
         return sorted(taken)

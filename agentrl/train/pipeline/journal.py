@@ -133,12 +133,12 @@ class Journal:
         _remove_torn_line(path)
         return [rollout for rollout in _read(path) if newest_version(rollout) <= self._version]
 
-    def admitted(self, position: int, version: int) -> None:
-        """Record that a group begins while the engines have ``version``."""
+    def admitted(self, position: int, version: int, opponent: str = "") -> None:
+        """Record that a group begins while the engines have ``version``, in self-play against ``opponent``."""
         if position not in self._waiting and not self.is_finished(position):
             self._file(position).unlink(missing_ok=True)
             self.episodes.remove(position)
-            self._log.write("admitted", position=position, version=version)
+            self._log.write("admitted", position=position, version=version, opponent=opponent)
 
     def ended(self, position: int, rollout: Rollout) -> None:
         """Add a rollout of a group that is not finished."""

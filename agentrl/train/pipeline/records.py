@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.batch.group_filters import kept
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
@@ -58,6 +57,7 @@ class RunRecords:
             batch_size=config.rollout.batch_size,
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             max_staleness=config.asynchronous.max_staleness,
+            **_opponents(config),
         )
         return cls(recorder, journal, config.asynchronous.mask_older_than)
 
@@ -89,29 +89,12 @@ class RunRecords:
             rollout.dropped, rollout.filtered = True, self.journal.reason(position)
         return group
 
-    async def run(self, step: int, runner: EpisodeRunner, groups: Mapping[int, Sequence[Job]]) -> list[Rollout]:
-        """Run the groups of a step at the same time, by position, and return their rollouts in the order of groups.
-
-        Raises:
-            RunStopped: see `EpisodeRunner.run_many`.
-            ConfigError: the journal is damaged.
-        """
-        first = next(job for jobs in groups.values() for job in jobs)
-        self.recorder.begin(step, first.task.id)
-        write = partial(self.recorder.write, step)
-        for position in groups:
-            self.journal.admitted(position, step - 1)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(run_group(self.journal, runner, position, jobs, on_done=write))
-                    for position, jobs in groups.items()
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the first ended the others
-        return [rollout for group in running for rollout in group.result()]
-
     async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Record that a step was trained, with the advantages of its rollouts by ``rollout_id``."""
         await asyncio.to_thread(self.recorder.finish, step, advantages)
         await self.journal.trained(step)
+
+
+def _opponents(config: Config) -> dict[str, int]:
+    """Return a checksum of the mix of opponents, if there is self-play: groups keep their opponent while it stays."""
+    return {} if config.self_play is None else {"mix": zlib.crc32(json.dumps(config.self_play.mix).encode())}

@@ -24,7 +24,7 @@ from agentrl.bench.workload import (
     write_groups,
 )
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import Generation, Rollout, SamplingParams
+from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.testing.virtual_time import run_virtual
 from tests.unit.train.test_stale_masks import VERSION, mask_stale, rollouts
@@ -45,7 +45,9 @@ def sampled(script: list[tuple[float, str]], rates: EngineRates = RATES) -> dict
 
         async def one(start: float, session: str) -> tuple[float, Generation]:
             await asyncio.sleep(start)
-            generation = await engines.generate((), SamplingParams(), session_id=session, request_id="")
+            generation = await engines.sampler.generate(
+                Prompt(()), SamplingParams(), session_id=session, request_id=session
+            )
             return loop.time(), generation
 
         async def update() -> None:
@@ -130,6 +132,12 @@ def test_a_simulated_run_trains_every_episode_within_the_bound(staleness: int) -
     assert len(found.ages_by_length) == 4
     assert 0 < found.engines_idle < 1
     assert 0 < found.learner_idle < 1
+
+
+def test_engines_compute_the_prompt_of_a_group_once() -> None:
+    groups = [(EpisodePlan(100, ((4, 0),), 0.0),) * 8] * 4
+    bench = AsyncBench(groups, gpus=4, steps=2, prompts=4, samples=8, token_scale=1.0)
+    assert Simulation(bench, byte_renderer(), Split(3, 1), 1, 0).run().prefilled == 8 * 100
 
 
 def test_the_best_split_is_found_from_any_start() -> None:

@@ -1,4 +1,4 @@
-"""The bare client asks what the runner asks: seen by a server that answers both."""
+"""The bare client requests what both loops request: seen by a server that answers all of them."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 
 BENCH = EfficiencyBench(
-    size="tiny", episodes=5, concurrency=3, turns=3, new_tokens=9, prompt_tokens=40, observation_tokens=20, repeats=2
+    size="tiny", episodes=19, concurrency=9, turns=2, new_tokens=9, prompt_tokens=40, observation_tokens=20, repeats=2
 )
 
 
@@ -84,14 +84,15 @@ def measure(url: str) -> list[Pass]:
     return asyncio.run(run())
 
 
-def test_both_ask_the_same_at_the_same_concurrency(server: tuple[Server, str]) -> None:
+def test_all_ask_the_same_at_the_same_concurrency(server: tuple[Server, str]) -> None:
     state, url = server
     passes = measure(url)
-    assert [one.who for one in passes] == ["runner", "bare client", "bare client", "runner"]
-    assert {one.tokens for one in passes} == {5 * 3 * 9}
+    order = ["synchronous", "bare client", "asynchronous"]
+    assert [one.who for one in passes] == [*order, *order[::-1]]
+    assert {one.tokens for one in passes} == {19 * 2 * 9}
     assert state.most == BENCH.concurrency
     warm, *measured = state.asked
-    assert len(warm) == 2 * 5 * 3
+    assert len(warm) == 2 * 19 * 2
     asked = [sorted((body["input_ids"], body["sampling_params"]) for body in one) for one in ([], *measured)][1:]
     assert all(one == asked[0] for one in asked)
     assert {body["sampling_params"]["ignore_eos"] for body in measured[0]} == {True}
@@ -102,14 +103,16 @@ def test_both_ask_the_same_at_the_same_concurrency(server: tuple[Server, str]) -
 
 def test_an_engine_that_samples_less_is_no_measurement(server: tuple[Server, str]) -> None:
     server[0].short = True
-    with pytest.raises(EngineError, match=r"the runner received 120 tokens from the engine, and requested 135"):
+    with pytest.raises(
+        EngineError, match=r"the synchronous pass received 304 tokens from the engine, and requested 342"
+    ):
         measure(server[1])
 
 
 def test_the_ratio_is_that_of_the_medians() -> None:
-    passes = [Pass("runner", seconds, 100, 1.0) for seconds in (1.0, 2.0, 50.0)]
+    passes = [Pass("asynchronous", seconds, 100, 1.0) for seconds in (1.0, 2.0, 50.0)]
     passes += [Pass("bare client", seconds, 100, 1.0) for seconds in (0.1, 1.0, 1.5)]
-    assert efficiency(passes) == 0.5
+    assert efficiency(passes, "asynchronous") == 0.5
 
 
 def test_texts_are_as_long_as_asked_and_none_is_another() -> None:
@@ -117,7 +120,7 @@ def test_texts_are_as_long_as_asked_and_none_is_another() -> None:
     jobs = make_jobs(source, BENCH, seed=1)
     texts = [job.task.prompt[0].content for job in jobs]
     texts += [text for job in jobs for text in job.task.metadata["observations"]]
-    assert len(set(texts)) == 5 + 5 * 3
+    assert len(set(texts)) == 19 + 19 * 2
     tokenizer: Any = load_tokenizer(source)
-    assert all(30 <= len(tokenizer.encode(text)) <= 50 for text in texts[:5])
-    assert all(14 <= len(tokenizer.encode(text)) <= 26 for text in texts[5:])
+    assert all(30 <= len(tokenizer.encode(text)) <= 50 for text in texts[:19])
+    assert all(14 <= len(tokenizer.encode(text)) <= 26 for text in texts[19:])

@@ -24,7 +24,6 @@ def test_the_section_is_named_async_wherever_a_user_reads_it() -> None:
     ("setting", "named"),
     [
         ("weights.sync_every=9", r"weights\.sync_every=9"),
-        ("self_play={}", "self_play"),
         ("async.mask_older_than=1", "no token is older"),
         ("algo={old_logprobs: learner, correction: {rollout_is: none}}", r"algo\.correction\.rollout_is=token"),
     ],
@@ -42,14 +41,22 @@ def test_groups_that_no_step_could_train_in_time_are_refused(most: int) -> None:
     load_config(None, ["async.max_staleness=2", "rollout.over_sampling_batch_size=40"])
 
 
-def test_filters_of_groups_are_refused_in_self_play() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.filter_groups\.filters with self_play"):
-        load_config(None, ["self_play={}", "rollout.filter_groups.filters=[zero_variance]"])
+def test_a_time_limit_for_stragglers_without_staleness_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.straggler_timeout_s=9 with async\.max_staleness=0: a step waits for all"
+    ):
+        load_config(None, ["rollout.straggler_timeout_s=9"])
 
 
-def test_engines_that_share_gpus_with_the_learner_are_refused() -> None:
-    config = load_config(None, ["async.max_staleness=1", "placement.mode=colocate"])
-    config.sampler.backend = "sglang"
-    config.learner.device = "cuda"
-    with pytest.raises(ConfigError, match=r"async\.max_staleness=1.*placement\.mode=disaggregate"):
-        check_placement(config, config.sampler.device)
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("weights.pause=finish", r"weights\.pause=finish.*set weights\.pause=abort or restart"),
+        ("sampler.router=sglang", r"sampler\.router=sglang: the router would send requests to engines without memory"),
+    ],
+)
+def test_engines_that_share_gpus_with_the_learner_keep_no_requests(setting: str, message: str) -> None:
+    shared = ["async.max_staleness=1", "placement.mode=colocate"]
+    check_placement(load_config(None, shared), "cpu")
+    with pytest.raises(ConfigError, match=message):
+        check_placement(load_config(None, [*shared, setting]), "cpu")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import wait
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
 import torch
+from preloaded import Forked, Request
 
 from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
@@ -223,41 +222,26 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert checkpoints.best_score() == 0.7
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from agentrl.learner.checkpoints import Checkpoints
-
-class Learner:
-    def save(self, folder):
-        folder.mkdir()
-        for number in range(20):
-            (folder / f"part_{number}").write_bytes(bytes([number]) * 50_000)
-
-    def finish_save(self):
-        pass
-
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=2)
-step = 0
-while True:
-    step += 1
-    checkpoints.save(step, Learner(), {"step": step})
-    checkpoints.finish()
-    print(step, flush=True)
-"""
+def start_writer(folder: Path) -> tuple[Forked, TextIO]:
+    """Start `checkpoint_writer`; return the process and its output."""
+    read, write = os.pipe()
+    here = str(Path(__file__).parent)
+    writer = Forked(Request("checkpoint_writer:main", [str(folder)], here, dict(os.environ), {1: write, 2: 2}))
+    os.close(write)
+    return writer, open(read)
 
 
 def test_sigkill_at_any_moment_leaves_the_last_checkpoint_whole(tmp_path):
     """One writer after the other is killed at a random moment, each going on in the same folder."""
     rng = random.Random(5)
     for _ in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        for _ in range(3):
-            reported = int(writer.stdout.readline())
-        time.sleep(rng.uniform(0, 0.05))
-        os.kill(writer.pid, signal.SIGKILL)
-        lines = writer.stdout.read().split()
+        writer, output = start_writer(tmp_path)
+        with output:
+            for _ in range(3):
+                reported = int(output.readline())
+            time.sleep(rng.uniform(0, 0.05))
+            writer.kill()
+            lines = output.read().split()
         writer.wait()
         reported = int(lines[-1]) if lines else reported
         latest = latest_checkpoint(tmp_path)

@@ -186,6 +186,58 @@ def test_a_killed_run_leaves_a_readable_file(tmp_path, monkeypatch):
     assert [event["ph"] for event in read_trace(path) if event.get("tid")] == ["B", "E"]
 
 
+KEYS = {
+    "M": {"name", "pid", "args"},
+    "X": {"name", "ts", "pid", "tid", "dur"},
+    "C": {"name", "ts", "pid", "args"},
+    "B": {"name", "ts", "pid", "tid"},
+    "E": {"name", "ts", "pid", "tid"},
+}
+"""What the trace event format wants of each phase that is written."""
+
+
+def test_events_keep_the_trace_event_format(tmp_path, monkeypatch):
+    """With spans that are open for long, which have a begin and an end, around others."""
+    monkeypatch.setattr(trace, "FLUSH_S", 0.01)
+    monkeypatch.setattr(trace, "LONG_S", 0.03)
+
+    def play(files):
+        with waiting(PHASE, "step 1", "rollout"):
+            for number in range(3):
+                with waiting(ROLLOUT, str(number)), waiting(TURN, "1"):
+                    deadline = time.monotonic() + 10
+                    while (
+                        len([one for one in read_trace(trace_files(tmp_path)[0]) if one["ph"] == "B"]) < 2 * number + 3
+                    ):
+                        assert time.monotonic() < deadline
+                        with waiting(REQUEST, "short"):
+                            time.sleep(0.002)
+        files.log(1, {"time/step_s": 0.5, "train/reward": 0.5})
+
+    begun = time.monotonic()
+    [events, _], _ = write(tmp_path, play)
+    tracks = defaultdict(list)
+    for event in events:
+        assert KEYS[event["ph"]] <= event.keys()
+        assert {type(event[key]) for key in ("pid", "tid") if key in event} == {int}
+        assert event["ph"] != "C" or type(event["args"]["value"]) is float
+        if event["ph"] in "XBE":
+            tracks[event["pid"], event["tid"]].append(event)
+    seconds = time.monotonic() - begun
+    for track in tracks.values():
+        ends = [one for one in track if one["ph"] == "E"]
+        assert len(ends) == len([one for one in track if one["ph"] == "B"])
+        open_at = []
+        for event in sorted(track, key=lambda one: one["ts"]):
+            open_at += [event] if event["ph"] == "B" else []
+            if event["ph"] == "E":
+                begin = open_at.pop()
+                assert event["name"] == begin["name"], "Chrome leaves out others"
+                assert 0 <= event["ts"] - begin["ts"] <= 1e6 * seconds, "microseconds"
+        assert not open_at
+    assert sum(one["ph"] == "B" for one in events) >= 7
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     said = []
     files = TraceFiles(tmp_path, step=1, keep=9, note=said.append)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +135,28 @@ def test_a_filtered_group_is_a_result() -> None:
     tasks.on_trained([0], [solved, broken])
     assert tasks.buffer.source.state()["results"] == 1
     assert tasks.buffer.metrics()["data/buffer"] == 0, "and not given back"
+
+
+def test_tasks_of_a_checkpoint_are_as_they_were() -> None:
+    answers = [("a", ["b", ("c",)]), {"cells": ((1, 2.5), None)}, {(0, 1): {"tuple": [1]}}, np.float64(0.5), (), True]
+    tasks = [Task(f"t{number}", (), answer, {"of": (answer,)}) for number, answer in enumerate(answers)]
+    buffer, again = (DataBuffer(TaskOrder(tasks, 0)) for _ in range(2))
+    taken = [buffer[number] for number in range(len(tasks))]
+    again.load_state(json.loads(json.dumps(buffer.state())))
+    found = [again[number] for number in range(len(tasks))]
+    assert found == taken
+    assert repr([task.answer for task in found]).replace("0.5", "np.float64(0.5)") == repr(
+        [one.answer for one in taken]
+    )
+
+
+def test_a_task_that_a_checkpoint_cannot_hold_is_named() -> None:
+    buffer = DataBuffer(TaskOrder([Task("t0", (), {"moves": {1}})], 0))
+    assert buffer[0].answer == {"moves": {1}}
+    with pytest.raises(
+        ConfigError, match=r"^task t0: its answer holds \{1\} of type set, which a checkpoint cannot hold; use"
+    ):
+        buffer.state()
 
 
 def test_a_data_source_of_a_file_and_its_options() -> None:

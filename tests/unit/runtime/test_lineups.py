@@ -114,6 +114,11 @@ def test_several_policies_need_adapters(more, message):
         check(policies("a", "b", **more))
 
 
+def test_the_name_of_a_run_with_one_policy_is_taken():
+    with pytest.raises(ConfigError, match=r"env\.roles names a policy main, .*; choose another name"):
+        check(policies("main", "b"))
+
+
 def test_names_of_policies_and_of_adapters_agree():
     with pytest.raises(
         ValidationError, match=r"learner\.lora\.policies=\['c'\], and env\.roles names the policies \['a', 'b'\]"
@@ -145,4 +150,4 @@ def test_self_play_and_roles_both_say_who_plays():
 
 def test_a_role_has_one_player():
     with pytest.raises(ValidationError, match="a role has one player"):
-        EnvConfig.model_validate({"roles": {"a": {"player": "x", "endpoint": {"url": "u", "model": "m"}}}})
+        EnvConfig.model_validate({"roles": {"a": {"player": "x", "endpoint": {"url": "http://u", "model": "m"}}}})

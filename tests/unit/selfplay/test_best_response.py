@@ -79,7 +79,7 @@ def test_strategies_of_kuhn_poker_with_known_best_responses():
 
 def test_in_kuhn_poker_with_cards_in_the_moves_uniform_play_is_as_exploitable():
     game = KuhnTree(say_card=True)
-    uniform = {where: dict.fromkeys(moves, 0.5) for where, moves in legal_actions(game).items()}
+    uniform = {where: dict.fromkeys(moves, 0.5) for seat in legal_actions(game) for where, moves in seat.items()}
     assert {move.split()[0] for moves in uniform.values() for move in moves} == {"jack", "queen", "king"}
     assert exploitability(game, (uniform, uniform)) == pytest.approx(11 / 24)
 
@@ -105,7 +105,7 @@ def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances
     one, two, other = (
         strategy(**dict(zip((*FIRST, *SECOND), chances[at : at + 12], strict=True))) for at in (0, 12, 24)
     )
-    first, second = average_strategies(KuhnTree(), [one, two])
+    first, second = average_strategies(KuhnTree(), [(one, one), (two, two)])
     for mixed, seats in ((first, lambda mine: (mine, other)), (second, lambda mine: (other, mine))):
         mean = sum(expected_payoff(KuhnTree(), seats(mine), 0) for mine in (one, two)) / 2
         assert expected_payoff(KuhnTree(), seats(mixed), 0) == pytest.approx(mean, abs=1e-9)
@@ -113,7 +113,7 @@ def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances
 
 def test_an_average_weights_strategies_by_the_probability_that_they_come_there():
     always, never = (strategy(**dict.fromkeys((*FIRST, *SECOND), bets)) for bets in (1, 0))
-    first, _ = average_strategies(KuhnTree(), [always, never])
+    first, _ = average_strategies(KuhnTree(), [(always, never), (never, always)])
     moves = {text: chances for text, chances in first.items() if "card: jack" in text}
     after_check = next(chances for text, chances in moves.items() if "check bet" in text)
     assert after_check == {"fold": 1.0, "call": 0.0}, "only the second checks"
@@ -121,8 +121,10 @@ def test_an_average_weights_strategies_by_the_probability_that_they_come_there()
 
 
 def test_legal_actions_of_all_information_sets():
-    assert legal_actions(KuhnTree()) == {where: tuple(moves) for where, moves in nash_strategy(NASH).items()}
-    assert legal_actions(Pennies()) == {0: ("h", "t"), 1: ("h", "t")}
+    first, second = legal_actions(KuhnTree())
+    assert first | second == {where: tuple(moves) for where, moves in nash_strategy(NASH).items()}
+    assert not first.keys() & second.keys()
+    assert legal_actions(Pennies()) == ({0: ("h", "t")}, {1: ("h", "t")})
 
 
 def test_matching_pennies():

@@ -74,8 +74,7 @@ def test_a_league_from_a_checkpoint_is_the_same_and_goes_on_alike():
     again = League(CONFIG, seed=3)
     again.load(json.loads(json.dumps(league.state())))
     assert again == league
-    options = {"seats": 2, "tasks": 8, "samples": 2}
-    assert again.seatings(10, **options) == league.seatings(10, **options)
+    assert again.opponents(10, 8) == league.opponents(10, 8)
     assert again.record(*played(10)) == league.record(*played(10))
     again.add_snapshot(10)
     league.add_snapshot(10)
@@ -91,8 +90,7 @@ def test_pfsp_prefers_the_snapshot_that_the_policy_loses_to():
     wins = [Game(f"w{number}", (POLICY, "step_000001"), (1.0, -1.0)) for number in range(5)]
     losses = [Game(f"l{number}", (POLICY, "step_000000"), (-1.0, 1.0)) for number in range(5)]
     league.record([*wins, *losses], [])
-    seatings = [league.seatings(step, seats=2, tasks=1, samples=1)[0][0] for step in range(30)]
-    assert {name for one in seatings for name in one.players} == {POLICY, "step_000000"}
+    assert {name for step in range(30) for name in league.opponents(step, 1)} == {"step_000000"}
 
 
 def test_a_resumed_run_has_no_lines_of_steps_that_it_runs_again(tmp_path):
@@ -193,6 +191,10 @@ def test_roles_that_exist_are_accepted(settings):
     [
         ("rollout.generate=loop.py:play", "self_play with rollout.generate=loop.py:play"),
         ("sources={a: {env: {name: single_turn}}}", r"self_play with sources \(a\)"),
+        (
+            "placement.mode=disaggregate",
+            r"self_play\.mix has past, and placement\.mode=disaggregate: .*; set placement\.mode=separate",
+        ),
     ],
 )
 def test_self_play_has_one_environment(setting, message):

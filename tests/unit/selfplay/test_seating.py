@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agentrl.config.self_play import SelfPlayConfig
 from agentrl.selfplay.games import POLICY
-from agentrl.selfplay.seating import Seating, step_seatings, task_opponents
+from agentrl.selfplay.seating import Seating, group_seatings, step_opponents, task_opponents
 
 MIX = {"mirror": 0.5, "past": 0.3, "fixed:random": 0.2}
 
@@ -34,7 +34,11 @@ def test_a_class_without_a_share_has_no_task():
 
 def seatings(mix=MIX, *, seats=2, samples=4, snapshots=("step_000000", "step_000020"), **options):
     config = SelfPlayConfig(mix=mix, **options)
-    return step_seatings(config, seats=seats, tasks=20, samples=samples, seed=3, step=4, snapshots=snapshots)
+    opponents = step_opponents(config, tasks=20, seed=3, step=4, snapshots=snapshots)
+    return [
+        group_seatings(config, opponent, task=task, seats=seats, samples=samples)
+        for task, opponent in enumerate(opponents)
+    ]
 
 
 def test_a_task_has_one_opponent_and_the_policy_changes_seats():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import EngineError
+from agentrl.core.lineup import Lineup
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, SamplingParams
@@ -33,9 +36,11 @@ from agentrl.runtime.task_order import TaskOrder
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.evaluator import Evaluator
+from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
+from agentrl.train.self_play import SelfPlay
 from agentrl.train.trainer import Trainer
 from agentrl.weight_sync.base import Sent
 from tests.unit.episode.conftest import CHATML, renderer_of
@@ -69,6 +74,8 @@ class Engines(ScriptedSampler):
         self.latency = random.Random(seed)
         self.paused: list[str] = []
         """Pauses, updates and ends of pauses."""
+        self.running = 0
+        """Requests in progress."""
         self.refused: int | None = None
         """The version that they do not take."""
 
@@ -83,7 +90,11 @@ class Engines(ScriptedSampler):
     async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
         """Return the script's answer after a while, with the version that the request began with."""
         version = self.version
-        await asyncio.sleep(min(60.0, self.latency.lognormvariate(0.0, 1.5)))
+        self.running += 1
+        try:
+            await asyncio.sleep(min(60.0, self.latency.lognormvariate(0.0, 1.5)))
+        finally:
+            self.running -= 1
         generation = await super().generate(prompt, params, **names)
         return Generation(
             generation.token_ids, generation.logprobs, generation.finish_reason, ((0, version),), 0, names["request_id"]
@@ -97,12 +108,14 @@ class World(Sampling):
         await asyncio.sleep(TRAIN_S)
 
 
-class Forced(World):
-    """Takes all rollouts from the background, also with staleness 0."""
+class Plain(World):
+    """The synchronous loop as it is defined: all episodes of a step begin together, and all are waited for."""
 
     async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
-        self._runner = self._runner or self.services.runner()
-        self._taken = await self._from_background(self._runner, step, position)
+        positions = list(islice(position.untrained(), self.config.rollout.batch_size))
+        rollouts = await self.services.runner().run_many(self.tasks.step(step, positions))
+        self.records.recorder.write(step, rollouts)
+        self._taken = StepRollouts(rollouts, position.after(positions))
         return self._taken
 
 
@@ -118,7 +131,12 @@ def fleet_of(engines: Engines) -> Any:
         """All engines live."""
 
     return SimpleNamespace(
-        live=(engines,), metrics=dict, set_weight_sync=lambda sync: None, check_now=check_now, sampler=engines
+        live=(engines,),
+        metrics=dict,
+        set_weight_sync=lambda sync, **_: None,
+        check_now=check_now,
+        wait_ended=check_now,
+        sampler=engines,
     )
 
 
@@ -137,10 +155,16 @@ def sync_of(engines: Engines) -> Any:
     return SimpleNamespace(push=push)
 
 
-def make_source(config: Config, engines: Engines, kind: type[Sampling], records: RunRecords) -> Sampling:
+def make_source(
+    config: Config,
+    engines: Engines,
+    kind: type[Sampling],
+    records: RunRecords,
+    env: Callable[[], Env | MultiAgentEnv] = Turns,
+) -> Sampling:
     def runner(*, sampler: Sampler | None = None) -> EpisodeRunner:
         return EpisodeRunner(
-            env_factory=Turns,
+            env_factory=env,
             renderer=RENDERER,
             sampler=sampler or engines,
             tool_clients={},
@@ -148,6 +172,7 @@ def make_source(config: Config, engines: Engines, kind: type[Sampling], records:
             sampling=SamplingParams(max_new_tokens=50, seed=0),
             failure=FailurePolicy(config.rollout.failure),
             max_concurrency=config.rollout.concurrency,
+            lineup=None if env is Turns else Lineup(),
         )
 
     fleet, sync = fleet_of(engines), sync_of(engines)
@@ -167,6 +192,8 @@ def train(
     seed: int = 0,
     learner: FakeLearner | None = None,
     engines: Engines | None = None,
+    env: Callable[[], Env | MultiAgentEnv] = Turns,
+    self_play: Callable[[RunRecords, Mapping[str, Any], int | None], SelfPlay] | None = None,
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
@@ -175,7 +202,9 @@ def train(
 
     async def main() -> Trainer:
         records = RunRecords.of_run(config, folder, state, after)
-        source = make_source(config, engines or Engines(seed), kind, records)
+        source = make_source(config, engines or Engines(seed), kind, records, env)
+        if self_play is not None:
+            source.self_play = source.evaluator.self_play = self_play(records, state, after)  # type: ignore[union-attr]
         await source.open()
         if checkpoint:
             source.tasks.buffer.load_state(state["source"]["data"])
@@ -185,7 +214,7 @@ def train(
         run = Trainer(config, source, learner or FakeLearner(), checkpoints, log, view)
         run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = state["step"], TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
-        run.saved = state["step"] if checkpoint else -1
+        run.saved, run.baselines = state["step"] if checkpoint else -1, baselines_from_state(state.get("baselines", {}))
         try:
             async with asyncio.timeout(1e6):
                 await run.run()

@@ -27,6 +27,8 @@ class Simulation:
     dropped: int = 0
     """Of ten groups a filter drops so many, by their position."""
     most: int | None = None
+    in_order: float = 0
+    """Share of the attempts to take groups in which the step waits for the oldest ones."""
     position: TaskPosition = field(default_factory=TaskPosition)
     done: int = 0
     trained: list[tuple[int, int, int]] = field(default_factory=list)
@@ -53,7 +55,7 @@ class Simulation:
                 running.append(position)
                 admitted.append(position)
                 self.largest = max(self.largest, len(rule.missing) + rule.finished)
-            batch = rule.take()
+            batch = rule.take(in_order=self.rng.random() < self.in_order)
             if batch is not None:
                 self.trained += [(self.done, position, began[position]) for position in batch]
                 self.position, self.done = self.position.after([*batch, *dropped]), self.done + 1
@@ -102,6 +104,7 @@ def test_every_group_is_trained_once_and_in_time(
     **RUNS,
     dropped=st.integers(0, 9),
     over_sampled=st.floats(0, 1),
+    in_order=st.floats(0, 1),
 )
 def test_filtered_groups_are_replaced_and_the_bound_holds(
     seed: int,
@@ -112,9 +115,10 @@ def test_filtered_groups_are_replaced_and_the_bound_holds(
     killed: list[int],
     dropped: int,
     over_sampled: float,
+    in_order: float,
 ) -> None:
     most = batch_size + int(over_sampled * max_staleness * batch_size)
-    run = Simulation(random.Random(seed), steps, batch_size, max_staleness, concurrency, dropped, most)
+    run = Simulation(random.Random(seed), steps, batch_size, max_staleness, concurrency, dropped, most, in_order)
     for end in [*sorted(min(moment, steps) for moment in killed), steps]:
         run.run(end)
     assert all(0 <= step - version <= max_staleness for step, _, version in run.trained)
@@ -129,6 +133,21 @@ def test_filtered_groups_are_replaced_and_the_bound_holds(
         assert [position for _, position, _ in run.trained] == [
             position for position in consumed if random.Random(position).randrange(10) >= dropped
         ], "the first ones that pass, whenever they end"
+
+
+def test_a_step_that_takes_groups_in_order_waits_for_stragglers() -> None:
+    rule = Admission(count(), step=0, steps=9, batch_size=2, max_staleness=2)
+    assert [rule.admit(0) for _ in range(5)] == [0, 1, 2, 3, 4]
+    for position in (1, 3, 4):
+        rule.finish(position)
+    assert rule.take(in_order=True) is None
+    assert rule.take() == [1, 3]
+    assert rule.passed_over == 2, "groups 0 and 2"
+    rule.finish(2)
+    assert rule.take(in_order=True) is None
+    rule.finish(0)
+    assert rule.take(in_order=True) == [0, 2]
+    assert rule.passed_over == 0
 
 
 def test_a_step_waits_for_an_old_group_rather_than_take_a_newer_one() -> None:

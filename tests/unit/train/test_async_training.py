@@ -17,7 +17,7 @@ from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopp
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
-from tests.unit.train.async_world import Engines, Forced, World, make_config, steps, train
+from tests.unit.train.async_world import Engines, Plain, World, make_config, steps, train
 
 
 def written(folder: Path) -> dict[int, list[Rollout]]:
@@ -79,8 +79,8 @@ def fields(batch: GlobalBatch) -> list[Any]:
 
 def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
     config = make_config("train.steps=4")
-    learners = {"plain": FakeLearner(), "background": FakeLearner()}
-    for kind, name in ((World, "plain"), (Forced, "background")):
+    learners = {"plain": FakeLearner(), "scheduler": FakeLearner()}
+    for kind, name in ((Plain, "plain"), (World, "scheduler")):
         train(tmp_path / name, config, kind=kind, learner=learners[name])
     batches = [[fields(batch) for batch in learner.batches] for learner in learners.values()]
     assert len(batches[0]) == len(batches[1]) == 4
@@ -88,15 +88,15 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None
         assert len(one) == len(other) > 0
         assert all(map(same, one, other))
     rows = [
-        [{key: value for key, value in row.items() if not key.startswith(("time/", "async/"))} for row in steps(folder)]
-        for folder in (tmp_path / "plain", tmp_path / "background")
+        [{key: value for key, value in row.items() if not key.startswith("time/")} for row in steps(folder)]
+        for folder in (tmp_path / "plain", tmp_path / "scheduler")
     ]
     assert rows[0] == rows[1]
     for step, some in written(tmp_path / "plain").items():
-        other = written(tmp_path / "background")[step]
+        other = written(tmp_path / "scheduler")[step]
         assert sorted(one.rollout_id for one in some) == sorted(one.rollout_id for one in other)
         assert read_advantages(tmp_path / "plain" / "rollouts", step) == read_advantages(
-            tmp_path / "background" / "rollouts", step
+            tmp_path / "scheduler" / "rollouts", step
         )
     states = [json.loads((tmp_path / name / "checkpoints/step_000004/state.json").read_text()) for name in learners]
     assert all(states[0][key] == states[1][key] for key in states[0] if key not in ("spent_s", "random"))
@@ -158,10 +158,55 @@ def test_engines_pause_for_a_sync_while_episodes_run(tmp_path: Path, mode: str) 
     )
 
 
-def test_a_synchronous_run_pauses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("filters", ["[]", "[zero_variance]"])
+def test_in_a_synchronous_run_nothing_is_sampled_between_two_steps(tmp_path: Path, filters: str) -> None:
+    engines, calls = Engines(0), 0
+
+    class Quiet(World):
+        async def sync_weights(self, *arguments: Any) -> None:
+            await self.check_idle()
+            await World.sync_weights(self, *arguments)
+            await self.check_idle()
+
+        async def release_gpus_for_training(self, *arguments: Any) -> None:
+            await self.check_idle()
+            await World.release_gpus_for_training(self, *arguments)
+
+        async def prepare_evaluation(self) -> None:
+            await self.check_idle()
+
+        async def check_idle(self) -> None:
+            nonlocal calls
+            await asyncio.sleep(0.1)
+            assert engines.running == 0
+            calls += 1
+
+    given = make_config("train.steps=2", "train.eval_every=1", f"rollout.filter_groups.filters={filters}")
+    train(tmp_path, given, kind=Quiet, engines=engines)
+    assert (engines.paused, calls) == (["push 0", "push 1", "push 2"], 10), "and no engine is paused"
+
+
+def test_a_synchronous_run_may_sync_less_often_and_replace_filtered_groups(tmp_path: Path) -> None:
     engines = Engines(0)
-    train(tmp_path, make_config("train.steps=1"), engines=engines)
-    assert engines.paused == ["push 0", "push 1"]
+    given = make_config("train.steps=4", "weights.sync_every=2", "rollout.filter_groups.filters=[zero_variance]")
+    train(tmp_path, given, engines=engines)
+    assert engines.paused == ["push 0", "push 2", "push 4"]
+    assert ages(tmp_path) == [0, 1, 0, 1]
+
+
+def test_a_synchronous_run_writes_rollouts_as_they_end(tmp_path: Path) -> None:
+    """They can be viewed before the step ends, and stay if the run is killed."""
+    engines = Engines(0)
+
+    class Fails(World):
+        def _write_ended(self, rollout: Rollout) -> None:
+            World._write_ended(self, rollout)
+            if sum(counted(tmp_path).values()) == 10:
+                raise RunStopped("enough")
+
+    with pytest.raises(RunStopped, match="enough"):
+        train(tmp_path, make_config("train.steps=4"), kind=Fails, engines=engines)
+    assert {step: len(some) for step, some in written(tmp_path).items()} == {1: 8, 2: 2}
 
 
 def test_the_same_samples_are_trained_in_less_time(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,35 @@ def test_long_episodes_are_trained_too(tmp_path: Path) -> None:
     bias = [row["async/length_bias"] for row in steps(tmp_path) if "async/length_bias" in row]
     assert min(bias) < 1, "short ones were trained first"
     assert bias[-1] == pytest.approx(1), "all that began were trained in the end"
+
+
+class TimedEngines(Engines):
+    """Know when the last request ended."""
+
+    ended = 0.0
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
+        """Return the script's answer after a while."""
+        found = await super().generate(prompt, params, **names)
+        self.ended = asyncio.get_running_loop().time()
+        return found
+
+
+def test_a_step_waits_for_stragglers_up_to_a_limit(tmp_path: Path) -> None:
+    seconds, passed = {}, {}
+    for limit in (0, 3, 100_000):
+        folder, engines = tmp_path / str(limit), TimedEngines(0)
+        options = ["async.max_staleness=4", "rollout.concurrency=100", f"rollout.straggler_timeout_s={limit}"]
+        train(folder, make_config("train.steps=12", *options), engines=engines)
+        ids = [one.rollout_id for trained, _ in written(folder).values() for one in trained]
+        assert sorted(ids) == sorted(f"{step}/{o}/{n}" for step in range(1, 13) for o in range(4) for n in range(2))
+        assert max(ages(folder)) <= 4
+        rows = steps(folder)
+        assert rows[-1]["async/length_bias"] == pytest.approx(1), "all that began were trained in the end"
+        passed[limit], seconds[limit] = sum(row["async/passed_over"] for row in rows), engines.ended
+    assert passed[0] > passed[3] > passed[100_000] == 0
+    assert seconds[0] < seconds[3] < seconds[100_000], "waiting takes time"
+    assert [row["async/length_bias"] for row in rows] == pytest.approx([1] * 12), "in the order of tasks"
 
 
 def test_the_bias_of_a_choice_by_length() -> None:

@@ -48,6 +48,9 @@ class Scripted:
         """When the last has ended, on the loop's clock."""
         self._rating = 0.0
 
+    async def begin(self) -> None:
+        """Measure nothing."""
+
     async def evaluate(self, step: int, on_done: Any) -> list[Any]:
         """Measure the policy after a step."""
         self.begun.append(step)
@@ -199,8 +202,6 @@ def test_an_evaluation_whose_result_came_after_its_checkpoint_is_not_repeated(tm
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.background=true with self_play"):
-        load_config(None, ["env.name=tictactoe", "self_play={}", "eval.background=true"])
     with pytest.raises(ConfigError, match=r"eval\.engines=1 without eval\.background"):
         load_config(None, ["eval.engines=1"])
     with pytest.raises(ConfigError, match=r"eval\.engines=1 with placement\.mode=disaggregate"):

@@ -10,7 +10,7 @@ from agentrl.config.learner import LoraConfig
 from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.lineup import EndpointSeat, PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
-from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
+from agentrl.core.types import Failure, FailureKind, Rollout, SeatRecord, StopReason
 from agentrl.episode.runner import Job
 from agentrl.evaluation.exploitability import PlayedStrategy
 from agentrl.learner.checkpoints import STATE
@@ -18,7 +18,10 @@ from agentrl.models.weight_files import WeightFiles
 from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog, read_league
 from agentrl.testing import FakeLearner
-from agentrl.train.self_play import OpponentEngine, SelfPlay
+from agentrl.train.self_play import SelfPlay
+from agentrl.train.snapshot_engines import OpponentEngine, SnapshotEngines
+
+TASKS = 8
 
 
 def learner():
@@ -70,19 +73,35 @@ def self_play(folder, mix=None, *, engines=2, endpoints=None, **pool):
     )  # fmt: skip
     fleets = [FakeFleet(f"sampler {number}") for number in range(engines)]
     found = SelfPlay(
-        config=given, league=League(given, 5), agents=["player_0", "player_1"], folder=folder,
-        engines=[OpponentEngine(fleet, folder / "snapshots") for fleet in fleets], log=LeagueLog(folder, None),
+        config=given, league=League(given, 5), agents=["player_0", "player_1"], tasks=TASKS, folder=folder,
+        engines=SnapshotEngines([OpponentEngine(fleet, folder / "snapshots") for fleet in fleets]),
+        log=LeagueLog(folder, None),
         bucket_bytes=1 << 20, dtype=None,
     )  # fmt: skip
     return found, fleets
 
 
-def jobs(step, tasks=8, samples=2):
-    return [
-        Job(Task(f"t{task}", ()), sample, f"{step}/{task}/{sample}", 7)
-        for task in range(tasks)
-        for sample in range(samples)
-    ]
+def jobs(position, samples=2):
+    task = position % TASKS
+    name = f"{position // TASKS + 1}/{task}"
+    return [Job(Task(f"t{task}", ()), sample, f"{name}/{sample}", 7) for sample in range(samples)]
+
+
+def seats_of(play, step):
+    """The episodes of the groups of a step with their players; all groups are admitted, and then run at the same time."""
+
+    async def group(position):
+        async with play.seated(position, jobs(position)) as seated:
+            await asyncio.sleep(0)
+            return seated
+
+    async def main():
+        positions = range((step - 1) * TASKS, step * TASKS)
+        for position in positions:
+            play.choose(position)
+        return [job for seated in await asyncio.gather(*map(group, positions)) for job in seated]
+
+    return asyncio.run(main())
 
 
 def names(folder):
@@ -126,7 +145,7 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
         asyncio.run(play.on_weights(learner(), step))
     seated = []
     for step in (1, 2):
-        seated += asyncio.run(play.seat(step, jobs(step), 2))
+        seated += seats_of(play, step)
     loaded = [engine.loaded for fleet in fleets for engine in fleet.live]
     assert sorted(loaded) == [[("step_000000", 0)], [("step_000001", 1)]], "kept in the second step"
     kinds = set()
@@ -152,12 +171,11 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
 def test_a_model_at_an_endpoint_is_an_opponent_that_is_rated(tmp_path):
     endpoints = {"big": {"url": "http://127.0.0.1:1/v1", "model": "big-model"}}
     play, _ = self_play(tmp_path, {"endpoint:big": 1.0}, endpoints=endpoints)
-    seated = asyncio.run(play.seat(1, jobs(1, tasks=2), 2))
+    seated = seats_of(play, 1)
     assert {job.lineup.opponent for job in seated} == {"endpoint:big"}
     assert {seat.name for job in seated for seat in job.lineup.seats.values()} == {"big"}
     assert all(isinstance(seat, EndpointSeat) for job in seated for seat in job.lineup.seats.values())
-    play.played(rollouts_of(seated))
-    play.on_step_trained(1)
+    play.on_step_trained(1, range(TASKS), rollouts_of(seated))
     assert "selfplay/score/big" in play.metrics()
     assert "endpoint:big" in play.league.ratings.table
 
@@ -166,10 +184,15 @@ def test_a_restarted_engine_loads_its_snapshot_again(tmp_path):
     play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1)
     asyncio.run(play.on_weights(learner(), 0))
     fleet.live.clear()
-    asyncio.run(play.seat(1, jobs(1), 2))
+    seats_of(play, 1)
     again = FakeEngine()
     assert asyncio.run(fleet.restarted(again)) == 0
     assert again.loaded == [("step_000000", 0)]
+
+
+def seat_record(lineup, agent):
+    player = lineup.seat(agent, "")
+    return SeatRecord(agent, agent, player.name, isinstance(player, PolicySeat) and player.trained, ())
 
 
 def rollouts_of(seated):
@@ -192,6 +215,7 @@ def rollouts_of(seated):
                         opponent=job.lineup.opponent,
                         episode=job.rollout_id,
                         seat_rewards=(1.0, -1.0),
+                        seats=tuple(seat_record(job.lineup, one) for one in ("player_0", "player_1")),
                     )
                 )
     last = seated[-1].rollout_id
@@ -205,9 +229,11 @@ def test_a_step_is_recorded_once_it_is_trained(tmp_path):
     play, _ = self_play(tmp_path)
     asyncio.run(play.on_weights(learner(), 0))
     before = play.league.state()
-    play.played(rollouts_of(asyncio.run(play.seat(1, jobs(1), 2))))
+    rollouts = rollouts_of(seats_of(play, 1))
     assert play.league.state() == before, "a step that fails is sampled again"
-    play.on_step_trained(1)
+    assert [*play.opponents] == [*range(TASKS)]
+    play.on_step_trained(1, range(TASKS), rollouts)
+    assert play.opponents == {}
     games = sum(one.games for one in play.league.results.records.values()) / 2
     assert games == 15, "one of sixteen failed"
     assert play.metrics()["selfplay/asymmetry"] == 1.0
@@ -218,8 +244,7 @@ def test_a_step_is_recorded_once_it_is_trained(tmp_path):
 def test_a_warning_of_the_alarm_is_logged(tmp_path, caplog):
     play, _ = self_play(tmp_path, {"mirror": 1.0})
     for step in range(1, 6):
-        play.played(rollouts_of(asyncio.run(play.seat(step, jobs(step), 2))))
-        play.on_step_trained(step)
+        play.on_step_trained(step, range(step * TASKS), rollouts_of(seats_of(play, step)))
     assert "step 5: in mirror play player_0 scored 1.00 and player_1 0.00 for 5 steps" in caplog.text
 
 
@@ -234,15 +259,63 @@ def test_each_snapshot_of_the_pool_is_scored_once(tmp_path):
     play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=2)
     for step in range(3):
         asyncio.run(play.on_weights(learner(), step))
+        play.begin_evaluation()
         found = asyncio.run(play.snapshot_strategies(FakeScores()))
         assert [list(one.moves["played by"]) for one in found] == [[name] for name in play.league.pool.names]
     assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000002"]
 
 
+def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
+    play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    rating = play.begin_evaluation()
+    assert rating == {"eval/rating": play.league.ratings.of("policy").low}
+    for step in (1, 2):
+        asyncio.run(play.on_weights(learner(), step))
+    assert names(tmp_path) == ["step_000000", "step_000002"], "it is scored later"
+    [found] = asyncio.run(play.snapshot_strategies(FakeScores()))
+    assert [*found.moves["played by"]] == ["step_000000"]
+    asyncio.run(play.on_weights(learner(), 3))
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_a_snapshot_stays_on_disk_as_long_as_a_group_plays_it(tmp_path):
+    play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    assert play.choose(3) == "step_000000"
+    for step in (1, 2):
+        asyncio.run(play.on_weights(learner(), step))
+    assert names(tmp_path) == ["step_000000", "step_000002"]
+    play.on_step_trained(3, range(4), [])
+    asyncio.run(play.on_weights(learner(), 3))
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_an_engine_changes_its_snapshot_for_the_first_that_waits(tmp_path):
+    play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1)
+    for step in range(2):
+        asyncio.run(play.on_weights(learner(), step))
+    order = []
+
+    async def use(snapshot, turns):
+        async with play.engines.holding(snapshot):
+            order.append(snapshot)
+            for _ in range(turns):
+                assert play.engines.engines[0].snapshot == snapshot
+                await asyncio.sleep(0)
+
+    async def main():
+        await asyncio.gather(*(use(f"step_00000{one}", turns) for one, turns in ((0, 9), (0, 5), (1, 5), (0, 5))))
+
+    asyncio.run(main())
+    assert order == ["step_000000", "step_000000", "step_000001", "step_000000"], "in the order of requests"
+    assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000000"]
+
+
 def test_without_engines_no_snapshot_is_scored(tmp_path):
     play, _ = self_play(tmp_path, {"mirror": 1.0})
     play.league.add_snapshot(0)  # of a run that is resumed with another mix
-    play.engines = []
+    play.engines = SnapshotEngines([])
     assert asyncio.run(play.snapshot_strategies(FakeScores())) == []
 
 
@@ -251,7 +324,7 @@ def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
     for step in range(4):
         asyncio.run(play.on_weights(learner(), step))
     for step in range(1, 30):
-        asyncio.run(play.seat(step, jobs(step), 2))
+        seats_of(play, step)
     assert {name for name, _ in fleet.live[0].loaded} == {f"step_00000{number}" for number in range(4)}
 
 
@@ -259,9 +332,9 @@ def test_a_snapshot_of_several_policies_has_the_adapters_of_each_and_its_agents_
     lora = LoraConfig(rank=2, policies=["a", "b"])
     play, fleets = self_play(tmp_path, {"past": 1}, engines=1, snapshot_every=1)
     play.lora, play.policies = lora, {"player_0": "a", "player_1": "b"}
-    play.engines[0].policies = lora.policies
+    play.engines.engines[0].policies = lora.policies
     asyncio.run(play.on_weights(AdapterLearner(), 0))
-    seated = asyncio.run(play.seat(1, jobs(1), 2))
+    seated = seats_of(play, 1)
     [adapters] = fleets[0].live[0].adapters
     assert {name: float(one.tensors[0][1][0, 0]) for name, one in adapters.items()} == {"a": 97, "b": 98}
     for job in seated:

@@ -80,6 +80,9 @@ class Engines(Replay):
     def standing(self) -> dict[str, float]:
         return {"eval/rating": self.ratings.pop(0)} if self.ratings else {}
 
+    async def begin(self) -> None:
+        pass
+
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         if self.interrupted:
             raise RunStopped("interrupted")

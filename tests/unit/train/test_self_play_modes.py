@@ -1,0 +1,222 @@
+"""Self-play with staleness, filters, evaluations in the background, kills and resumes, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.types import Generation, Message, Prompt, Rollout, SamplingParams
+from agentrl.learner.checkpoints import latest_checkpoint, read_state
+from agentrl.obs.journal import read_journal
+from agentrl.obs.rollouts import read_rollouts, rollout_files
+from agentrl.selfplay.games import POLICY
+from agentrl.selfplay.league import League
+from agentrl.selfplay.league_log import LeagueLog
+from agentrl.selfplay.pool import snapshot_name
+from agentrl.testing import FakeLearner
+from agentrl.train.pipeline.records import RunRecords
+from agentrl.train.self_play import SNAPSHOTS, SelfPlay, players_of
+from agentrl.train.snapshot_engines import OpponentEngine, SnapshotEngines
+from agentrl.train.trainer import Trainer
+from tests.unit.train.async_world import Engines, fleet_of, make_config, steps, train
+from tests.unit.train.test_journal import Killed, kill_at
+
+__all__ = ["kill_at"]
+STEPS = 8
+
+
+class Duel(MultiAgentEnv):
+    """The longer answer wins."""
+
+    possible_agents = ["first", "second"]  # noqa: RUF012
+
+    def step(self, actions: dict[str, Message]) -> Any:
+        """End the game."""
+        mine, theirs = (len(actions[agent].content) for agent in self.possible_agents)
+        self.agents, self.acting = [], ()
+        won = float((mine > theirs) - (mine < theirs))
+        ends = dict.fromkeys(self.possible_agents, True)
+        views = {agent: {"messages": ()} for agent in self.possible_agents}
+        infos: dict[str, Any] = {agent: {} for agent in self.possible_agents}
+        return views, {"first": won, "second": -won}, ends, dict.fromkeys(self.possible_agents, False), infos
+
+
+class SnapshotEngine(Engines):
+    """Plays the snapshot that it has loaded."""
+
+    def __init__(self, seed: int, played: dict[str, str]) -> None:
+        """Write who played in which episode to ``played``."""
+        super().__init__(seed)
+        self.played = played
+
+    @property
+    def updates(self) -> SnapshotEngine:
+        """Return the engine."""
+        return self
+
+    async def from_disk(self, folder: Path, version: int) -> None:
+        """Load a snapshot, of a folder that is complete."""
+        assert self.running == 0, "a game would change its opponent"
+        assert (folder / "model.safetensors.index.json").exists()
+        await asyncio.sleep(1.0)
+        assert self.running == 0
+        self.version = version
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
+        """Return the script's answer."""
+        name = snapshot_name(self.version)
+        generation = await super().generate(prompt, params, **names)
+        assert snapshot_name(self.version) == name
+        self.played[names["session_id"].rpartition(".")[0]] = name
+        return generation
+
+
+class Run:
+    """A run in a folder, which may be killed and go on."""
+
+    def __init__(self, folder: Path, *overrides: str, engines: int = 1) -> None:
+        """Train `STEPS` steps."""
+        pool = "{snapshot_every: 1, keep: 2, choose: pfsp}"
+        self.folder, self.engines = folder, engines
+        self.played: dict[str, str] = {}
+        """The snapshot that played in an episode, by what its engine says."""
+        self.config = make_config(
+            "env.name=tictactoe",
+            f"self_play={{mix: {{mirror: 1, past: 2, 'fixed:random': 1}}, engines: {engines}, pool: {pool}}}",
+            "algo.advantage.name=rae",
+            f"train.steps={STEPS}",
+            *overrides,
+        )
+
+    def train(self, seed: int = 0, learner: FakeLearner | None = None) -> Trainer:
+        """Train from the newest checkpoint on."""
+        learner = learner or FakeLearner({"weight": torch.ones(2)})
+        return train(self.folder, self.config, seed=seed, learner=learner, env=Duel, self_play=self._self_play)
+
+    def _self_play(self, records: RunRecords, state: Mapping[str, Any], after: int | None) -> SelfPlay:
+        given = self.config.self_play
+        assert given is not None
+        fleets = [fleet_of(SnapshotEngine(number, self.played)) for number in range(self.engines)]
+        found = SelfPlay(
+            config=given,
+            league=League(given, 0),
+            agents=Duel.possible_agents,
+            tasks=self.config.rollout.batch_size,
+            folder=self.folder,
+            engines=SnapshotEngines([OpponentEngine(fleet, self.folder / SNAPSHOTS) for fleet in fleets]),
+            log=LeagueLog(self.folder, after),
+            bucket_bytes=1 << 20,
+            dtype=None,
+        )
+        if "source" in state:
+            found.league.load(state["source"]["self_play"])
+        found.opponents = {group.position: group.opponent for group in records.journal.untaken}
+        return found
+
+    def rollouts(self) -> dict[int, list[Rollout]]:
+        """Return the rollouts of each step."""
+        return {step: read_rollouts(path) for step, path in rollout_files(self.folder).items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the newest checkpoint."""
+        newest = latest_checkpoint(self.folder / "checkpoints")
+        assert newest is not None
+        return read_state(newest)
+
+    def check(self) -> None:
+        """Each game counted once, against the opponent of its group's admission, and in the order of steps."""
+        journal, again = read_journal(self.folder), SelfPlay.__new__(SelfPlay)
+        assert journal is not None
+        assert journal.faults() == []
+        assert self.config.self_play is not None
+        league, past = League(self.config.self_play, 0), 0
+        league.add_snapshot(0)
+        for step, rollouts in self.rollouts().items():
+            batch = journal.batches[step]
+            names = {journal.groups[position].opponent for position in (*batch.positions, *batch.dropped)}
+            assert {next((one for one in players_of(each) if one != POLICY), POLICY) for each in rollouts} == names
+            for one in rollouts:
+                if one.opponent == "past":
+                    past += 1
+                    assert self.played[one.episode] in players_of(one)
+            again.league, again.opponents, again.log = league, {}, LeagueLog(self.folder / "again", None)
+            again.on_step_trained(step, (), rollouts)
+            league.add_snapshot(step)
+        assert past > 0
+        assert league.state() == self.state()["source"]["self_play"]
+        counts = Counter(one.rollout_id for some in self.rollouts().values() for one in some)
+        assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize(("staleness", "engines"), [(0, 2), (1, 1), (4, 2)])
+def test_groups_keep_their_opponent_and_games_count_in_the_order_of_steps(
+    tmp_path: Path, staleness: int, engines: int
+) -> None:
+    run = Run(tmp_path, f"async.max_staleness={staleness}", engines=engines)
+    run.train()
+    run.check()
+    rows = steps(tmp_path)
+    assert len(rows) == STEPS
+    if staleness:
+        assert max(row["async/staleness_max"] for row in rows) == staleness
+
+
+def test_games_of_filtered_groups_count_too(tmp_path: Path) -> None:
+    run = Run(tmp_path, "async.max_staleness=2", "rollout.filter_groups.filters=[zero_variance]")
+    run.train()
+    run.check()
+    assert sum(row["rollout/filtered_groups"] for row in steps(tmp_path)) > 0
+
+
+@pytest.mark.parametrize(("staleness", "save_every"), [(0, 3), (3, 2)])
+def test_a_run_that_is_killed_at_random_records_goes_on_with_the_same_opponents(
+    tmp_path: Path, kill_at: Callable[[int], None], staleness: int, save_every: int
+) -> None:
+    rng = random.Random(staleness)
+    settings = (f"async.max_staleness={staleness}", f"train.save_every={save_every}")
+    run = Run(tmp_path / "killed", *settings, engines=2)
+    admitted: dict[int, str] = {}
+    for kill in range(4):
+        kill_at(rng.randrange(10, 50))
+        with suppress(Killed):
+            run.train(seed=kill)
+        journal = read_journal(run.folder)
+        assert journal is not None
+        opponents = {position: group.opponent for position, group in journal.groups.items()}
+        assert admitted.items() <= opponents.items(), "chosen once"
+        admitted = opponents
+    kill_at(10**6)
+    run.train(seed=9)
+    run.check()
+    if not staleness:
+        whole = Run(tmp_path / "whole", *settings, engines=2)
+        whole.train(seed=10)
+        for key in ("source", "baselines", "position"):
+            assert run.state()[key] == whole.state()[key]
+
+
+def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, "async.max_staleness=2", "train.eval_every=2", "eval.background=true")
+    run.train()
+    run.check()
+    lines = [json.loads(line) for line in (tmp_path / "league.jsonl").read_text().splitlines()]
+    ratings = {line["step"]: line["ratings"] for line in lines}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["eval/rating"] for row in rows if "eval/rating" in row}
+    lags = {row["step"]: row["eval/lag_steps"] for row in rows if "eval/rating" in row}
+    assert found.keys() == {2, 4, 6, 8}
+    assert max(lags.values()) > 0
+    league = League(run.config.self_play, 0)  # type: ignore[arg-type]
+    for step, rating in found.items():
+        league.ratings = type(league.ratings).from_state(ratings[step])
+        assert rating == pytest.approx(league.ratings.of(POLICY).low)
