@@ -16,6 +16,8 @@ export HF_HUB_OFFLINE ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 # Modules are compiled once, not in each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
+# They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
+export PIP_COMPILE ?= 0
 
 .PHONY: install install-sglang sandbox train test test-long test-sglang lint policies docs clean
 
@@ -51,7 +53,7 @@ sandbox:
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to one process a core, and one more; the longest first.
+# Files of tests go to two processes more than there are cores; the longest first.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 

@@ -34,21 +34,26 @@ hypothesis.settings.load_profile("lean")
 TESTS = Path(__file__).parent
 LONGEST = (
     "integration/test_train.py",
-    "integration/test_placement.py",
     "attacks/test_attacks.py",
+    "integration/test_docker_sandbox.py",
+    "integration/test_examples.py",
+    "integration/test_placement.py",
+    "integration/test_resume.py",
     "integration/test_learner_ray.py",
+    "integration/test_engine_conformance.py",
     "integration/test_fleet.py",
     "integration/test_train_ends.py",
-    "integration/test_examples.py",
-    "integration/test_resume.py",
-    "integration/test_warm_start.py",
-    "integration/test_train_fleet.py",
-    "integration/test_weight_sync.py",
-    "integration/test_docker_sandbox.py",
-    "integration/test_judge_tampering.py",
-    "integration/test_inspect_self_checks.py",
-    "unit/train/test_warm_start.py",
+    "unit/learner/megatron/test_layouts.py",
     "unit/sft/test_sft.py",
+    "integration/test_single_turn.py",
+    "integration/test_benches.py",
+    "unit/learner/test_metamorphic.py",
+    "integration/test_judge_tampering.py",
+    "integration/test_canary.py",
+    "integration/test_code_contest.py",
+    "unit/data/test_streams.py",
+    "integration/test_inspect_self_checks.py",
+    "unit/learner/megatron/test_ranks.py",
     "test_pages.py",
 )
 """Where several processes share the tests, these begin; then come the other integration tests, and the rest."""
@@ -58,8 +63,8 @@ _SESSION = ExitStack()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes `-n auto` starts: one a core, and one more, since many tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return how many processes `-n auto` starts: two more than cores, since many tests wait for other processes."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

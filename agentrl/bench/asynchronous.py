@@ -34,9 +34,9 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.pipeline.admission import Admission
-from agentrl.train.pipeline.background import BackgroundEpisodes
 from agentrl.train.pipeline.filtering import Filtering
 from agentrl.train.pipeline.journal import Journal
+from agentrl.train.pipeline.scheduler import GroupScheduler
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -113,6 +113,8 @@ class Outcome:
     """Share of the time in which an engine had no request, averaged over engines."""
     learner_idle: float
     """Share of the time in which the learner did not compute."""
+    prefilled: float
+    """Tokens of contexts that engines computed; those in their prefix caches do not count."""
 
     @property
     def ages_by_length(self) -> list[float]:
@@ -174,7 +176,7 @@ class Simulation:
         self._runner = EpisodeRunner(
             env_factory=_PlannedEnv,
             renderer=renderer,
-            sampler=self._engines,
+            sampler=self._engines.sampler,
             tool_clients={},
             limits=Limits(max_turns=10**6, max_tokens=10**9, max_seconds=1e9, max_new_tokens=10**9),
             sampling=SamplingParams(max_new_tokens=10**9),
@@ -200,17 +202,17 @@ class Simulation:
         admission = Admission(
             itertools.count(), step=0, steps=bench.steps, batch_size=bench.prompts, max_staleness=self.max_staleness
         )
-        background = BackgroundEpisodes(
+        scheduler = GroupScheduler(
             admission, self._runner, self._jobs, self._concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
         )
         for step in range(bench.steps):
-            await self._train((await background.take()).rollouts, step)
+            await self._train((await scheduler.take()).rollouts, step)
             self._engines.pause()
             await asyncio.sleep(bench.sync_s)
             self._engines.resume(step + 1)
-            background.note_version(step + 1)
+            scheduler.note_version(step + 1)
         seconds = loop.time()
-        await background.aclose()
+        await scheduler.aclose()
         return Outcome(
             seconds,
             np.concatenate(self._ages),
@@ -219,13 +221,14 @@ class Simulation:
             trained=self._trained,
             engines_idle=1 - self._engines.busy_s() / seconds,
             learner_idle=1 - self._learner_s / seconds,
+            prefilled=self._engines.prefilled(),
         )
 
     def _jobs(self, position: int) -> list[Job]:
         jobs = []
         for sample, plan in enumerate(self._groups[position]):
             self._plans[f"{position}/{sample}"] = plan
-            task = Task(str(position), (Message("user", "."),), metadata={"plan": plan})
+            task = Task(str(position), (Message("user", str(position)),), metadata={"plan": plan})
             jobs.append(Job(task, sample, f"{position}/{sample}"))
         return jobs
 

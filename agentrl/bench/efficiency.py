@@ -1,4 +1,4 @@
-"""``agentrl bench efficiency``: the episode runner against a bare client that sends the same requests to the same engines."""
+"""``agentrl bench efficiency``: the loops of training against a bare client that sends the same requests to the same engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from agentrl.bench.episode_runner import bench_rollout
+from agentrl.bench.episode_runner import bench_loop
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.env import Env, Step
@@ -35,6 +35,10 @@ _WARM_TOKENS = 4
 """Sampled tokens per turn while connections are opened and observations are recorded."""
 _MARKUP = 32
 """Upper bound of the tokens that a chat format adds to a message."""
+
+Who = Literal["synchronous", "bare client", "asynchronous"]
+"""A loop of training, the second with a staleness of 1, or the client that they are compared with."""
+_ORDER: tuple[Who, ...] = ("synchronous", "bare client", "asynchronous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class EfficiencyBench:
 class Pass:
     """Measurements of one pass over all episodes."""
 
-    who: Literal["runner", "bare client"]
+    who: Who
     seconds: float
     tokens: int
     """Sampled tokens."""
@@ -80,10 +84,10 @@ class Pass:
         return self.tokens / self.seconds
 
 
-def efficiency(passes: Sequence[Pass]) -> float:
-    """Return the ratio of the runner's tokens per second to the bare client's, each the median of its passes."""
-    runner, bare = (median(one.tokens_per_s for one in passes if one.who == who) for who in ("runner", "bare client"))
-    return runner / bare
+def efficiency(passes: Sequence[Pass], loop: Who) -> float:
+    """Return the ratio of a loop's tokens per second to the bare client's, each the median of its passes."""
+    ours, bare = (median(one.tokens_per_s for one in passes if one.who == who) for who in (loop, "bare client"))
+    return ours / bare
 
 
 class RecordedEnv(Env):
@@ -190,7 +194,7 @@ class BareClient:
 async def measure_efficiency(
     config: Config, bench: EfficiencyBench, progress: Callable[[str], None]
 ) -> AsyncIterator[Pass]:
-    """Start engines with a random model and run the episodes alternately with runner and bare client, in alternating order
+    """Start engines with a random model and run the episodes with each loop and the bare client in turn, in alternating order
     and with a flushed cache.
 
     Raises:
@@ -207,14 +211,20 @@ async def measure_efficiency(
             urls = [client.url for client in services.fleet.live]
             bare = BareClient(urls, bench.concurrency, config.sampler.request_timeout_s)
             try:
-                async for one in _passes(services, bare, make_jobs(source, bench, config.run.seed), bench, progress):
+                jobs = make_jobs(source, bench, config.run.seed)
+                async for one in _passes(services, bare, jobs, bench, folder, progress):
                     yield one
             finally:
                 await bare.aclose()
 
 
 async def _passes(
-    services: Services, bare: BareClient, jobs: Sequence[Job], bench: EfficiencyBench, progress: Callable[[str], None]
+    services: Services,
+    bare: BareClient,
+    jobs: Sequence[Job],
+    bench: EfficiencyBench,
+    folder: Path,
+    progress: Callable[[str], None],
 ) -> AsyncIterator[Pass]:
     progress("warming up")
     scripts = await _record(services, jobs)
@@ -224,14 +234,19 @@ async def _passes(
         for script in scripts
     ]
     runner = full_turns(services, bench.new_tokens)
-    for number in range(2 * bench.repeats):
-        by_runner = number % 4 in (0, 3)
-        progress(f"pass {number + 1} of {2 * bench.repeats}")
+    order = [who for repeat in range(bench.repeats) for who in (_ORDER, _ORDER[::-1])[repeat % 2]]
+    for number, who in enumerate(order, 1):
+        progress(f"pass {number} of {len(order)}")
         await services.fleet.flush()
-        one = await (_by_runner(runner, jobs) if by_runner else _by_bare_client(bare, scripts))
+        if who == "bare client":
+            one = await _by_bare_client(bare, scripts)
+        else:
+            staleness = int(who == "asynchronous")
+            times = await bench_loop(runner, jobs, bench.concurrency, staleness, folder / f"pass-{number}")
+            one = Pass(who, times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
         if one.tokens != bench.sampled:
             raise EngineError(
-                f"the {one.who} received {one.tokens} tokens from the engine, and requested {bench.sampled}"
+                f"the {one.who} pass received {one.tokens} tokens from the engine, and requested {bench.sampled}"
             )
         yield one
 
@@ -252,11 +267,6 @@ def full_turns(services: Services, new_tokens: int, sampler: Sampler | None = No
         max_new_tokens=new_tokens,
         ignore_eos=True,
     )
-
-
-async def _by_runner(runner: EpisodeRunner, jobs: Sequence[Job]) -> Pass:
-    times = await bench_rollout(runner, jobs)
-    return Pass("runner", times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
 
 
 async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:

@@ -1,14 +1,29 @@
-"""Cost of the episode runner, and the rate of building training rows; for ``agentrl bench``."""
+"""Cost of the episode runner and of the loops around it, and the rate of building training rows; for ``agentrl bench``."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from agentrl.core.types import FinishReason, Generation, Row
+from agentrl.config.rollout import RolloutConfig
+from agentrl.core.types import FinishReason, Generation, Rollout, Row
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.episode.trajectory import Trajectory
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.train.pipeline.admission import Admission
+from agentrl.train.pipeline.filtering import Filtering
+from agentrl.train.pipeline.journal import Journal
+from agentrl.train.pipeline.scheduler import GroupScheduler
+from agentrl.train.rollout_source import TaskPosition
+
+_SAMPLES = 8
+"""Episodes of a group in `bench_loop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +46,58 @@ class RolloutTimes:
 
 async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTimes:
     """Run all jobs once and return the times. Run it twice and use the second: the first fills caches."""
+    return await _measured(runner.run_many(jobs))
+
+
+async def bench_loop(
+    runner: EpisodeRunner, jobs: Sequence[Job], concurrency: int, max_staleness: int, folder: Path
+) -> RolloutTimes:
+    """Run all jobs once as groups of training steps, and return the times.
+
+    Admission, journal and files of rollouts are those of a run; nothing is trained, and no weights are synced. Without
+    staleness all groups are of one step. With staleness the groups that run at the same time are of ``max_staleness + 1`` steps.
+
+    Args:
+        runner: of the episodes.
+        jobs: the episodes.
+        concurrency: most episodes at the same time, as the runner has it.
+        max_staleness: as ``async.max_staleness``.
+        folder: for journal and rollouts; without those of another call.
+    """
+    batch, steps = max(1, len(jobs) // _SAMPLES), 1
+    if max_staleness:
+        batch = max(1, min(concurrency, len(jobs)) // ((max_staleness + 1) * _SAMPLES))
+        steps = max(1, len(jobs) // (batch * _SAMPLES))
+    groups = [list(jobs[first :: steps * batch]) for first in range(steps * batch)]
+    admission = Admission(itertools.count(), step=0, steps=steps, batch_size=batch, max_staleness=max_staleness)
+    journal, recorder = Journal(folder), RolloutRecorder(folder / "rollouts")
+    scheduler = GroupScheduler(
+        admission, runner, groups.__getitem__, concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
+    )
+    try:
+        return await _measured(_take_steps(scheduler, recorder, steps))
+    finally:
+        await scheduler.aclose()
+        journal.close()
+
+
+async def _take_steps(scheduler: GroupScheduler, recorder: RolloutRecorder, steps: int) -> list[Rollout]:
+    """Take the rollouts of all steps, record them as a run does, and return them."""
+    found: list[Rollout] = []
+    position = TaskPosition()
+    for step in range(1, steps + 1):
+        taken = await scheduler.take()
+        position = position.after(taken.positions)
+        await scheduler.journal.taken(step, taken.positions, position)
+        await asyncio.to_thread(recorder.write, step, taken.rollouts)
+        scheduler.note_version(step)
+        found += taken.rollouts
+    return found
+
+
+async def _measured(episodes: Coroutine[Any, Any, list[Rollout]]) -> RolloutTimes:
     wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
-    rollouts = await runner.run_many(jobs)
+    rollouts = await episodes
     wall, cpu, loop = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - loop
     turns = sum(len(rollout.turns) for rollout in rollouts)
     sampled = sum(rollout.sampled_tokens for rollout in rollouts)

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -64,7 +65,8 @@ class Replay:
 def jobs_of(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
     samples = config.rollout.n_samples_per_prompt
-    taken = get_tasks(order_of(config, read_splits(config, tasks)), -(-episodes // samples))
+    with closing(order_of(config, read_splits(config, tasks))) as source:
+        taken = get_tasks(source, -(-episodes // samples))
     return [Job(taken[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 
 

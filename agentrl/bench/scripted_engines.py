@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentrl.bench.workload import EpisodePlan
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.fleet.router import RoutedSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,21 @@ class _Request:
 
 
 class _Engine:
-    """One engine: the running requests progress alike, a token in each decoding step."""
+    """One engine, a `agentrl.core.sampler.Sampler`: the running requests progress alike, a token in each decoding step."""
 
-    def __init__(self, rates: EngineRates) -> None:
+    def __init__(
+        self, plans: Mapping[str, EpisodePlan], rates: EngineRates, token_scale: float, ids: tuple[int, int]
+    ) -> None:
+        self._plans, self._scale, self._ids = plans, token_scale, ids
         self.rates = rates
         self.version = 0
         self.busy_s = 0.0
         self.cached: dict[str, float] = {}
         """Tokens in the prefix cache, by session; by group for the first prompt."""
+        self.prefilled = 0.0
+        """Tokens of contexts that were computed."""
+        self._turns: Counter[str] = Counter()
+        """Requests of each session so far."""
         self._heap: list[tuple[float, int, _Request]] = []
         """Running requests by the progress at which they end."""
         self._waiting: deque[_Request] = deque()
@@ -75,12 +83,38 @@ class _Engine:
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def load(self) -> int:
-        """Requests that run or wait."""
-        return len(self._heap) + len(self._waiting)
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Return the planned number of tokens when they are sampled."""
+        plan, turn = self._plans[session_id], self._turns[session_id]
+        self._turns[session_id] += 1
+        group = session_id.rpartition("/")[0]
+        context = self._scale * (plan.prompt + sum(map(sum, plan.turns[:turn])))
+        cached = max(self.cached.get(session_id, 0.0), self.cached.get(group, 0.0))
+        size = plan.turns[turn][0]
+        done = asyncio.get_running_loop().create_future()
+        prompt_size = self._scale * plan.prompt
+        request = _Request(group, prompt_size, self._scale * size, context, context - cached, done)
+        self.cached[group] = prompt_size
+        version = self.version
+        self._add(request)
+        await done
+        if self.version == version or self.rates.keeps_cache:
+            self.cached[session_id] = context + request.tokens
+        starts = {min(size - 1, int(at / self._scale)): version for at, version in request.versions}
+        ids = (self._ids[0],) * (size - 1) + (self._ids[1],)
+        versions = tuple(sorted(starts.items()))
+        return Generation(ids, (-0.5,) * size, FinishReason.STOP, versions, int(cached), request_id)
 
-    def add(self, request: _Request) -> None:
+    async def abort(self, request_id: str) -> None:
+        """Do nothing: a simulation ends with its requests."""
+
+    async def close_session(self, session_id: str) -> None:
+        """Forget the session."""
+        del self._turns[session_id]
+
+    def _add(self, request: _Request) -> None:
         """Begin a request, or let it wait."""
         self._advance()
         self._waiting.append(request)
@@ -109,7 +143,11 @@ class _Engine:
         """Compute the contexts of running requests again, with the prompt of a group once."""
         self.cached = {request.group: request.prompt for _, _, request in self._heap}
         added = (request.context - request.prompt + self._progress - request.began for _, _, request in self._heap)
-        self._prefill_s += (sum(self.cached.values()) + sum(added)) / self.rates.prefill_tokens_per_s
+        self._prefill(sum(self.cached.values()) + sum(added))
+
+    def _prefill(self, tokens: float) -> None:
+        self.prefilled += tokens
+        self._prefill_s += tokens / self.rates.prefill_tokens_per_s
 
     def _advance(self) -> None:
         """Bring the progress to the present."""
@@ -130,7 +168,7 @@ class _Engine:
         while self._waiting and len(self._heap) < self.rates.max_running:
             request = self._waiting.popleft()
             request.began, request.versions = self._progress, [(0.0, self.version)]
-            self._prefill_s += request.prefill / self.rates.prefill_tokens_per_s
+            self._prefill(request.prefill)
             heapq.heappush(self._heap, (self._progress + request.tokens, next(self._order), request))
         self._schedule()
 
@@ -154,10 +192,9 @@ class _Engine:
 
 
 class ScriptedEngines:
-    """Implements `agentrl.core.sampler.Sampler` for planned episodes, whose engines take as long as real ones.
+    """Engines for planned episodes that take as long as real ones, behind the router of a run.
 
-    A session stays at the engine that had the fewest requests when it began. A weight sync pauses all engines and drops their
-    caches, as ``weights.pause=abort`` does.
+    A weight sync pauses all engines and drops their caches, as ``weights.pause=abort`` does.
 
     Args:
         plans: by session. Entries may be added at any time.
@@ -178,42 +215,11 @@ class ScriptedEngines:
         token_id: int,
         end_token_id: int,
     ) -> None:
-        self._plans, self._scale, self._ids = plans, token_scale, (token_id, end_token_id)
-        self._engines = [_Engine(rates) for _ in range(count)]
-        self._sessions: dict[str, tuple[_Engine, int]] = {}
-        """The engine and the finished turns of each session."""
-
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
-    ) -> Generation:
-        """Return the planned number of tokens when the session's engine has sampled them."""
-        plan = self._plans[session_id]
-        engine, turn = self._sessions.get(session_id) or (min(self._engines, key=lambda one: one.load), 0)
-        self._sessions[session_id] = engine, turn + 1
-        group = session_id.rpartition("/")[0]
-        context = self._scale * (plan.prompt + sum(map(sum, plan.turns[:turn])))
-        cached = max(engine.cached.get(session_id, 0.0), engine.cached.get(group, 0.0))
-        size = plan.turns[turn][0]
-        done = asyncio.get_running_loop().create_future()
-        prompt_size = self._scale * plan.prompt
-        request = _Request(group, prompt_size, self._scale * size, context, context - cached, done)
-        engine.cached[group] = prompt_size
-        version = engine.version
-        engine.add(request)
-        await done
-        if engine.version == version or engine.rates.keeps_cache:
-            engine.cached[session_id] = context + request.tokens
-        starts = {min(size - 1, int(at / self._scale)): version for at, version in request.versions}
-        ids = (self._ids[0],) * (size - 1) + (self._ids[1],)
-        versions = tuple(sorted(starts.items()))
-        return Generation(ids, (-0.5,) * size, FinishReason.STOP, versions, int(cached), request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """Do nothing: a simulation ends with its requests."""
-
-    async def close_session(self, session_id: str) -> None:
-        """Forget the session."""
-        self._sessions.pop(session_id, None)
+        self.sampler = RoutedSampler()
+        """Samples with all engines."""
+        self._engines = [_Engine(plans, rates, token_scale, (token_id, end_token_id)) for _ in range(count)]
+        for number, engine in enumerate(self._engines):
+            self.sampler.add(f"engine-{number}", engine)
 
     def pause(self) -> None:
         """Stop decoding."""
@@ -228,3 +234,7 @@ class ScriptedEngines:
     def busy_s(self) -> float:
         """Return the seconds in which an engine had a request, averaged over engines."""
         return sum(engine.busy_s for engine in self._engines) / len(self._engines)
+
+    def prefilled(self) -> float:
+        """Return the tokens of contexts that all engines have computed."""
+        return sum(engine.prefilled for engine in self._engines)

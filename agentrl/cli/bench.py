@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rollout.add_argument("--episodes", type=int, default=256, help="episodes to run")
     add_config_arguments(rollout)
     efficiency = actions.add_parser(
-        "efficiency", help="tokens/s of the runner over those of a bare client that asks the same of the same engines"
+        "efficiency",
+        help="tokens/s of both loops over those of a bare client that requests the same of the same engines",
     )
     efficiency.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b, 4b or 8b")
     efficiency.add_argument("--episodes", type=int, default=256, help="episodes of a pass")
@@ -205,7 +206,8 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
     finally:
         console.print(table)
     console.print(
-        f"efficiency {efficiency(passes):.3f}: the runner's sampled tokens/s over the bare client's, medians (target 0.95). "
+        f"efficiency {efficiency(passes, 'synchronous'):.3f} synchronous, {efficiency(passes, 'asynchronous'):.3f} asynchronous: "
+        "the loop's sampled tokens/s over the bare client's, medians (target 0.98). "
         f"{bench.episodes} episodes of {bench.turns} turns of {bench.new_tokens} tokens, {bench.concurrency} at the same "
         f"time, random {bench.size} model, {config.sampler.backend}; the cache flushed before each pass"
     )

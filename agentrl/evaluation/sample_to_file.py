@@ -16,7 +16,7 @@ from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
-from agentrl.core.task import Task, source_of
+from agentrl.core.task import source_of
 from agentrl.core.types import Rollout
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
@@ -31,7 +31,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.saved_policies import open_saved
-from agentrl.runtime.task_sources import MixedOrder, order_of, read_splits
+from agentrl.runtime.task_sources import MixedOrder, Split, order_of, read_splits, split_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,16 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     _check_number(plan, splits, order_of(config, splits))
 
 
-def _check_number(plan: SamplePlan, splits: Mapping[str, Sequence[Task]], order: DataSource) -> None:
+def _check_number(plan: SamplePlan, splits: Mapping[str, Split], order: DataSource) -> None:
     """Check that there are as many tasks as are taken, of each source of a mixed run."""
     taken = Counter({"": plan.tasks})
     if isinstance(order, MixedOrder):
         taken = Counter(order.place(position)[0] for position in range(plan.tasks))
     for name, tasks in splits.items():
-        if plan.tasks < 1 or taken[name] > len(tasks):
+        size = split_size(tasks)
+        if plan.tasks < 1 or (size is not None and taken[name] > size):
             of = f" takes {taken[name]} of the source {name}: its split" if name else f": --split {plan.split}"
-            raise ConfigError(f"--tasks {plan.tasks}{of} has {len(tasks)} tasks")
+            raise ConfigError(f"--tasks {plan.tasks}{of} has {size} tasks")
 
 
 async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> None:
@@ -114,6 +115,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     except RunStopped as stop:
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
+        episodes.close()
         _finish(config, file, done)
     by_source = {name: [one for one in done if source_of(one.prompt_id) == name] for name in config.sources}
     summaries = [_summary(config, plan, name, some) for name, some in (by_source or {"samples": done}).items()]

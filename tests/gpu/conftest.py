@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     "disable_piecewise_cuda_graph": True,
     "enable_memory_saver": True,
 }
-EXPERTS = Shape(256, 768, 2, 4, 2, 64, 49152, True, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+EXPERTS = Shape(256, 768, 2, 4, 2, 64, 49152, False, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 LORA = LoraConfig(rank=16, alpha=32)
 START_S = 280.0
 THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",

@@ -1,5 +1,6 @@
-"""A run of two environments, each with its estimator and its loss."""
+"""A run of two environments, each with its tasks, reward, estimator and loss."""
 
+import json
 from pathlib import Path
 
 import yaml
@@ -17,6 +18,8 @@ SOURCES = {
     },
     "short": {
         "env": {"name": "short.py:Short"},
+        "data": {"path": "short.jsonl", "eval_path": "short.jsonl", "streaming": True, "convert": "short.py:even"},
+        "reward": {"function": "short.py:doubled"},
         "rollout": {"max_turns": 1, "max_tokens": 256},
         "algo": {"advantage": {"name": "reinforce_plus_plus"}, "loss": {"name": "cispo"}},
     },
@@ -32,7 +35,7 @@ CONFIG = {
     "sources": SOURCES,
 }
 ENVIRONMENT = """
-from agentrl import Env, Message, Task
+from agentrl import Env
 
 
 class Short(Env):
@@ -40,20 +43,28 @@ class Short(Env):
         assert self.task.id.startswith("short/")
         return (), 1.0 / (1 + len(action.content)), True, False, {"metrics": {"length": float(len(action.content))}}
 
-    @classmethod
-    def tasks(cls, split, seed):
-        return [Task(f"{split}/{n}", (Message("user", f"Say {n}."),)) for n in range(3)]
+
+def even(row):
+    return row if row["n"] % 2 == 0 else None
+
+
+def doubled(sample):
+    return 2 + 1 / (1 + len(sample.final))
 """
+ROWS = "".join(json.dumps({"prompt": f"Say {n}.", "n": n}) + "\n" for n in range(6))
 
 
 def test_two_environments_are_trained_in_one_step(tmp_path: Path, services: Services) -> None:
     (tmp_path / "short.py").write_text(ENVIRONMENT)
+    (tmp_path / "short.jsonl").write_text(ROWS)
     (tmp_path / "mixed.yaml").write_text(yaml.safe_dump(CONFIG))
     done = services.agentrl("train", "--config", "mixed.yaml", cwd=tmp_path, search=True)
     assert done.returncode == 0, done.stdout + done.stderr
     step, evaluation = metrics(tmp_path / "run")
     assert (step["rollout/search/episodes"], step["rollout/short/episodes"]) == (12.0, 4.0)
     assert step["rollout/short/turns"] == 1.0
+    assert 2 < step["train/short/reward"] < 4 > step["train/search/reward"]
+    assert step["data/short/left_out"] > 0
     assert step["rollout/search/searches"] > 0
     assert "rollout/search/length" not in step
     assert step["batch/short/live_share"] == 1.0, "token by token, so that no group is flat"

@@ -237,6 +237,7 @@ def hosts_of(engine: psutil.Process) -> set[str]:
     return {one.laddr.ip for one in engine.net_connections("tcp4") if one.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.long
 def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.ranks=2", *SMALL]
     rest = [

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from shared_runs import ONE_THREAD, Services, agentrl
+from agentrl_envs.kuhn_poker.tree import KuhnTree
+from engine_tiny import reference_logprobs
+from shared_runs import ONE_THREAD, Services, agentrl, here
+from transformers import PreTrainedModel
 
-from agentrl.models.peft_folder import read_peft
+from agentrl import Message
+from agentrl.config.learner import LoraConfig
+from agentrl.models.load import load_model, load_tokenizer
+from agentrl.models.peft_folder import read_peft, write_peft
+from agentrl.models.resolve import resolve_model
+from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
+from agentrl.selfplay.best_response import Strategy, exploitability, legal_actions
 
 pytest.importorskip("peft")
 WORDS = [
@@ -65,3 +78,48 @@ def test_both_policies_change_and_differ_and_a_checkpoint_is_evaluated_with_them
     assert done.returncode == 0, done.stderr
     last, again = metrics[-1], json.loads((tmp_path / "eval.json").read_text())
     assert (again["eval/reward"], again["eval/tokens"]) == (last["eval/reward"], last["eval/tokens"])
+
+
+def strategy(model: PreTrainedModel, renderer: ChatRenderer, sets: Mapping[Hashable, Sequence[str]]) -> Strategy:
+    """Return how a model of transformers plays: the probabilities of the legal moves, each with an end token."""
+    found = {}
+    for where, moves in sets.items():
+        prompt = list(renderer.render((Message("user", str(where)),)).token_ids)
+        chances = [
+            sum(
+                math.exp(sum(reference_logprobs(model, prompt, [*renderer.encode(move), end])))
+                for end in renderer.end_token_ids
+            )
+            for move in moves
+        ]
+        found[where] = {move: chance / sum(chances) for move, chance in zip(moves, chances, strict=True)}
+    return found
+
+
+def test_exploitability_is_that_of_the_policies_of_the_seats(tmp_path: Path) -> None:
+    base, config = resolve_model("multihop-warm"), LoraConfig(rank=4)
+    shutil.copytree(base, tmp_path / "one" / "model")
+    linears = [(name, each) for name, each in load_model(base).named_modules() if name.endswith("_proj")]
+    for number, role in enumerate(("first", "second")):
+        torch.manual_seed(number)
+        tensors = [
+            (f"base_model.model.{layer}.lora_{matrix}.weight", torch.randn(shape) * 0.2)
+            for layer, each in linears
+            for matrix, shape in (("A", (4, each.in_features)), ("B", (each.out_features, 4)))
+        ]
+        write_peft(tmp_path / "one" / "policies" / role, config, tensors)
+    words = [
+        "env.name=kuhn_poker", "env.roles.first.policy=first", "env.roles.second.policy=second", "learner.lora.rank=4",
+        "weights.adapters=only", "eval.size=1", "eval.n_samples=1", "rollout.max_turns=3", "rollout.max_tokens=120",
+        "sampler.max_new_tokens=4", *ONE_THREAD,
+    ]  # fmt: skip
+    done = agentrl("eval", "--checkpoint", "one", "--json", "eval.json", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert here("export", "one", "out", "--dtype", "float32", cwd=tmp_path).returncode == 0
+    renderer, game = make_renderer(load_tokenizer(base)), KuhnTree()
+    strategies = [
+        strategy(load_model(tmp_path / "out" / role), renderer, sets)
+        for role, sets in zip(("first", "second"), legal_actions(game), strict=True)
+    ]
+    found = json.loads((tmp_path / "eval.json").read_text())["eval/exploitability"]
+    assert found == pytest.approx(exploitability(game, strategies), abs=1e-4)

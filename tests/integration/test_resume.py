@@ -84,7 +84,7 @@ def unkilled(recorded: Path) -> Outcome:
     return outcome(recorded)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
     unkilled: Outcome, services: Services, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -207,7 +207,9 @@ def unkilled_replay(recorded: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return cwd
 
 
-@pytest.mark.parametrize(("seed", "words"), [(0, []), (1, ["learner.cpu_offload=optimizer"])])
+@pytest.mark.parametrize(
+    ("seed", "words"), [(0, []), pytest.param(1, ["learner.cpu_offload=optimizer"], marks=pytest.mark.long)]
+)
 def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     recorded: Path, unkilled_replay: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, words: list[str]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_runs import ONE_THREAD, Running, gone, here, metrics
+from shared_runs import ONE_THREAD, Running, agentrl, gone, here, metrics
 
 from agentrl.learner.checkpoints import STATE, whole_checkpoints
 
@@ -101,7 +101,7 @@ def test_what_it_writes(resumed: Resumed) -> None:
 
 
 def test_an_evaluation_of_its_last_checkpoint_finds_the_same_exploitability(resumed: Resumed) -> None:
-    done = here("eval", "--checkpoint", "run", "--json", "eval.json", cwd=resumed.folder.parent)
+    done = agentrl("eval", "--checkpoint", "run", "--json", "eval.json", cwd=resumed.folder.parent)
     assert done.returncode == 0, done.stderr
     found = json.loads((resumed.folder.parent / "eval.json").read_text())
     *_, last = metrics(resumed.folder)

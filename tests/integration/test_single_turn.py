@@ -54,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_train_on_a_file_with_a_reward_of_a_group(folder: Path, services: Services) -> None:
     done = services.agentrl(
         "train", "--env", "single_turn", "data.path=train.jsonl", "data.input_key=prompt", "data.label_key=label",
+        "data.streaming=true", "data.workers=1",
         "data.eval_path=eval.jsonl", "data.metadata_key=meta", "reward.key=score", "reward=my_rewards.py:of_a_group",
         "train.steps=2", "train.eval_first=false", "eval.group_by=odd", "run.dir=run", "obs.progress=plain",
         "obs.tensorboard=false", *TINY, cwd=folder,

@@ -176,6 +176,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         *("train/value_loss", "train/value_mean", "train/value_explained_variance", "train/value_clip_fraction"),
         "train/value_grad_norm",
         *("data/measured", "data/success_rate", "data/unsolved", "data/near_target", "data/solved"),
+        "data/left_out",
         *("rollout/max_running", "rollout/cache_stale", "rollout/cache_age_mean"),
         *("batch/replayed_share", "batch/routing_mib"),
         *(name for name in described if name.startswith(("selfplay/", "async/"))),

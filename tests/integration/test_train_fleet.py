@@ -3,7 +3,11 @@
 import signal
 from pathlib import Path
 
+import pytest
 from fault_injection import whole_run
+
+pytestmark = pytest.mark.long
+"""The fleet alone, under the same faults, is in `test_fleet`."""
 
 
 def test_engines_killed_and_stopped_in_mid_rollout(tmp_path: Path) -> None:

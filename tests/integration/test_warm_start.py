@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 from shared_runs import SMALL, Running, Services, metrics
 
@@ -15,6 +16,7 @@ SFT = {
 TINY = ["rollout.batch_size=2", "rollout.n_samples_per_prompt=4", "eval.size=6", "train.save_every=0", "run.dir=run"]
 
 
+@pytest.mark.long
 def test_stopped_in_its_warm_start_a_run_begins_it_anew_and_trains_what_came_of_it(
     tmp_path: Path, services: Services
 ) -> None:
