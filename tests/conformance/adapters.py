@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance.engine import GREEDY, prompt
+from conformance.engine import GREEDY, prompt, until_sampling
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
@@ -122,8 +122,7 @@ class Adapters:
             before = policies.change(tmp_path)["second"]
             await sync.push(policies.learner, [client], policies.version)
             task = asyncio.create_task(sample(client, "second", LONG, mode))
-            await asyncio.sleep(0.3)
-            assert not task.done()
+            await until_sampling(client, [task])
             await client.pause(mode)
             after = policies.change(tmp_path)["second"]
             await sync.push(policies.learner, [client], policies.version)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conformance.engine import GREEDY, Engine, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample, until_sampling
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
@@ -21,7 +21,7 @@ class Control:
             params = SamplingParams(max_new_tokens=480)
             task = asyncio.create_task(sample(client, prompt(10, 20), params, "long"))
             other = asyncio.create_task(sample(client, prompt(11, 20), params, "longer"))
-            await asyncio.sleep(0.15)
+            await until_sampling(client, [task, other])
             await client.abort("long")
             assert len((await other).token_ids) == 480, "an id that begins like the aborted one is another"
             return await task
@@ -53,8 +53,7 @@ class Control:
         async def play(client: SGLangClient) -> EngineLoad:
             params = SamplingParams(max_new_tokens=480)
             tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(3)]
-            while (load := await client.control.load()) is None or load.running < 3:  # noqa: ASYNC110 - an engine sends no event
-                await asyncio.sleep(0.02)
+            load = await until_sampling(client, tasks)
             await asyncio.gather(*(client.abort(f"r{index}") for index in range(3)), *tasks)
             return load
 
@@ -69,7 +68,7 @@ class Control:
         async def play(client: SGLangClient) -> tuple[list[Generation], list[Generation]]:
             calm = [await sample(client, prompt(20 + index), params) for index in range(3)]
             tasks = [asyncio.create_task(sample(client, prompt(20 + index), params, f"r{index}")) for index in range(3)]
-            await asyncio.sleep(0.05)
+            await until_sampling(client, tasks)
             await client.pause(mode)
             await asyncio.sleep(0.3)
             assert not any(task.done() for task in tasks)

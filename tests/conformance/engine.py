@@ -17,6 +17,7 @@ from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
 from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.inference.client.load import EngineLoad
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.models.load import load_model
@@ -119,3 +120,11 @@ def prompt(seed: int, length: int = 30) -> list[int]:
 
 async def sample(client: SGLangClient, ids: list[int], params: SamplingParams, name: str = "r") -> Generation:
     return await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
+
+
+async def until_sampling(client: SGLangClient, tasks: Sequence[asyncio.Task[Generation]]) -> EngineLoad:
+    """Wait until the engine samples for all ``tasks``, its only requests, and return its load; none may have ended."""
+    while (load := await client.control.load()) is None or load.running < len(tasks):
+        assert not any(task.done() for task in tasks)
+        await asyncio.sleep(0.01)
+    return load

@@ -6,7 +6,7 @@ import asyncio
 from typing import Literal
 
 import pytest
-from conformance.engine import GREEDY, Engine, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample, until_sampling
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.core.types import FinishReason, Generation, SamplingParams
@@ -57,7 +57,7 @@ class Memory:
             await client.updates.from_tensors(named, 7, last=True)
             many = SamplingParams(max_new_tokens=300, ignore_eos=True)
             running = [asyncio.create_task(sample(client, prompt(64), many, f"cut{number}")) for number in range(3)]
-            await asyncio.sleep(0.05)
+            await until_sampling(client, running)
             late = asyncio.create_task(sample(client, prompt(64), many, "late"))
             await asyncio.sleep(0)  # its request is on the way
             await client.memory.release(mode)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.engine import GREEDY, Engine, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample, until_sampling
 from transformers import PreTrainedModel
 
 from agentrl.core.errors import LearnerError, SamplerError
@@ -147,7 +147,7 @@ class Syncs:
             client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept)
             await client.updates.from_tensors(list(engine.model.state_dict().items()), 41, last=True)
             task = asyncio.create_task(sample(client, prompt(93), SamplingParams(max_new_tokens=400)))
-            await asyncio.sleep(0.2)
+            await until_sampling(client, [task])
             await client.pause("in_place")
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 42, last=True)
             await client.resume()

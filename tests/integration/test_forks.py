@@ -39,7 +39,13 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 RENDER = ["--env", "insists.py:Insists", "render.chat_template=drops.jinja"]
-TINY = ["rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "rollout.max_tokens=640", "sampler.max_new_tokens=32"]
+TINY = [
+    "learner.precision=float32",  # the sampler computes in float32, and a test compares with it
+    "rollout.batch_size=4",
+    "rollout.n_samples_per_prompt=4",
+    "rollout.max_tokens=640",
+    "sampler.max_new_tokens=32",
+]
 
 
 @pytest.fixture

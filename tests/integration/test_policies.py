@@ -32,6 +32,7 @@ WORDS = [
     "env.roles.critic.policy=critic",
     "learner.lora.rank=4",
     "learner.optimizer.lr=1e-2",
+    "learner.precision=float32",  # the sampler computes in float32, and a test compares with it
     "weights.adapters=only",
     "weights.check=checksum",
     "algo.advantage.name=rae",

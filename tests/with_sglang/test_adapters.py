@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conformance.adapters import LONG, PROMPT, TWO, Adapters, Policies, two_policies
-from conformance.engine import GREEDY, sample
+from conformance.engine import GREEDY, sample, until_sampling
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
@@ -120,8 +120,7 @@ def test_a_request_that_a_pause_interrupts_has_the_versions_that_sampled_it(
         before = policy.change()
         await sync.push(policy.learner, [client], policy.version)
         task = asyncio.create_task(sample(client, PROMPT, LONG, mode))
-        await asyncio.sleep(0.3)
-        assert not task.done()
+        await until_sampling(client, [task])
         await client.pause(mode)
         after = policy.change()
         await sync.push(policy.learner, [client], policy.version)

@@ -165,12 +165,13 @@ def test_a_worker_process_that_dies_ends_the_run_with_its_row(folder: Path) -> N
 
 
 RUN = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from agentrl.config.tasks import DataConfig
 from agentrl.data.tasks import FileTasks
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     order = FileTasks(DataConfig(path=Path(sys.argv[1]), streaming=True, workers=1)).stream.order(0)
     order.get_samples(1)
     print("ready", flush=True)
