@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
+from agentrl.cluster.start_watch import ended_servers, ended_without_gcs
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
-_SERVERS = ("gcs_server", "raylet")
 _LOOK_S = 0.5
 """Seconds between two looks at Ray's processes while it starts."""
 _WITHOUT_GCS_S = 600
@@ -61,7 +61,7 @@ class RayRuntime:
             return
         self._thread.start()
         while not self._up.wait(_LOOK_S):
-            if ended := _ended_children():  # what `ray.init` waits for will not come
+            if ended := ended_servers(psutil.Process()):  # what `ray.init` waits for will not come
                 raise LearnerError(f"Ray does not start: its process {ended[0]} has ended")
         if self._fault is not None:
             raise LearnerError(f"Ray does not start: {self._fault}") from self._fault
@@ -76,7 +76,10 @@ class RayRuntime:
         # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
-            with _of_one_machine() if self._options["address"] == "local" else nullcontext():
+            if self._options["address"] == "local":
+                with ended_without_gcs(), _of_one_machine():
+                    ray.init(**self._options)
+            else:
                 ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread
             self._fault = error
@@ -115,16 +118,6 @@ def kill_actor(actor: Any) -> None:
     """Kill an actor; without a GCS it ends with Ray."""
     if not gcs_ended():
         ray.kill(actor)
-
-
-def _ended_children() -> list[str]:
-    """Return the names of Ray's processes that this process has started, and that have ended."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):
-            if child.status() == psutil.STATUS_ZOMBIE and child.name() in _SERVERS:
-                found.append(child.name())
-    return found
 
 
 def _ended_processes() -> list[str]:
