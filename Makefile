@@ -87,7 +87,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Makes the shipped policies again, ten minutes on one H200; they lie in tasks/multihop/policies/.
+# Makes the shipped policies again, ten minutes on one H200; they lie in tasks/*/policies/.
 policies: install
 	$(BIN)/python -m agentrl_tasks.multihop.make_policy runs/init
 	$(BIN)/agentrl sft --config search_r1/sft_base model.path=runs/init sft.out=runs/base
@@ -98,6 +98,8 @@ policies: install
 	$(BIN)/agentrl sft --config python_math/sft_warm model.path=runs/math_init sft.out=runs/math_warm
 	$(BIN)/python -m agentrl_tasks.contest.make_policy runs/contest_init
 	$(BIN)/agentrl sft --config code_contest/sft_warm model.path=runs/contest_init sft.out=runs/contest_warm
+	$(BIN)/python -m agentrl_tasks.game_positions.make_policy runs/tictactoe_init
+	$(BIN)/agentrl sft --config self_play/sft_tictactoe model.path=runs/tictactoe_init sft.out=runs/tictactoe_warm
 
 docs: install
 	$(BIN)/python -m agentrl.config.reference > docs/configuration.md

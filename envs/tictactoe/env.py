@@ -34,12 +34,17 @@ def lines_through(view: str, cell: int) -> list[str]:
     return sorted(("".join(sorted(pair, key="+-_".index)) for pair in pairs), key=_LINE_ORDER.index)
 
 
+def cell_row(view: str, cell: int) -> str:
+    """Return the row of a free cell: the lines through it without spaces, and the cell's number."""
+    return f"{''.join(lines_through(view, cell))}{cell + 1}"
+
+
 def lines_text(board: str, mark: str) -> str:
-    """Return what the player of ``mark`` reads with ``show_lines``: the board, and the lines through each free cell."""
+    """Return what the player of ``mark`` reads with ``show_lines``: the board, and the row of each free cell."""
     view = own_view(board, mark)
     rows = [view[start : start + 3] for start in (0, 3, 6)]
-    rows += [f" {' '.join(lines_through(view, cell))}{cell + 1}" for cell in free_cells(board)]
-    return "Tic-tac-toe. You are +.\n" + "\n".join(rows)
+    rows += [cell_row(view, cell) for cell in free_cells(board)]
+    return "Tic-tac-toe. You are +. Answer with a row that has a number.\n" + "\n".join(rows)
 
 
 class TicTacToeEnv(TurnGame):
@@ -47,8 +52,8 @@ class TicTacToeEnv(TurnGame):
 
     Args:
         illegal_cost: see `TurnGame`.
-        show_lines: the lines through each free cell follow the board, and a move is the last of them with the cell's
-            number (`lines_text`). A small policy needs many games to learn which cells are in a line.
+        show_lines: a row for each free cell follows the board, with the lines through it and its number, and a move is
+            one of these rows (`lines_text`). A small policy needs many games to learn which cells are in a line.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "tictactoe"}  # noqa: RUF012
@@ -68,12 +73,12 @@ class TicTacToeEnv(TurnGame):
         self.board = EMPTY
 
     def legal_moves(self) -> list[str]:
-        """Return the numbers of the free cells, with ``show_lines`` after the last line through each."""
+        """Return the numbers of the free cells, with ``show_lines`` their rows."""
         free = free_cells(self.board)
         if not self.show_lines:
             return [str(cell + 1) for cell in free]
         view = own_view(self.board, self._mark(self.acting[0]))
-        return [f"{lines_through(view, cell)[-1]}{cell + 1}" for cell in free]
+        return [cell_row(view, cell) for cell in free]
 
     def state_text(self, agent: str) -> str:
         """Return the board."""

@@ -1,6 +1,6 @@
 """Small untrained policies that call tools, for tasksets that ship a warm start: tokenizer, chat template, weights."""
 
-from .model import init_model, save_policy
+from .model import PolicySize, init_model, save_policy
 from .tokenizer import CHAT_TEMPLATE, save_tokenizer, tokenizer
 
-__all__ = ["CHAT_TEMPLATE", "init_model", "save_policy", "save_tokenizer", "tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "PolicySize", "init_model", "save_policy", "save_tokenizer", "tokenizer"]

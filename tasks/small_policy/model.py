@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,38 @@ from agentrl.core.file_modes import give_default_mode
 from .tokenizer import VOCABULARY, save_tokenizer
 
 
-def save_policy(folder: Path, texts: Iterable[str], *, vocabulary: int = VOCABULARY, seed: int = 0) -> None:
+@dataclass(frozen=True, slots=True)
+class PolicySize:
+    """Sizes of a small policy; by default it has about 1.7M parameters."""
+
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 6
+    key_value_heads: int = 2
+    feed_forward: int = 512
+
+
+def save_policy(
+    folder: Path, texts: Iterable[str], *, vocabulary: int = VOCABULARY, seed: int = 0, size: PolicySize | None = None
+) -> None:
     """Write an untrained policy into ``folder``, a Hugging Face model with the tokenizer of ``texts``."""
-    init_model(folder, save_tokenizer(folder, texts, vocabulary), seed=seed)
+    init_model(folder, save_tokenizer(folder, texts, vocabulary), seed=seed, size=size)
 
 
-def init_model(folder: Path, tokenizer: Any, *, seed: int = 0) -> None:
-    """Write a Qwen3 model of about 1.7M random parameters in bfloat16 into ``folder``, for a loaded ``tokenizer``."""
+def init_model(folder: Path, tokenizer: Any, *, seed: int = 0, size: PolicySize | None = None) -> None:
+    """Write a Qwen3 model of random parameters in bfloat16 into ``folder``, for a loaded ``tokenizer``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    size = size or PolicySize()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
         head_dim=32,
-        intermediate_size=512,
+        intermediate_size=size.feed_forward,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},

@@ -145,23 +145,23 @@ def test_without_a_deal_the_last_offer_ends_the_negotiation():
     assert all(terminations.values())
 
 
-def test_the_lines_through_each_free_cell_follow_the_board() -> None:
+def test_a_row_for_each_free_cell_follows_the_board() -> None:
     text = lines_text("X.O.X....", "O")
-    rows = ["-_+", "_-_", "___", " +- -_2", " -_ -_4", " -_ +_6", " +- __ -_7", " __ -_8", " __ +_ --9"]
+    rows = ["-_+", "_-_", "___", "+--_2", "-_-_4", "-_+_6", "+-__-_7", "__-_8", "__+_--9"]
     assert text.splitlines()[1:] == rows
 
 
-def test_with_show_lines_a_move_is_the_last_line_through_its_cell() -> None:
+def test_with_show_lines_a_move_is_the_row_of_its_cell() -> None:
     env = TicTacToeEnv(show_lines=True)
     env.reset(seed=0)
-    for player, move in (("player_0", "__1"), ("player_1", "-_3"), ("player_0", "__2")):
+    for player, move in (("player_0", "______1"), ("player_1", "____-_3"), ("player_0", "+-__2")):
         assert move in env.legal_moves()
         env.step({player: Message("assistant", move)})
-    views, _, _, _, infos = env.step({"player_1": Message("assistant", "-_8")})
+    views, _, _, _, infos = env.step({"player_1": Message("assistant", "__-_8")})
     [read] = views["player_0"]["messages"].messages
-    assert read.content.splitlines()[:4] == ["Tic-tac-toe. You are +.", "++-", "___", "_-_"]
-    legal = infos["player_0"]["legal_moves"]
-    assert legal == ["+_4", "+_5", "-_6", "+_7", "+_9"]
+    rows = ["__+_4", "+-__-_+_5", "__-_6", "-_-_+_7", "-_-_+_9"]
+    assert read.content.splitlines()[1:] == ["++-", "___", "_-_", *rows]
+    assert infos["player_0"]["legal_moves"] == rows
     assert env.step({"player_0": Message("assistant", "4")})[1]["player_0"] == -1.5
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from agentrl_tasks.small_policy import save_policy, tokenizer
+from agentrl_tasks.small_policy import PolicySize, save_policy, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import Message
@@ -79,3 +79,10 @@ def test_equal_texts_give_equal_policies(folder: Path, tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert 1_000_000 < sum(weight.numel() for weight in model.parameters()) < 2_000_000
+
+
+def test_a_size_is_that_of_the_model(tmp_path: Path) -> None:
+    save_policy(tmp_path, TEXTS, size=PolicySize(hidden=64, layers=1, heads=2, key_value_heads=1, feed_forward=96))
+    config = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (64, 1, 96)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1)
