@@ -16,6 +16,7 @@
     │   ├── EnvironmentFailure
     │   ├── ToolFailure
     │   ├── SandboxFailure
+    │   │   └── SandboxKilledError a sandbox that was killed as it started; another may start
     │   ├── TaskError
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── EngineError                an engine that does not start, or died
@@ -112,6 +113,10 @@ class SandboxFailure(EpisodeError):
     """A sandbox's infrastructure failed."""
 
     kind = FailureKind.SANDBOX
+
+
+class SandboxKilledError(SandboxFailure):
+    """A sandbox that was killed as it started: another may start."""
 
 
 class TaskError(EpisodeError):

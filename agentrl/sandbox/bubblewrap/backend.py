@@ -11,6 +11,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import uuid
@@ -20,7 +21,7 @@ from typing import ClassVar
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
-from agentrl.core.errors import MissingError, SandboxFailure
+from agentrl.core.errors import MissingError, SandboxFailure, SandboxKilledError
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.bubblewrap.options import (
     ETC,
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 STDERR_BYTES = 2048
 """Bytes of bubblewrap's error output that messages quote."""
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit statuses of a bubblewrap that was killed, and of one whose runner was."""
 END_S = 10.0
 """How long killed processes may take to be gone; a large memory takes the kernel a while."""
 HINT = (
@@ -151,13 +154,22 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             self._files = {name: _memory_file(name, text.encode()) for name, text in ETC.items()}
             if Defence.SECCOMP in self.defences:
                 self._files["seccomp"] = _memory_file("seccomp", bpf_program())
-            await (await self.open("start")).close()
+            await self._check_start()
         except SandboxFailure as error:
             await self.close()
             raise MissingError(f"sandbox.backend=bubblewrap does not work here: {error}. {HINT}") from error
         except BaseException:
             await self.close()
             raise
+
+    async def _check_start(self) -> None:
+        """Open a first sandbox; if it is killed, which says nothing about the machine, another one."""
+        try:
+            sandbox = await self.open("start")
+        except SandboxKilledError as error:
+            _log.warning("the first sandbox was killed, another is tried: %s", error)
+            sandbox = await self.open("start")
+        await sandbox.close()
 
     def _start_tree(self) -> CgroupTree | None:
         try:
@@ -182,7 +194,12 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             return await super().open(session_id)
 
     async def _await_ready(self, sandbox: BubblewrapSandbox) -> None:
-        await sandbox.ready()
+        try:
+            await sandbox.ready()
+        except SandboxFailure as error:
+            if sandbox.process.poll() in KILLED:
+                raise SandboxKilledError(str(error)) from error
+            raise
         await sandbox.start_egress(self.config.hosts)
 
     async def _start_sandbox(self, session_id: str) -> BubblewrapSandbox:

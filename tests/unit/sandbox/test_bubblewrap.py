@@ -272,6 +272,43 @@ def test_an_interpreter_that_is_not_there_is_said_at_the_start(bubblewrap: Bubbl
     assert own_groups(os.getpid()) == []
 
 
+class KilledAtStart(BubblewrapBackend):
+    """Its first sandboxes are killed as they start: bubblewrap, or the runner in it."""
+
+    kills = 1
+    opened = 0
+    kills_runner = False
+
+    async def _start_sandbox(self, session_id: str) -> BubblewrapSandbox:
+        sandbox = await super()._start_sandbox(session_id)
+        self.opened += 1
+        if self.opened <= self.kills:
+            victim = sandbox.process.pid
+            if self.kills_runner:
+                await sandbox.ready()
+                [victim] = descendants(victim)
+            os.kill(victim, signal.SIGKILL)
+        return sandbox
+
+
+@pytest.mark.parametrize("kills_runner", [False, True])
+def test_a_kill_of_the_first_sandbox_is_no_refusal(bubblewrap: Bubblewrap, kills_runner: bool) -> None:
+    async def main() -> None:
+        backend = KilledAtStart(SandboxConfig(limits=LIMITS))
+        backend.kills_runner = kills_runner
+        async with backend, await backend.open("a") as sandbox:
+            assert (await sandbox.run(Job("1", code="print(1)"))).stdout == "1\n"
+        assert backend.opened == 3
+        second = KilledAtStart(SandboxConfig(limits=LIMITS))
+        second.kills = 2
+        with pytest.raises(MissingError, match="does not work here"):
+            await second.start()
+        assert second.opened == 2
+
+    asyncio.run(main())
+    assert own_groups(os.getpid()) == []
+
+
 def test_no_cgroup_is_a_refusal_unless_accepted(bubblewrap: Bubblewrap, caplog: pytest.LogCaptureFixture) -> None:
     nowhere = f"agentrl-none-{os.getpid()}"
 
