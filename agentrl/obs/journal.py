@@ -101,6 +101,8 @@ class JournalState:
     base_step: int = 0
     settings: dict[str, int] = field(default_factory=dict)
     """Of the process that began last: values of keys that decide which groups begin."""
+    first_settings: dict[str, int] | None = None
+    """Of the process that began first."""
     conflicts: list[str] = field(default_factory=list)
     """Records that contradict earlier ones."""
 
@@ -114,6 +116,7 @@ class JournalState:
         if event == "begin":
             self._begin(record["step"], _batch(record, ()))
             self.settings = record["settings"]
+            self.first_settings = self.settings if self.first_settings is None else self.first_settings
         elif event == "admitted":
             position = record["position"]
             self.groups.pop(position, None)

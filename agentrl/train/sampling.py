@@ -254,8 +254,11 @@ class Sampling:
             self.records.recorder.write(self._version + 1, rollout)
 
     def _group_jobs(self, position: int) -> list[Job]:
-        """Return the episodes of a group, named as if each step took the next tasks."""
-        step, offset = divmod(position, self.config.rollout.batch_size)
+        """Return the episodes of a group, named as if each step took the next tasks.
+
+        The batch size is that with which the run began: another one would give names again that earlier groups have.
+        """
+        step, offset = divmod(position, self.records.journal.first_settings["batch_size"])
         return self.tasks.group(position, f"{step + 1}/{offset}")
 
     async def aclose(self) -> None:

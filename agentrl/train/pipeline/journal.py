@@ -76,6 +76,8 @@ class Journal:
         self._check_batches(step)
         waiting = {group.position: group for group in state.untaken if group.position not in done}
         self._waiting = waiting if state.settings == settings else {}
+        self.first_settings = settings if state.first_settings is None else state.first_settings
+        """Values of the same keys when the run began."""
         self._finished = {group.position for group in self._waiting.values() if group.finished}
         self._finished.update(*((*batch.positions, *batch.dropped) for batch in self._batches.values()))
         self._reasons = {group.position: group.dropped for group in state.groups.values() if group.dropped}

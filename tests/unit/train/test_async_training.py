@@ -118,6 +118,19 @@ def test_a_resumed_run_trains_every_group_once(tmp_path: Path, resumed_with: int
     assert (run.position.first, run.position.ahead) == (48, ())
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_names_stay_unique_if_a_resumed_run_has_another_batch_size(tmp_path: Path, before: int, after: int) -> None:
+    settings = ["train.steps=12", "async.max_staleness=1"]
+    for size, trained in ((before, 6), (after, 2)):
+        with pytest.raises(LearnerError):
+            train(tmp_path, make_config(*settings, f"rollout.batch_size={size}"), learner=FakeLearner(fail_at=trained))
+    train(tmp_path, make_config(*settings, f"rollout.batch_size={after}"))
+    groups = {one.rollout_id.rpartition("/")[0] for some in written(tmp_path).values() for one in some}
+    first, rest = 7 * before, 5 * after  # the seventh step failed, with its batch in the journal
+    assert counted(tmp_path).total() == len(counted(tmp_path)) == 2 * (first + rest)
+    assert groups == {f"{at // before + 1}/{at % before}" for at in range(first + rest)}
+
+
 def test_an_evaluation_has_the_newest_weights(tmp_path: Path) -> None:
     given = make_config("train.steps=3", "async.max_staleness=3", "train.eval_every=1", "eval.save_rollouts=true")
     train(tmp_path, given)
