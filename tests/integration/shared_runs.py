@@ -114,6 +114,9 @@ async def _reset(engine: EngineProcess, model: Path) -> None:
     try:
         for part in ("weights", "kv_cache"):
             await client.memory.resume(part)
+        await client.pause("abort")
+        await client.updates.begin()  # ends the update in which a run was killed
+        await client.updates.cancel()
         await client.resume()
         await client.updates.from_disk(model, 0)
     finally:
