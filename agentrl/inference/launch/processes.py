@@ -197,16 +197,10 @@ def launch_sglang(
     _check_options(options)
     interpreter = Interpreter.probe(python or Path(sys.executable))
     interpreter.require_sglang(chosen=python is not None)
-    flags: dict[str, Any] = {"model-path": model, "random-seed": seed}
-    env: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    if options.get("device") == "cpu":
-        env["SGLANG_USE_CPU_ENGINE"] = "1"
-        if not interpreter.gpu and not interpreter.kernels:
-            env |= cpu_sglang.environment()
-            flags |= _dashed(cpu_sglang.OPTIONS)
-    flags |= _dashed(options)
-    if LOADER in (flags.get("custom-weight-loader") or []):
-        env["PYTHONPATH"] = _with_loader(env.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
+    flags, env = _flags_and_environment(options, interpreter)
+    flags = {"model-path": model, "random-seed": seed} | flags
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]
     with held_port(host, port, key="sampler.port") as held:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
@@ -220,6 +214,23 @@ def launch_sglang(
             engine.stop()
             raise
     return engine
+
+
+def _flags_and_environment(
+    options: Mapping[str, Any], interpreter: Interpreter
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return flags of the server and variables of its environment for SGLang's options and the interpreter that runs it."""
+    flags: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    if options.get("device") == "cpu":
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if not interpreter.gpu and not interpreter.kernels:
+            env |= cpu_sglang.environment()
+            flags |= _dashed(cpu_sglang.OPTIONS)
+    flags |= _dashed(options)
+    if LOADER in (flags.get("custom-weight-loader") or []):
+        env["PYTHONPATH"] = _with_loader(env.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
+    return flags, env
 
 
 def _with_loader(path: str | None) -> str:
