@@ -37,20 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "efficiency",
         help="tokens/s of both loops over those of a bare client that requests the same of the same engines",
     )
-    efficiency.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b, 4b or 8b")
-    efficiency.add_argument("--episodes", type=int, default=256, help="episodes of a pass")
-    efficiency.add_argument("--concurrency", type=int, help="episodes at the same time; all, unless it is set")
-    efficiency.add_argument("--turns", type=int, default=4, help="turns of an episode")
-    efficiency.add_argument("--new-tokens", type=int, default=256, help="sampled tokens of a turn")
-    efficiency.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the first prompt, about")
-    efficiency.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
-    efficiency.add_argument("--repeats", type=int, default=2, help="passes of each")
-    efficiency.add_argument(
-        "--scripted",
-        metavar="NUMBERS",
-        help="without a model: cost of the runner at these numbers of concurrent episodes, comma-separated",
-    )
-    add_plain_config_arguments(efficiency)
+    _add_efficiency_arguments(efficiency)
     weights = actions.add_parser(
         "weights", help="seconds and GB/s of new weights into an engine, by transport and bucket size"
     )
@@ -67,23 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     learner = actions.add_parser(
         "learner", help="tokens/s and memory of optimizer steps, against other loops on the same model and rows"
     )
-    learner.add_argument(
-        "--size", default="tiny", help="of the random model: tiny, tiny-moe, 0.6b, 4b, 8b or 30b-a3b-12"
-    )
-    learner.add_argument("--rows", type=int, default=48, help="rows of a step")
-    learner.add_argument(
-        "--workload", default="lognormal", help="lognormal, groups (with a common prompt) or forks (of episodes)"
-    )
-    learner.add_argument("--median-tokens", type=int, default=1636, help="of a row")
-    learner.add_argument("--longest", type=int, default=4096, help="maximum tokens of a row")
-    learner.add_argument("--steps", type=int, default=6, help="steps of each loop; the first two do not count")
-    learner.add_argument(
-        "--loops", default="", help="other loops: fsdp, megatron, hf, liger, compiled, trl; comma-separated"
-    )
-    learner.add_argument(
-        "--kernels", type=int, default=0, help="kernels to print of a profiled step, from the longest on"
-    )
-    add_plain_config_arguments(learner)
+    _add_learner_arguments(learner)
     asynchronous = actions.add_parser(
         "async", help="asynchronous against synchronous training in virtual time, each with its best split of the GPUs"
     )
@@ -103,6 +74,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sandbox.add_argument("--exec-calls", type=int, default=100, help="calls of each measurement of docker exec")
     sandbox.add_argument("--docker-url", help="the daemon's address, as sandbox.docker_url")
     sandbox.add_argument("--image", help="the image of docker, as sandbox.image")
+
+
+def _add_efficiency_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", default="0.6b", help="of the random model: tiny, 0.6b, 4b or 8b")
+    parser.add_argument("--episodes", type=int, default=256, help="episodes of a pass")
+    parser.add_argument("--concurrency", type=int, help="episodes at the same time; all, unless it is set")
+    parser.add_argument("--turns", type=int, default=4, help="turns of an episode")
+    parser.add_argument("--new-tokens", type=int, default=256, help="sampled tokens of a turn")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of the first prompt, about")
+    parser.add_argument("--observation-tokens", type=int, default=128, help="tokens of an observation, about")
+    parser.add_argument("--repeats", type=int, default=2, help="passes of each")
+    parser.add_argument(
+        "--scripted",
+        metavar="NUMBERS",
+        help="without a model: cost of the runner at these numbers of concurrent episodes, comma-separated",
+    )
+    add_plain_config_arguments(parser)
+
+
+def _add_learner_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--size", default="tiny", help="of the random model: tiny, tiny-moe, 0.6b, 4b, 8b or 30b-a3b-12"
+    )
+    parser.add_argument("--rows", type=int, default=48, help="rows of a step")
+    parser.add_argument(
+        "--workload", default="lognormal", help="lognormal, groups (with a common prompt) or forks (of episodes)"
+    )
+    parser.add_argument("--median-tokens", type=int, default=1636, help="of a row")
+    parser.add_argument("--longest", type=int, default=4096, help="maximum tokens of a row")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each loop; the first two do not count")
+    parser.add_argument(
+        "--loops", default="", help="other loops: fsdp, megatron, hf, liger, compiled, trl; comma-separated"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="kernels to print of a profiled step, from the longest on"
+    )
+    add_plain_config_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ kills the raylet that the process with the id of its argument has started once i
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import subprocess
 import sys
@@ -25,8 +26,9 @@ _GRACE_S = 3.0
 @contextlib.contextmanager
 def ended_without_gcs() -> Iterator[None]:
     """End this process, with status 1 and a message, if the GCS that it starts in this context ends and blocks it."""
-    # Not `-m agentrl...`: that would import the package in each start, a second of a core.
-    command = [sys.executable, "-I", __file__, str(psutil.Process().pid)]
+    # Not `-m agentrl...`: that would import the package in each start, a second of a core. `-P`: no module of this folder
+    # stands for another one.
+    command = [sys.executable, "-P", __file__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watch:
         assert watch.stdin is not None
         try:
