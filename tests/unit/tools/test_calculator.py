@@ -184,20 +184,31 @@ HOSTILE = {
 }
 
 
+def seconds(expression: str, fault: str | None = None) -> float:
+    """Return the CPU seconds of the fastest of three evaluations: another one may hold a garbage collection."""
+    spent = []
+    for _ in range(3):
+        began = time.thread_time()
+        with contextlib.nullcontext() if fault is None else pytest.raises(CalculatorError, match=fault):
+            evaluate(expression)
+        spent.append(time.thread_time() - began)
+    return min(spent)
+
+
+@pytest.fixture(scope="module")
+def plain_seconds() -> float:
+    """CPU seconds of the longest plain sum, some milliseconds: what other expressions are compared with."""
+    return seconds("+".join(["1"] * 1000))
+
+
 @pytest.mark.parametrize(("expression", "fault"), HOSTILE.values(), ids=HOSTILE)
-def test_what_is_refused_is_refused_at_once(expression: str, fault: str) -> None:
-    began = time.thread_time()
-    with pytest.raises(CalculatorError, match=fault):
-        evaluate(expression)
-    assert time.thread_time() - began < 0.1
+def test_what_is_refused_is_refused_at_once(expression: str, fault: str, plain_seconds: float) -> None:
+    assert seconds(expression, fault) < 20 * plain_seconds
 
 
 @pytest.mark.parametrize("one", ["sqrt(9**999)", "comb(3000,1500)*0", "pow(9**320,9**320,9**320-1)*0", "log(9**999,3)"])
-def test_the_longest_expressions_are_fast(one: str) -> None:
-    expression = "+".join([one] * (2000 // (len(one) + 1)))
-    began = time.thread_time()
-    evaluate(expression)
-    assert time.thread_time() - began < 0.5
+def test_the_longest_expressions_are_fast(one: str, plain_seconds: float) -> None:
+    assert seconds("+".join([one] * (2000 // (len(one) + 1)))) < 100 * plain_seconds
 
 
 def call(expression: str) -> ToolResult:

@@ -1,6 +1,8 @@
 """E5 with FAISS: what the server answers is what numpy computes from the model's own hidden states."""
 
 import json
+import re
+import string
 import sys
 from pathlib import Path
 
@@ -32,12 +34,13 @@ ROWS = [
 QUERIES = ["Where is Sadova? " * 4, "Tamo Rilek on on on on on on on on on on", "17 miles from Norton"]
 
 
-def make_model(folder: Path, width: int = 32, seed: int = 0) -> Path:
-    """Write a random BERT with a WordPiece vocabulary learned on the documents."""
-    words = BertWordPieceTokenizer()
-    words.train_from_iterator(
-        [row["contents"] for row in ROWS] + ["query: passage:"], vocab_size=200, show_progress=False
-    )
+def make_model(folder: Path, width: int = 32, seed: int = 10) -> Path:
+    """Write a random BERT whose WordPiece vocabulary is the documents' words, and all letters for others."""
+    texts = " ".join([row["contents"] for row in ROWS] + ["query: passage:"]).lower()
+    letters = sorted(set(string.ascii_lowercase + string.digits + string.punctuation))
+    pieces = sorted(set(re.findall(r"[a-z]{2,}", texts))) + letters + [f"##{letter}" for letter in letters]
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = BertWordPieceTokenizer({piece: number for number, piece in enumerate(specials + pieces)})
     PreTrainedTokenizerFast(
         tokenizer_object=words._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     ).save_pretrained(folder)
