@@ -38,7 +38,7 @@ class RayRuntime:
     """A connection to Ray, held by a separate thread, as Ray's processes die with the thread that started them.
 
     Args:
-        cpus: CPUs of a Ray that is started here, which also prestarts as many workers. Ignored if one is joined.
+        cpus: CPUs of a Ray that is started here. Ignored if one is joined.
         store_bytes: object store size of a Ray that is started here.
 
     """
@@ -173,6 +173,9 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray lowers the priority of its workers by 15, and engines are their children.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # With prestarted workers, `ray.init` waits for them, and for ever for one that is killed before it has registered. A
+    # worker that is started for an actor is replaced after a minute (RAY_worker_register_timeout_seconds).
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Without its GCS, Ray ends the processes of a run after a minute by default. The run ends itself, once it has saved.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_WITHOUT_GCS_S))
     # OpenMP's threads spin while they wait for each other. With the default count (about 1 ms) a step of seconds takes
