@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -38,6 +39,18 @@ class Bubblewrap:
                 return await use(sandbox)
 
         return self.loop.run(main())
+
+    def descriptors(self) -> int:
+        """Return the open descriptors of this process once they stay: the loop's next rounds close those of ended sandboxes."""
+
+        async def settled() -> int:
+            counts: list[int] = []
+            while len(counts) < 30 or len(set(counts[-30:])) > 1:
+                await asyncio.sleep(0.01)
+                counts.append(len(os.listdir("/proc/self/fd")))
+            return counts[-1]
+
+        return self.loop.run(settled())
 
     def code(self, *snippets: str, **options: Any) -> Outcome:
         """Run snippets in a new sandbox; return how the last one ended."""
