@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from agentrl.cli.main import main
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, SandboxBackend
-from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
+from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend, BubblewrapSandbox
 from agentrl.sandbox.canary.check import check_backend, survey, try_backend
 from agentrl.sandbox.docker.backend import DockerBackend
 from agentrl.sandbox.registry import make_backend
@@ -69,6 +71,28 @@ def test_only_what_is_missing_is_named(config: SandboxConfig) -> None:
             return {finding.defence for finding in await try_backend(backend) if not finding.held}
 
     assert asyncio.run(found()) == {Defence.INODES}
+
+
+class KilledInTheCheck(BubblewrapBackend):
+    """Its first sandboxes of the check are killed from outside."""
+
+    kills = 1
+
+    async def open(self, session_id: str) -> BubblewrapSandbox:
+        sandbox = await super().open(session_id)
+        if session_id == "canary" and self.kills:
+            self.kills -= 1
+            os.kill(sandbox.process.pid, signal.SIGKILL)
+        return sandbox
+
+
+def test_a_kill_from_outside_is_no_refusal_and_a_second_one_is(config: SandboxConfig, caplog) -> None:
+    asyncio.run(check(KilledInTheCheck(config)))
+    assert "all attempts are made again" in caplog.text
+    twice = KilledInTheCheck(config)
+    twice.kills = 2
+    with pytest.raises(MissingError, match="does not work here"):
+        asyncio.run(check(twice))
 
 
 def test_with_a_second_kernel_calls_of_the_filter_are_that_kernels_own(config: SandboxConfig) -> None:

@@ -242,6 +242,15 @@ def _accepted(config: SandboxConfig, findings: Sequence[Finding]) -> set[Defence
     return accepted
 
 
+async def _try_twice(backend: SandboxBackend) -> list[Finding]:
+    """Make all attempts; if a sandbox ends, perhaps killed from outside, make all of them once more in others."""
+    try:
+        return await try_backend(backend)
+    except SandboxFailure as error:
+        _log.warning("a sandbox failed while it was checked, all attempts are made again: %s", error)
+        return await try_backend(backend)
+
+
 async def check_backend(backend: SandboxBackend) -> None:
     """Make all attempts in a started backend and log the results as a table; nothing for one that does not isolate.
 
@@ -252,7 +261,7 @@ async def check_backend(backend: SandboxBackend) -> None:
     if not backend.isolated:
         return  # nothing to test; its start has logged the warning
     try:
-        findings = await try_backend(backend)
+        findings = await _try_twice(backend)
     except SandboxFailure as error:
         raise MissingError(f"sandbox.backend={backend.name} does not work here: {error}. {_ADVICE}") from None
     _log.info("canary of %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
