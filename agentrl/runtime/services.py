@@ -31,6 +31,9 @@ from agentrl.runtime.reserved_engines import frozen_fleets
 from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
+_NEW_OBJECTS = 50_000
+"""New objects after which the garbage collector looks at them. A reply of an engine has hundreds, nearly all of them gone soon."""
+
 
 @dataclass(slots=True)
 class Services:
@@ -152,4 +155,6 @@ async def open_services(
         gc.collect()
         gc.freeze()
         exits.callback(gc.unfreeze)
+        exits.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
         yield Services(config, fleet, renderer, tools, frozen=frozen)
