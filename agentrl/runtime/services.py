@@ -32,7 +32,7 @@ from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
 _NEW_OBJECTS = 50_000
-"""New objects after which the garbage collector looks at them. A reply of an engine has hundreds, nearly all of them gone soon."""
+"""New objects after which the garbage collector looks at them. A reply of an engine has hundreds, most of them gone soon."""
 
 
 @dataclass(slots=True)
