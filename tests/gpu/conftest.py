@@ -59,12 +59,22 @@ Start = Callable[[], AbstractContextManager[Any]]
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> None:
-    """Skip everything where there is no GPU, or no SGLang beside agentrl."""
+    """Skip everything where there is no GPU."""
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed in this interpreter")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="session")
+def sglang(gpu: None) -> None:
+    """Skip what needs an engine if there is no SGLang beside agentrl."""
+    if not has_sglang():
+        pytest.skip("SGLang is not installed in this interpreter")
+
+
+def has_sglang() -> bool:
+    """Return whether engines can start."""
+    return importlib.util.find_spec("sglang") is not None
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +91,7 @@ def begun(
     gpu: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Any]]]:
     """By fixture, what takes long; of the fixtures that any test wants. All are ended at the end."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if has_sglang()}
     root = tmp_path_factory.mktemp("gpu")
     starts: dict[str, Start] = {
         "tiny_engine": lambda: tiny(root / "tiny"),
@@ -195,21 +205,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_engine(begun: dict[str, Future[Any]]) -> Engine:
+def tiny_engine(sglang: None, begun: dict[str, Future[Any]]) -> Engine:
     """See `tiny`."""
     engine: Engine = begun["tiny_engine"].result()
     return engine
 
 
 @pytest.fixture(scope="session")
-def near_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+def near_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
     """SGLang with SmolLM2 on the learner's GPU."""
     engine: EngineProcess = begun["near_engine"].result()
     return engine
 
 
 @pytest.fixture(scope="session")
-def moe_engine(begun: dict[str, Future[Any]], smollm2: Path) -> tuple[Path, EngineProcess]:
+def moe_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> tuple[Path, EngineProcess]:
     """See `experts`."""
     found: tuple[Path, EngineProcess] = begun["moe_engine"].result()
     return found
@@ -222,14 +232,14 @@ def lora() -> LoraConfig:
 
 
 @pytest.fixture(scope="session")
-def adapter_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+def adapter_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
     """SGLang with SmolLM2 and LoRA on the learner's GPU."""
     engine: EngineProcess = begun["adapter_engine"].result()
     return engine
 
 
 @pytest.fixture(scope="session")
-def far_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
+def far_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
     """SGLang with SmolLM2 on another GPU than the learner's."""
     if "far_engine" not in begun:
         pytest.skip("there is one GPU only, two are wanted")
@@ -238,7 +248,7 @@ def far_engine(begun: dict[str, Future[Any]], smollm2: Path) -> EngineProcess:
 
 
 @pytest.fixture(scope="session")
-def struck_run(begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, float]]:
+def struck_run(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> list[dict[str, float]]:
     """The rows of a run that was struck; see `struck`."""
     rows: list[dict[str, float]] = begun["struck_run"].result()
     return rows

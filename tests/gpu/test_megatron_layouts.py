@@ -1,7 +1,12 @@
-"""Megatron-Core learners on one, two and four GPUs compute what one FSDP rank does, policy and critic. No engine takes part."""
+"""Megatron-Core learners on one and two GPUs compute what one FSDP rank does, policy and critic. No engine takes part.
+
+The layout of four ranks takes four GPUs if there are so many, else two with two ranks each. NCCL refuses two ranks of a group on
+one GPU. Only groups of all ranks have such, and they communicate by gloo then.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,8 +47,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 COMPILED = ("TP2, SP",)
 """Layouts whose layers are compiled, which takes longer than all else here."""
+SHARED_GPUS = (0, 1, 1, 0)
+"""The GPU of each of four ranks on two: ranks 0 and 1, 2 and 3 (tensor), 0 and 2, 1 and 3 (pipeline) are on different ones."""
 Found = tuple[dict[str, float], RowScores]
 """Metrics of a step, and scores of rows after it."""
+
+
+def gpus_of(ranks: int) -> tuple[int, ...] | None:
+    """Return the GPU of each rank; None if there are too few."""
+    count = torch.cuda.device_count()
+    if count >= ranks:
+        return tuple(range(ranks))
+    return SHARED_GPUS if count >= 2 and ranks == len(SHARED_GPUS) else None
+
+
+def use_gloo_on_shared_gpus(gpus: Sequence[int]) -> None:
+    """Let groups with two ranks on one GPU communicate by gloo."""
+    make = dist.new_group
+
+    def new_group(ranks: list[int] | None = None, *, backend: str | None = None, **options: Any) -> Any:
+        of_group = [gpus[rank] for rank in ranks or range(len(gpus))]
+        shares = len(set(of_group)) < len(of_group)
+        return make(ranks, backend="gloo" if shares else backend, **options)
+
+    dist.new_group = new_group
 
 
 def compute(rank: int, folder: str, ranks: int) -> None:
@@ -51,13 +78,16 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     store = dist.FileStore(f"{folder}/store{ranks}", ranks)
     fsdp = {"fsdp": (1, None)} if ranks == 1 else {}
     layouts = {name: one for name, one in LAYOUTS.items() if one[0] == ranks}
+    gpus = gpus_of(ranks)
+    assert gpus is not None
+    use_gloo_on_shared_gpus(gpus)
     found = {}
     for number, (name, (_, options)) in enumerate({**fsdp, **layouts}.items()):
         given: dict[str, Any] = {"backend": "fsdp"} if options is None else {"backend": "megatron", "megatron": options}
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
         given |= {"precision": "float32", "compile": name in COMPILED}
         config = LearnerConfig(device="cuda", ranks=ranks, optimizer=optimizer, **given)
-        device = pick_device(config, local_rank=rank)
+        device = pick_device(config, local_rank=gpus[rank])
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
         backend = make_backend(config)
@@ -102,7 +132,7 @@ def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Role,
     make_critic_model(make_model(folder / "policy", "qwen3"), folder / "critic")
     found: dict[str, dict[Role, Found]] = {}
     for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
-        if torch.cuda.device_count() >= ranks:
+        if gpus_of(ranks):
             mp.spawn(compute, (str(folder), ranks), nprocs=ranks)  # type: ignore[no-untyped-call]
             found |= torch.load(folder / f"found{ranks}.pt", weights_only=False)
     return found
