@@ -205,6 +205,8 @@ def _measured(
     taken = median(seconds[2:] or seconds[-1:])
     tokens = sum(len(row.token_ids) for row in rows)
     peak = metrics.get("train/peak_gpu_gib")
+    memory = "" if peak is None else f", {peak:.1f} GiB of a GPU"
+    tell(f"{name}: {tokens / taken:,.0f} tokens/s, utilization {best_s / taken:.3f}{memory}")
     profile = profile_step(step, top=bench.kernels) if bench.kernels else None
     return StepTimes(name, seconds[0], taken, tokens / taken, best_s / taken, peak, profile=profile)
 
