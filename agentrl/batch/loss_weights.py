@@ -16,7 +16,11 @@ Aggregation = Literal["token_mean", "sequence_mean", "rollout_mean", "constant"]
 
 
 def row_weights(
-    rows: Sequence[Row], aggregation: Aggregation, context_weight: float = 0.0, constant_tokens: int = 1
+    rows: Sequence[Row],
+    aggregation: Aggregation,
+    context_weight: float = 0.0,
+    constant_tokens: int = 1,
+    units: int | None = None,
 ) -> list[NDArray[np.float32]]:
     """Return the weights of each row's tokens, ``[T]`` per row; 0 for tokens that are not trained on.
 
@@ -30,11 +34,11 @@ def row_weights(
 
     With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``. The first
     token of a row has weight 0: no token precedes it to predict it from.
+
+    ``units`` takes the place of `count_units` of the rows: with 1 the weights are those before they are divided by it.
     """
-    masks = [row.mask.astype(bool) for row in rows]
-    for mask in masks:
-        mask[:1] = False
-    shares = _shares(rows, masks, aggregation, constant_tokens)
+    masks = _masks(rows)
+    shares = _shares(rows, masks, aggregation, constant_tokens, units)
     weights = [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
     if context_weight:
         contexts = [(row.mask_reason == MaskReason.OBSERVED) & (np.arange(len(row.mask)) > 0) for row in rows]
@@ -44,18 +48,47 @@ def row_weights(
     return weights
 
 
+def count_units(rows: Sequence[Row], aggregation: Aggregation) -> int:
+    """Return how many masked tokens, sequences or rollouts the rows have: what share the loss; at least 1."""
+    sizes = _sizes(rows, _masks(rows), aggregation)
+    return max(1, sum(sizes.values()) if aggregation == "token_mean" else len(sizes))
+
+
+def _masks(rows: Sequence[Row]) -> list[NDArray[np.bool_]]:
+    """Return the loss masks without first tokens."""
+    masks = [row.mask.astype(bool) for row in rows]
+    for mask in masks:
+        mask[:1] = False
+    return masks
+
+
+def _unit(row: Row, aggregation: Aggregation) -> object:
+    return sequence_key(row.key) if aggregation == "sequence_mean" else row.key.rollout_id
+
+
+def _sizes(rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation: Aggregation) -> dict[object, int]:
+    """Return the masked tokens of each sequence or rollout that has some."""
+    sizes: dict[object, int] = {}
+    for row, mask in zip(rows, masks, strict=True):
+        if count := int(mask.sum()):
+            unit = _unit(row, aggregation)
+            sizes[unit] = sizes.get(unit, 0) + count
+    return sizes
+
+
 def _shares(
-    rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation: Aggregation, constant_tokens: int
+    rows: Sequence[Row],
+    masks: Sequence[NDArray[np.bool_]],
+    aggregation: Aggregation,
+    constant_tokens: int,
+    units: int | None,
 ) -> list[float]:
     """Return the weight of one masked token of each row."""
-    counts = [int(mask.sum()) for mask in masks]
+    units = count_units(rows, aggregation) if units is None else units
     if aggregation == "token_mean":
-        return [1 / max(1, sum(counts))] * len(rows)
-    units = [sequence_key(row.key) if aggregation == "sequence_mean" else row.key.rollout_id for row in rows]
-    sizes: dict[object, int] = {}
-    for unit, count in zip(units, counts, strict=True):
-        if count:
-            sizes[unit] = sizes.get(unit, 0) + count
+        return [1 / units] * len(rows)
     if aggregation == "constant":
-        return [1 / (max(1, len(sizes)) * constant_tokens)] * len(rows)
-    return [1 / (len(sizes) * sizes[unit]) if count else 0.0 for unit, count in zip(units, counts, strict=True)]
+        return [1 / (units * constant_tokens)] * len(rows)
+    sizes = _sizes(rows, masks, aggregation)
+    found = (sizes.get(_unit(row, aggregation)) for row in rows)
+    return [1 / (units * size) if size else 0.0 for size in found]

@@ -65,7 +65,7 @@ class MicroBatch:
 
 @dataclass(slots=True, eq=False)
 class GlobalBatch:
-    """One optimizer step, in shares of equally many micro-batches. One rank computes a share, or several together."""
+    """One optimizer step or a part of it, in shares of equally many micro-batches, each for one rank or several together."""
 
     micro: tuple[tuple[MicroBatch, ...], ...]
     """``micro[share][i]``. A rank receives a batch with only its share, ``micro[0]``."""
@@ -84,3 +84,8 @@ class GlobalBatch:
     """Metrics of the batch, such as tokens and padding, logged with the step."""
     policy: str = "main"
     """Which of several policies the batch trains or scores. All of its rows are this policy's."""
+    completes: bool = True
+    """Whether the optimizer step is taken. Else the batch is a part of it: gradient and metrics are added to those of the next
+    batch."""
+    gradient_scale: float = 1.0
+    """Factor of the whole gradient and of the loss, with those of the parts before."""

@@ -55,8 +55,11 @@ def pack(
     returns: Mapping[RowKey, NDArray[np.float32]] | None = None,
     sources: Sequence[str] = (),
     policy: str = "main",
+    units: int | None = None,
+    completes: bool = True,
+    gradient_scale: float = 1.0,
 ) -> GlobalBatch:
-    """Return the batch of one optimizer step. Rows without a token to train on are left out.
+    """Return the batch of one optimizer step, or a part of it. Rows without a token to train on are left out.
 
     Args:
         rows: of all rollouts of the step; their order does not matter.
@@ -81,6 +84,9 @@ def pack(
         returns: ``[T]`` by row, which the critic learns to predict.
         sources: of a mixed run, whose rows get the numbers of theirs.
         policy: of the rows, in a run that trains several.
+        units: see `row_weights`; 1 in parts of a step, whose number of units is known at its end.
+        completes: see `GlobalBatch.completes`.
+        gradient_scale: see `GlobalBatch.gradient_scale`.
 
     Raises:
         KeyError: a row to train on has no advantage.
@@ -91,7 +97,7 @@ def pack(
         raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
     if min(shares, tokens_per_micro) < 1:
         raise ValueError(f"{shares=} and {tokens_per_micro=} must be at least 1")
-    weights = row_weights(rows, aggregation, context_weight, constant_tokens)
+    weights = row_weights(rows, aggregation, context_weight, constant_tokens, units)
     left_out = leave_out(rows, weights) if kind != "sft" and provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     chosen = sorted(
@@ -123,7 +129,9 @@ def pack(
     )
     divided = any(count > 1 for count in parts.values())
     by_share = tuple(tuple(micro[share::shares]) for share in range(shares))
-    return GlobalBatch(by_share, kind, temperature, lr_scale, sizes, divided, metrics, policy)
+    return GlobalBatch(
+        by_share, kind, temperature, lr_scale, sizes, divided, metrics, policy, completes, gradient_scale
+    )
 
 
 def _tensors(

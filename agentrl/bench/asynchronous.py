@@ -163,8 +163,17 @@ class Simulation:
 
     """
 
-    def __init__(self, bench: AsyncBench, renderer: ChatRenderer, split: Split, max_staleness: int, seed: int) -> None:
-        self.bench, self.split, self.max_staleness = bench, split, max_staleness
+    def __init__(
+        self,
+        bench: AsyncBench,
+        renderer: ChatRenderer,
+        split: Split,
+        max_staleness: int,
+        seed: int,
+        *,
+        streams: bool = False,
+    ) -> None:
+        self.bench, self.split, self.max_staleness, self.streams = bench, split, max_staleness, streams
         self._groups: list[Group] = list(
             itertools.islice(drawn_groups(bench.groups, bench.samples, bench.tail, seed), bench.steps * bench.prompts)
         )
@@ -184,6 +193,10 @@ class Simulation:
             max_concurrency=self._concurrency,
         )
         self._learner_s = 0.0
+        self._pending: dict[str, float] = {}
+        """Computed tokens of groups of the step that are too few for a micro-batch, by task."""
+        self._early: set[str] = set()
+        """Tasks of the step whose groups were computed before its batch was full."""
         self._ages: list[NDArray[np.int64]] = []
         self._lengths: list[NDArray[np.int64]] = []
         self._trained = 0
@@ -206,7 +219,8 @@ class Simulation:
             admission, self._runner, self._jobs, self._concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
         )
         for step in range(bench.steps):
-            await self._train((await scheduler.take()).rollouts, step)
+            taken = await scheduler.take(self._train_early if self.streams else None)
+            await self._train(taken.rollouts, step)
             self._engines.pause()
             await asyncio.sleep(bench.sync_s)
             self._engines.resume(step + 1)
@@ -232,15 +246,32 @@ class Simulation:
             jobs.append(Job(task, sample, f"{position}/{sample}"))
         return jobs
 
-    async def _train(self, rollouts: Sequence[Rollout], version: int) -> None:
-        """Take the time of a training step."""
+    def _computed_tokens(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return the tokens that the learner computes of each group; see `AsyncBench.computed_tokens`."""
         by_task: dict[str, list[EpisodePlan]] = {}
         for one in rollouts:
             by_task.setdefault(one.prompt_id, []).append(self._plans[one.rollout_id])
-        tokens = sum(self.bench.computed_tokens(plans) for plans in by_task.values())
-        train_s = tokens / (self.bench.learner_tokens_per_s * self.split.learner)
-        self._learner_s += train_s
-        await asyncio.sleep(train_s + (self.bench.switch_s if self.split.colocated else 0.0))
+        return {task: self.bench.computed_tokens(plans) for task, plans in by_task.items()}
+
+    async def _compute(self, tokens: float) -> None:
+        seconds = tokens / (self.bench.learner_tokens_per_s * self.split.learner)
+        self._learner_s += seconds
+        await asyncio.sleep(seconds)
+
+    async def _train_early(self, rollouts: Sequence[Rollout]) -> None:
+        """Take the time of the groups that fill a micro-batch of each GPU, and keep the others."""
+        self._pending |= self._computed_tokens(rollouts)
+        if sum(self._pending.values()) >= self.bench.tokens_per_micro * self.split.learner:
+            self._early |= self._pending.keys()
+            tokens, self._pending = sum(self._pending.values()), {}
+            await self._compute(tokens)
+
+    async def _train(self, rollouts: Sequence[Rollout], version: int) -> None:
+        """Take the time of a training step, without the groups that were computed early."""
+        computed = self._computed_tokens(rollouts)
+        await self._compute(sum(tokens for task, tokens in computed.items() if task not in self._early))
+        self._early, self._pending = set(), {}
+        await asyncio.sleep(self.bench.switch_s if self.split.colocated else 0.0)
         for rollout in rollouts:
             assert not rollout.dropped
             ages = [version - row.versions[row.mask == 1].astype(np.int64) for row in rollout.rows]

@@ -167,6 +167,9 @@ LOSSES: dict[str, type[Section]] = {
 """The options of each loss."""
 
 
+_GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level", "at_grpo", "hierarchical_grpo", "seat_grpo")
+
+
 class AdvantageConfig(Section):
     """The advantage estimator."""
 
@@ -176,6 +179,11 @@ class AdvantageConfig(Section):
     or ``FILE.py:function``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the estimator compares the rollouts of a group with each other, and with no others."""
+        return self.name in _GROUP_RELATIVE
 
 
 class LossConfig(Section):

@@ -10,6 +10,7 @@ from agentrl.config.schema import Config
 def check_asynchronous(config: Config) -> Iterator[str]:
     """Yield what does not fit together."""
     yield from _asynchronous(config)
+    yield from _streaming(config)
     yield from _background_evaluation(config)
     yield from _dynamic_sampling(config)
 
@@ -37,6 +38,26 @@ def _asynchronous(config: Config) -> Iterator[str]:
             f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
             "set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
         )
+
+
+def _streaming(config: Config) -> Iterator[str]:
+    """Whether the gradient of a group can be computed before all groups of its step are there."""
+    if not config.asynchronous.streaming:
+        return
+    algo = config.algo
+    estimators = {each.advantage.name for each in algo.by_source.values() if not each.advantage.compares_group}
+    whole = {
+        f"algo.advantage.name={', '.join(sorted(estimators))}": bool(estimators),
+        f"train.steps_per_rollout={config.train.steps_per_rollout}": config.train.steps_per_rollout > 1,
+        "algo.correction of all tokens": algo.correction.needs_all_tokens,
+        "algo.distillation.teachers": bool(algo.distillation.teachers),
+        "learner.lora.policies": config.learner.lora is not None and len(config.learner.lora.policies) > 1,
+        f"async.mask_older_than={config.asynchronous.mask_older_than}": config.asynchronous.mask_older_than is not None,
+        "placement.mode=colocate": config.placement.mode == "colocate",
+        "learner.megatron.overlap_grad_reduce": bool(config.learner.megatron.get("overlap_grad_reduce")),
+    }
+    for key in (name for name, is_set in whole.items() if is_set):
+        yield f"async.streaming=true with {key}: it needs all groups of a step; leave it out, or async.streaming"
 
 
 def _background_evaluation(config: Config) -> Iterator[str]:

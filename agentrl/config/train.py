@@ -59,3 +59,6 @@ class AsyncConfig(Section):
     mask_older_than: int | None = Field(default=None, ge=0)
     """Tokens that are older than this many versions are not trained (loss mask 0, reason ``STALE``), and do not count in the
     denominators of the loss. null trains all of them, with ``algo.correction``."""
+    streaming: bool = False
+    """Compute the gradient of groups as they finish, while the others of the step are sampled; the optimizer step follows the
+    last one. For estimators that compare the rollouts of a group alone. docs/async.md."""

@@ -68,7 +68,8 @@ class LearnerRank(WeightSource, Protocol):
         """Take one optimizer step on the only share of ``batch``, this rank's, which `check_provenance` has passed.
 
         Returns:
-            metrics of the global batch, the same on every rank.
+            metrics of the optimizer step, the same on every rank; none if ``batch`` does not complete it
+            (`GlobalBatch.completes`).
 
         Raises:
             LearnerError: the gradient is not finite; weights and optimizer are as before.
@@ -263,7 +264,7 @@ class LearnerGroup(Protocol):
         ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step and return its metrics.
+        """Take one optimizer step and return its metrics; none if ``batch`` does not complete it.
 
         Raises:
             LearnerError: a rank failed.

@@ -33,12 +33,13 @@ class StepMetrics:
         for name, value in metrics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def reduce(self, group: dist.ProcessGroup | None = None, scale: float = 1.0) -> dict[str, float]:
         """Return ``train/…`` metrics over ranks: totals such as the loss as sums, else means per token, maxima, or effective
         sample sizes. Collective.
 
         Args:
             group: ranks that together have each token once; None are all.
+            scale: factor of the totals; see `GlobalBatch.gradient_scale`.
 
         """
         added = self._sums | self._totals
@@ -57,7 +58,7 @@ class StepMetrics:
         tokens, weights = values[-1], values[len(names) : -1]
         reduced = {"train/trained_tokens": tokens}
         for name, value in zip(names, values, strict=False):
-            reduced[f"train/{name}"] = value if name in self._totals else value / max(tokens, 1.0)
+            reduced[f"train/{name}"] = value * scale if name in self._totals else value / max(tokens, 1.0)
         for name, total, squares in zip(weighted, weights[::2], weights[1::2], strict=True):
             reduced[f"train/{name}"] = effective_sample_size(total, squares, tokens)
         if self._maxima:

@@ -52,8 +52,8 @@ class FakeLearner:
         if self.steps == self._fail_at:
             raise LearnerError(f"fails at step {self.steps}, as configured")
         self.batches.append(batch)
-        self.steps += 1
-        return dict(self._metrics)
+        self.steps += batch.completes
+        return dict(self._metrics) if batch.completes else {}
 
     def update_reference(self) -> None:
         """There is no reference policy."""

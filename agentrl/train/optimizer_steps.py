@@ -19,6 +19,7 @@ from agentrl.algo.estimate import RowAdvantages, estimate_advantages, next_basel
 from agentrl.algo.kl import kl_estimate
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import SampledSequence, sequences_of
 from agentrl.config.learner import OptimizerConfig
@@ -26,10 +27,6 @@ from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.registry import make_backend
-
-GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level", "at_grpo", "hierarchical_grpo", "seat_grpo")
-"""Estimators that compare a group's rollouts with each other."""
-
 
 Baselines = Mapping[str, Mapping[str, RoleBaseline]]
 """The baselines of ``rae`` by source of the run (``""`` in a run without ``sources``), role and class of opponents."""
@@ -47,6 +44,10 @@ class StepScores:
     """The critic's values."""
     teachers: Mapping[str, RowValues] = field(default_factory=dict)
     """Log-probabilities of teachers by name, of the rows that each scores."""
+
+    def joined(self, others: StepScores) -> StepScores:
+        """Return these and the scores of other rollouts. There are none of a critic or of teachers."""
+        return StepScores({**self.learner, **others.learner}, {**self.reference, **others.reference})
 
     def policy(self, row: Row) -> NDArray[np.float32]:
         """Return the policy's log-probabilities of a row: the learner's if they were computed, else the engine's."""
@@ -240,6 +241,42 @@ def optimizer_steps(config: Config, groups: RolloutGroups, advantages: RowAdvant
     return steps
 
 
+def step_batch(
+    config: Config,
+    step: int,
+    part: OptimizerStep,
+    advantages: RowAdvantages,
+    scores: StepScores,
+    pad_id: int,
+    correction: RowValues | None = None,
+    **parts: Any,
+) -> GlobalBatch:
+    """Return the learner's batch of an optimizer step.
+
+    Args:
+        config: of the run.
+        step: finished training steps.
+        part: what it trains on.
+        advantages: of its rows.
+        scores: of its rows.
+        pad_id: fills micro-batches.
+        correction: importance weights of its rows; see `step_correction`.
+        parts: arguments of `pack` for a batch that is a part of the optimizer step.
+
+    """
+    return pack(
+        part.rows,
+        advantages,
+        trained=part.trained,
+        learner_logprobs=scores.learner or None,
+        correction=correction,
+        lr_scale=policy_lr_scale(config, step, part.index),
+        policy=part.policy,
+        **packing_options(config, pad_id),
+        **parts,
+    )
+
+
 def divided(config: Config, groups: RolloutGroups) -> Iterator[list[Rollout]]:
     """Yield the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
     for share in np.array_split(np.arange(len(groups.prompt_ids_G)), config.train.steps_per_rollout):
@@ -299,7 +336,7 @@ def live_share(groups: RolloutGroups, advantages: Mapping[RowKey, NDArray[np.flo
 
 def compares_groups(config: Config) -> bool:
     """Return whether all advantages compare the rollouts of a task."""
-    return all(each.advantage.name in GROUP_RELATIVE for each in config.algo.by_source.values())
+    return all(each.advantage.compares_group for each in config.algo.by_source.values())
 
 
 def nothing_trained(config: Config, rollouts: Sequence[Rollout], groups: RolloutGroups) -> str:

@@ -24,7 +24,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.evaluator import Evaluator
 from agentrl.train.optimizer_steps import compares_groups
-from agentrl.train.rollout_source import StepRollouts, TaskPosition
+from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
@@ -110,8 +110,8 @@ class Replay:
     async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Do nothing: there is no engine."""
 
-    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
-        """Read the rollouts of a step."""
+    async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
+        """Read the rollouts of a step, all at once."""
         self.interrupt.check()
         rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
         self.check(rollouts, self.recorded.name(step - 1))

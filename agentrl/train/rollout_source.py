@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import count
@@ -56,6 +56,10 @@ class StepRollouts:
     """Whether they were sampled for the step, and not read from the journal."""
 
 
+Consumer = Callable[[list[Rollout]], Awaitable[None]]
+"""Gets the rollouts of groups that belong to a step whose batch is not full."""
+
+
 class RolloutSource(Protocol):
     """Supplies the trainer with rollouts, and receives the weights that the learner trains on them."""
 
@@ -87,8 +91,13 @@ class RolloutSource(Protocol):
         """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
         ...
 
-    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+    async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
         """Return the rollouts of ``step`` (from 1), of tasks that were not trained at ``position``.
+
+        Args:
+            step: from 1.
+            position: of the tasks that were trained.
+            consume: may be called with groups of the step before all are there. It may use the learner.
 
         Raises:
             AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.

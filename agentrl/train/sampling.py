@@ -24,7 +24,7 @@ from agentrl.train.evaluator import EvalEngines, Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.pipeline.scheduler import GroupScheduler
-from agentrl.train.rollout_source import StepRollouts, TaskPosition
+from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import Sent, WeightSync
 from agentrl.weight_sync.engines import paused
@@ -204,19 +204,25 @@ class Sampling:
         finally:
             await self._learner_lock.acquire()
 
-    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+    async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
         """Return a step's rollouts. The journal has those of a step that is trained again."""
-        again = self.records.journal.batch(step) is not None
-        self._taken = await (self._from_journal if again else self._sampled)(step, position)
+        if self.records.journal.batch(step) is not None:
+            self._taken = await self._from_journal(step)
+        else:
+            self._taken = await self._sampled(step, position, consume and partial(self._with_learner, consume))
         return self._taken
 
-    async def _from_journal(self, step: int, position: TaskPosition) -> StepRollouts:
+    async def _with_learner(self, consume: Consumer, rollouts: list[Rollout]) -> None:
+        async with self._learner_lock:
+            await consume(rollouts)
+
+    async def _from_journal(self, step: int) -> StepRollouts:
         """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""
         self.interrupt.check()
         await asyncio.to_thread(self.tasks.buffer.draw, self.records.journal.begun(step))
         return await asyncio.to_thread(self.records.trained_before, step)
 
-    async def _sampled(self, step: int, position: TaskPosition) -> StepRollouts:
+    async def _sampled(self, step: int, position: TaskPosition, consume: Consumer | None) -> StepRollouts:
         """Return the groups that the scheduler has for ``step``."""
         if self._scheduler is None:
             self._scheduler = GroupScheduler.of_run(
@@ -236,7 +242,7 @@ class Sampling:
             first = await asyncio.to_thread(self.tasks.buffer.__getitem__, next(position.untrained()))
             self.records.recorder.begin(step, first.id)
         async with self.learner_idle():
-            taken = await self._scheduler.take()
+            taken = await self._scheduler.take(consume)
         self._scheduler.runner.check_dropped([*taken.rollouts, *taken.filtered])
         after = position.after([*taken.positions, *taken.filtered_positions])
         await self.records.journal.taken(step, taken.positions, after, taken.filtered_positions)

@@ -10,7 +10,6 @@ from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
-from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
@@ -21,6 +20,7 @@ from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
+from agentrl.train.early_groups import EarlyGroups
 from agentrl.train.evaluations import Evaluations
 from agentrl.train.optimizer_steps import (
     Baselines,
@@ -32,11 +32,10 @@ from agentrl.train.optimizer_steps import (
     needs_scores,
     nothing_trained,
     optimizer_steps,
-    packing_options,
-    policy_lr_scale,
     score_rollouts,
     step_advantages,
     step_baselines,
+    step_batch,
     step_correction,
 )
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
@@ -128,27 +127,22 @@ class Trainer:
         """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
         watch, start, name = Stopwatch(), time.perf_counter(), f"step {self.step + 1}"
         self.view.phase("rollout")
+        early = self._early_groups()
         with watch("rollout"), waiting(PHASE, name, "rollout"):
-            given = await self.source.get_rollouts(self.step + 1, self.position)
+            given = await self.source.get_rollouts(self.step + 1, self.position, early.add if early else None)
         rollouts = given.rollouts
         self._show_best(rollouts)
 
         self.view.phase("learn")
         groups = group_rollouts(rollouts)
-        scores = await self._score(groups, watch)
+        scores = await self._score(groups if early is None else group_rollouts(early.others(rollouts)), watch)
+        scores = scores if early is None else early.scores.joined(scores)
         advantages = step_advantages(self.config, groups, scores, self.baselines)
         correction = step_correction(self.config, groups, scores)
         batches = [
-            pack(
-                part.rows,
-                advantages,
-                trained=part.trained,
-                learner_logprobs=scores.learner or None,
-                correction=correction,
-                lr_scale=policy_lr_scale(self.config, self.step, part.index),
-                policy=part.policy,
-                **packing_options(self.config, self.source.pad_token_id),
-            )
+            step_batch(self.config, self.step, part, advantages, scores, self.source.pad_token_id, correction)
+            if early is None
+            else early.last_batch(part, advantages, scores)
             for part in optimizer_steps(self.config, groups, advantages)
             if not warming_up(self.config, self.step)
         ]
@@ -177,9 +171,16 @@ class Trainer:
             row |= {"batch/live_share": live_share(groups, advantages)} | values
             row |= source_metrics(self.config.sources, rollouts, groups, advantages)
             row |= distillation_metrics(self.config, groups, scores) | baseline_metrics(self.baselines)
+            row |= {} if early is None else early.metrics()
             row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
             row |= policy_metrics([batch.policy for batch in batches], learned)
             self._log(row | times | self.monitor() | {"train/version": float(self.step)}, rollouts, groups)
+
+    def _early_groups(self) -> EarlyGroups | None:
+        """Return what trains groups before the batch of the step is full, with ``async.streaming``."""
+        if not self.config.asynchronous.streaming:
+            return None
+        return EarlyGroups(self.config, self.learner, self.step, self.source.pad_token_id)
 
     async def _train_critic(self, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:
         """Take the critic's optimizer steps on the rollouts of a training step, and return its metrics."""

@@ -72,6 +72,8 @@ class FsdpRank:
         """See `LearnerRank.share`."""
         seed_everything(seed + dist.get_rank())
         self.loss = BatchLoss(algo, device)
+        self._metrics: StepMetrics | None = None
+        """Of the parts of an optimizer step that is not complete."""
         ranks = (dist.get_world_size(),)
         mesh = init_device_mesh(device.type, ranks) if ranks > (1,) else None
         self._cpu_mesh = init_device_mesh("cpu", ranks) if mesh is not None and device.type != "cpu" else mesh
@@ -120,22 +122,26 @@ class FsdpRank:
         return not any(one.separates_rows for one in (self.model, self.reference) if one is not None)
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
+        """Take one optimizer step; see `LearnerRank.train_step`. Without a token to train on none is taken."""
         self._check_awake()
         self._activate(batch.policy)
         [micros] = batch.micro
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
         ratios = self._sequence_ratios(batch)
-        metrics = StepMetrics(self.device)
+        metrics = self._metrics = self._metrics or StepMetrics(self.device)
         for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
             at_N = self.model.own(micro, at_mask(micro))
             scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
             loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
             metrics.add(loss, len(at_N), loss_metrics)
-        result = metrics.reduce() | peak_memory(self.device)
+        if not batch.completes:
+            return {}
+        self._metrics = None
+        result = metrics.reduce(scale=batch.gradient_scale) | peak_memory(self.device)
         if result["train/trained_tokens"]:
+            self._scale_gradient(batch.gradient_scale)
             result |= self._update(batch.lr_scale)
         self._zero_grad()
         return result
@@ -183,6 +189,13 @@ class FsdpRank:
             )
         self._active = policy
         self.merged.activate(policy)
+
+    @torch.no_grad()
+    def _scale_gradient(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= factor
 
     def _update(self, lr_scale: float) -> dict[str, float]:
         """Clip the gradient and take an optimizer step, at the learning rate of this step; none if it is not finite."""

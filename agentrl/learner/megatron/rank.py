@@ -85,6 +85,8 @@ class MegatronRank:
         self.source = folder
         self.name = "critic" if role == "critic" else "main"
         self.step = 0
+        self._metrics: StepMetrics | None = None
+        """Of the parts of an optimizer step that is not complete."""
         self.loss = BatchLoss(algo, device)
         seed_everything(seed + dist.get_rank())
         options = learner_options(config)
@@ -110,13 +112,13 @@ class MegatronRank:
 
     @_computing
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerRank.train_step`. A batch without a token to train on takes none."""
+        """Take one optimizer step; see `LearnerRank.train_step`. Without a token to train on none is taken."""
         self._check_awake()
         [micros] = batch.micro
         places = [self.trained.pipeline.own(micro, at_mask(micro)) for micro in micros]
         references = self._reference_logprobs(batch, places)
         ratios = self._sequence_ratios(batch, places)
-        metrics = StepMetrics(self.device)
+        metrics = self._metrics = self._metrics or StepMetrics(self.device)
 
         def loss_of(number: int, scores: Scores) -> torch.Tensor:
             loss, loss_metrics = self.loss(
@@ -131,17 +133,22 @@ class MegatronRank:
             return loss
 
         run = self.trained.pipeline.run
-        run(micros, places, batch.temperature, loss_of, entropy=batch.kind == "rl", backward=True)
-        result = self._reduced(metrics) | peak_memory(self.device)
+        with self.training.part(completes=batch.completes):
+            run(micros, places, batch.temperature, loss_of, entropy=batch.kind == "rl", backward=True)
+        if not batch.completes:
+            return {}
+        self._metrics = None
+        result = self._reduced(metrics, batch.gradient_scale) | peak_memory(self.device)
         if result["train/trained_tokens"]:
+            self.training.scale_gradient(batch.gradient_scale)
             result |= self.training.update(self.step, batch.lr_scale)
             self.step += not result["train/nonfinite_gradients"]
         self.training.zero_grad()
         return result
 
-    def _reduced(self, metrics: StepMetrics) -> dict[str, float]:
+    def _reduced(self, metrics: StepMetrics, scale: float) -> dict[str, float]:
         """Return the metrics of the global batch, which last stages have, on every rank. Collective."""
-        found = [metrics.reduce(self._of_share) if self.trained.pipeline.is_last else None]
+        found = [metrics.reduce(self._of_share, scale) if self.trained.pipeline.is_last else None]
         # The last rank is on the last stage.
         dist.broadcast_object_list(found, src=dist.get_world_size() - 1, group=self._everyone)
         assert found[0] is not None

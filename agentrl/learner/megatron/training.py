@@ -122,6 +122,22 @@ class Training:
         for group, options in zip(self._groups(), configured, strict=True):
             group.update(options)
 
+    @contextmanager
+    def part(self, *, completes: bool) -> Iterator[None]:
+        """Add gradients over ranks at the end of a pass in the block, if it completes the optimizer step.
+
+        Until then each rank has its own: what has been added up must not be added again.
+        """
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = _finalize if completes else None
+        yield
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the gradient."""
+        if factor != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(factor)
+
     def zero_grad(self) -> None:
         """Set gradients to zero."""
         for chunk in self.chunks:

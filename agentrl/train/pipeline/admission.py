@@ -25,6 +25,8 @@ class AdmittedGroup:
     """The engines' policy version at its admission: its tokens are not older."""
     finished: bool = False
     """All of its episodes have ended."""
+    committed: bool = False
+    """It belongs to the next step's batch, which is not full."""
 
 
 class Admission:
@@ -87,16 +89,37 @@ class Admission:
         del self._waiting[position]
         self._left += 1
 
+    def commit(self, *, in_order: bool = False) -> list[int]:
+        """Choose finished groups for the next step before its batch is full; return the positions of those that were not yet.
+
+        Those that were admitted first are chosen, as many as the bound permits for the groups that stay. With ``in_order`` a
+        group is chosen only if all before it are.
+        """
+        chosen, left = [], self._batch_size - sum(group.committed for group in self._waiting.values())
+        for group in [one for one in self._waiting.values() if not one.committed]:
+            if left == 0 or (in_order and not group.finished):
+                break
+            if not group.finished:
+                continue
+            others = [one.version for one in self._waiting.values() if not one.committed and one is not group]
+            if not self._in_time(others, left - 1):
+                break
+            group.committed, left = True, left - 1
+            chosen.append(group.position)
+        return chosen
+
     def take(self, *, in_order: bool = False) -> list[int] | None:
         """Return the positions of the next step's groups, ascending; None if the step must wait.
 
-        Of the finished groups those that were admitted first are taken, which also leaves most room to those that stay. With
-        ``in_order`` the step waits until these are the first of all groups.
+        Groups that `commit` chose are taken. Of the other finished groups those that were admitted first are, which also
+        leaves most room to those that stay. With ``in_order`` the step waits until these are the first of all groups.
         """
-        batch = [group for group in self._waiting.values() if group.finished][: self._batch_size]
+        finished = [group for group in self._waiting.values() if group.finished]
+        batch = sorted(finished, key=lambda group: not group.committed)[: self._batch_size]
         taken = {group.position for group in batch}
         staying = [group.version for group in self._waiting.values() if group.position not in taken]
-        passed_over = [*self._waiting].index(batch[-1].position) + 1 - len(batch) if batch else 0
+        last = max((number for number, position in enumerate(self._waiting) if position in taken), default=-1)
+        passed_over = last + 1 - len(batch)
         if len(batch) < self._batch_size or not self._in_time(staying) or (in_order and passed_over):
             return None
         self.step += 1
@@ -105,10 +128,12 @@ class Admission:
             del self._waiting[position]
         return sorted(taken)
 
-    def _in_time(self, versions: Sequence[int]) -> bool:
-        """Return whether groups of these versions, ascending, can be trained in time by the steps after the next."""
+    def _in_time(self, versions: Sequence[int], left: int = 0) -> bool:
+        """Return whether groups of these versions, ascending, can be trained in time by the next step, if ``left`` more fit
+        into its batch, and those after it.
+        """
         return all(
-            index < (version + self.max_staleness - self.step) * self._batch_size
+            index < (version + self.max_staleness - self.step) * self._batch_size + left
             for index, version in enumerate(versions)
         )
 

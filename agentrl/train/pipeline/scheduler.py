@@ -19,7 +19,7 @@ from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
-from agentrl.train.rollout_source import TaskPosition
+from agentrl.train.rollout_source import Consumer, TaskPosition
 from agentrl.train.self_play import SelfPlay
 
 
@@ -155,8 +155,11 @@ class GroupScheduler:
                 scheduler._restored.append(group.position)
         return scheduler
 
-    async def take(self) -> Taken:
+    async def take(self, consume: Consumer | None = None) -> Taken:
         """Wait for the groups of the next step, and return them.
+
+        Args:
+            consume: called with groups of the step as soon as they have finished and surely belong to it, while others run.
 
         Raises:
             RunStopped: a signal or the failure policy ends the run.
@@ -164,11 +167,11 @@ class GroupScheduler:
 
         """
         if self.admission.max_staleness:
-            positions = await self._finished_groups()
+            positions = await self._finished_groups(consume)
         else:
             self.version, self._taken = self.admission.step, asyncio.get_running_loop().time()
             try:
-                positions = await self._finished_groups()
+                positions = await self._finished_groups(consume)
             finally:
                 await self.aclose()
         groups = {position: self._results.pop(position) for position in positions}
@@ -179,7 +182,7 @@ class GroupScheduler:
         self._measure(taken.rollouts, sum(one.sampled_tokens for one in (*taken.rollouts, *taken.filtered)))
         return taken
 
-    async def _finished_groups(self) -> list[int]:
+    async def _finished_groups(self, consume: Consumer | None) -> list[int]:
         """Wait until a step may take groups, and return their positions; the episodes are started if they do not run."""
         if self._main is None:
             self._main = asyncio.create_task(self._run())
@@ -191,6 +194,9 @@ class GroupScheduler:
                 if self._main.done():
                     self._main.result()
                     raise AssertionError("episodes run until they are closed or raise")
+                if consume is not None and (early := self.admission.commit(in_order=self._in_order)):
+                    await consume(_rollouts({position: self._results[position] for position in early}))
+                    continue
                 self._changed.clear()
                 await self._changed.wait()
         limit.cancel()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from agentrl.batch.loss_weights import Aggregation, count_units
+from agentrl.batch.packing import pack
 from agentrl.config.learner import OptimizerConfig
 from agentrl.core.errors import CheckpointError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
@@ -49,6 +53,29 @@ def test_the_gradient_is_that_of_a_plain_model_and_a_plain_loss(learners, model)
             loss.backward()
     for name, parameter in plain.named_parameters():
         assert torch.allclose(ours[name], parameter.grad, rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "rollout_mean", "constant"])
+@pytest.mark.parametrize("divided", [(3, 5), (7,)], ids=["two parts and the rest", "all before the last"])
+def test_a_step_in_parts_is_the_step_of_the_whole_batch(learners, aggregation: Aggregation, divided: tuple[int, ...]):
+    """Parts know no denominators; the last batch, which may be empty, scales the whole gradient by them."""
+    rows = make_rows(LENGTHS)
+    advantages = {row.key.rollout_id: (-1.0) ** number * (number + 1) for number, row in enumerate(rows)}
+    sizes: dict[str, Any] = {"shares": 1, "tokens_per_micro": 64, "pad_id": 0, "aggregation": aggregation}
+    whole = learners.open()
+    wanted, weights = whole.train_step(pack(rows, advantages, **sizes)), tensors(whole)
+    learner = learners.open()
+    for first, end in itertools.pairwise([0, *divided]):
+        part = pack(rows[first:end], advantages, **sizes, units=1, completes=False)
+        assert learner.train_step(part) == {}
+    scale = 1 / count_units(rows, aggregation)
+    found = learner.train_step(pack(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert wanted["train/grad_norm"] > 0.1
+    for name, weight in tensors(learner).items():
+        assert torch.allclose(weight, weights[name], rtol=1e-5, atol=1e-6), name
+    again, twice = (one.train_step(pack(rows, advantages, **sizes)) for one in (learner, learners.open()))
+    assert again["train/trained_tokens"] == twice["train/trained_tokens"], "nothing of the step before is left"
 
 
 def test_recomputation_and_bfloat16_change_little(learners):

@@ -111,7 +111,7 @@ class World(Sampling):
 class Plain(World):
     """The synchronous loop as it is defined: all episodes of a step begin together, and all are waited for."""
 
-    async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+    async def get_rollouts(self, step: int, position: TaskPosition, consume: Any = None) -> StepRollouts:
         positions = list(islice(position.untrained(), self.config.rollout.batch_size))
         rollouts = await self.services.runner().run_many(self.tasks.step(step, positions))
         self.records.recorder.write(step, rollouts)

@@ -29,6 +29,8 @@ class Simulation:
     most: int | None = None
     in_order: float = 0
     """Share of the attempts to take groups in which the step waits for the oldest ones."""
+    streamed: float = 0
+    """Share of the moments in which groups are chosen before the batch is full."""
     position: TaskPosition = field(default_factory=TaskPosition)
     done: int = 0
     trained: list[tuple[int, int, int]] = field(default_factory=list)
@@ -48,15 +50,19 @@ class Simulation:
             max_staleness=self.max_staleness,
             most=self.most,
         )
-        engines, began, running, admitted, dropped = self.done, {}, [], [], []
+        engines, began, running, admitted, dropped, chosen = self.done, {}, [], [], [], []
         while self.done < end:
             while len(running) < self.concurrency and (position := rule.admit(engines)) is not None:
                 began[position] = engines
                 running.append(position)
                 admitted.append(position)
                 self.largest = max(self.largest, len(rule.missing) + rule.finished)
+            if self.rng.random() < self.streamed:
+                chosen += rule.commit(in_order=self.rng.random() < self.in_order)
             batch = rule.take(in_order=self.rng.random() < self.in_order)
             if batch is not None:
+                assert {*chosen} <= {*batch}, "what was chosen is trained by this step"
+                chosen = []
                 self.trained += [(self.done, position, began[position]) for position in batch]
                 self.position, self.done = self.position.after([*batch, *dropped]), self.done + 1
                 self.filtered, dropped = self.filtered + dropped, []
@@ -105,6 +111,7 @@ def test_every_group_is_trained_once_and_in_time(
     dropped=st.integers(0, 9),
     over_sampled=st.floats(0, 1),
     in_order=st.floats(0, 1),
+    streamed=st.floats(0, 1),
 )
 def test_filtered_groups_are_replaced_and_the_bound_holds(
     seed: int,
@@ -116,9 +123,11 @@ def test_filtered_groups_are_replaced_and_the_bound_holds(
     dropped: int,
     over_sampled: float,
     in_order: float,
+    streamed: float,
 ) -> None:
     most = batch_size + int(over_sampled * max_staleness * batch_size)
-    run = Simulation(random.Random(seed), steps, batch_size, max_staleness, concurrency, dropped, most, in_order)
+    sizes = (steps, batch_size, max_staleness, concurrency, dropped, most, in_order, streamed)
+    run = Simulation(random.Random(seed), *sizes)
     for end in [*sorted(min(moment, steps) for moment in killed), steps]:
         run.run(end)
     assert all(0 <= step - version <= max_staleness for step, _, version in run.trained)
@@ -133,6 +142,25 @@ def test_filtered_groups_are_replaced_and_the_bound_holds(
         assert [position for _, position, _ in run.trained] == [
             position for position in consumed if random.Random(position).randrange(10) >= dropped
         ], "the first ones that pass, whenever they end"
+
+
+def test_a_group_is_chosen_early_only_if_older_ones_keep_their_places() -> None:
+    rule = Admission(count(), step=0, steps=9, batch_size=2, max_staleness=1)
+    assert [rule.admit(0) for _ in range(4)] == [0, 1, 2, 3]
+    assert rule.admit(0) is None
+    rule.finish(3)
+    assert rule.commit(in_order=True) == []
+    assert rule.commit() == [3]
+    assert rule.commit() == [], "once"
+    rule.finish(2)
+    assert rule.commit() == [2]
+    assert rule.take() == [2, 3]
+    assert [rule.admit(1) for _ in range(3)] == [4, 5, None]
+    rule.finish(4)
+    assert rule.commit() == [], "groups 0 and 1, of version 0, have both places of this step"
+    rule.finish(0)
+    assert rule.commit() == [0]
+    assert rule.take() is None
 
 
 def test_a_step_that_takes_groups_in_order_waits_for_stragglers() -> None:

@@ -67,6 +67,49 @@ def test_the_bound_holds_if_not_every_version_is_synced(tmp_path: Path, every: i
         make_config("async.max_staleness=3", "weights.sync_every=5")
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_streamed_groups_are_trained_while_others_are_sampled(tmp_path: Path, staleness: int) -> None:
+    engines, running = Engines(staleness), []
+
+    class Learner(FakeLearner):
+        def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+            if not batch.completes:
+                running.append(engines.running)
+            return super().train_step(batch)
+
+    settings = [
+        "async.streaming=true",
+        f"async.max_staleness={staleness}",
+        "batch.tokens_per_micro=40",
+        "train.steps=12",
+    ]
+    learner = Learner()
+    train(tmp_path, make_config(*settings), learner=learner, engines=engines)
+    assert max(running) > 0, "episodes run meanwhile"
+    assert max(ages(tmp_path)) == staleness
+    assert counted(tmp_path) == ALL
+    weights, keys, trained = 0.0, set(), []
+    for batch in learner.batches:
+        micros = [micro for share in batch.micro for micro in share]
+        weights += sum(float(micro.weight_L.sum()) for micro in micros)
+        keys |= {key.rollout_id for micro in micros for key in micro.keys}
+        if batch.completes:
+            assert weights * batch.gradient_scale == pytest.approx(1, rel=1e-6), "all parts of a step have the sum 1"
+            trained.append(keys)
+            weights, keys = 0.0, set()
+    live = [read_advantages(tmp_path / "rollouts", step + 1) for step in range(12)]
+    assert trained == [{one for one, advantage in some.items() if advantage} for some in live if any(some.values())]
+    shares = [row["async/early_share"] for row in steps(tmp_path)]
+    assert max(shares) > 0.3
+    assert all(0 <= share <= 1 for share in shares)
+
+
+def test_streaming_refuses_what_needs_all_groups() -> None:
+    for key in ("algo.advantage.name=reinforce_plus_plus", "train.steps_per_rollout=2"):
+        with pytest.raises(ConfigError, match=rf"async\.streaming=true with {key}"):
+            make_config("async.streaming=true", key)
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor | np.ndarray):
         return bool((one == other).all())

@@ -36,7 +36,7 @@ def test_a_rank_that_is_lost_ends_groups_that_would_never_complete(tmp_path: Pat
     engines = Endless(0)
 
     class Loses(World):
-        async def get_rollouts(self, step: int, position: TaskPosition) -> StepRollouts:
+        async def get_rollouts(self, step: int, position: TaskPosition, consume: Any = None) -> StepRollouts:
             self.services.check = lambda: lost() if engines.stuck else None  # type: ignore[method-assign]
             engines.stuck = step == 4
             return await World.get_rollouts(self, step, position)

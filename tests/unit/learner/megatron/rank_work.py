@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
@@ -106,6 +107,16 @@ def make_batches(shares: int) -> dict[str, GlobalBatch]:
     }  # fmt: skip
 
 
+def make_parts(shares: int) -> list[GlobalBatch]:
+    """Return the batch of an optimizer step in two parts, a rollout each."""
+    rows, found = batch_rows(), []
+    for name, more in (("r0", {"completes": False}), ("r1", {"gradient_scale": 1 / count_units(rows, "token_mean")})):
+        part = [row for row in rows if row.key.rollout_id == name]
+        options: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0, "units": 1, **more}
+        found.append(pack(part, {"r0": -1.5, "r1": 0.7}, **options))
+    return found
+
+
 def compute(policy: Any, critic: Any, shares: int) -> Found:
     """Compute all losses with a rank or a local learner's, which has a reference, and with one of a critic."""
     from agentrl.learner.batch_loss import BatchLoss
@@ -118,6 +129,8 @@ def compute(policy: Any, critic: Any, shares: int) -> Found:
     for name in ALGOS:
         policy.loss = BatchLoss(algo_of(name), policy.device)
         metrics[name] = policy.train_step(batches[name])
+    if not policy.config.megatron.get("overlap_grad_reduce"):  # which adds gradients over ranks within a part
+        _, metrics["parts"] = (policy.train_step(share_of(part)) for part in make_parts(shares))
     metrics["value"] = critic.train_step(batches["value"])
     return Found(metrics, logprobs, critic.values(batches["value"]))
 
