@@ -302,6 +302,8 @@ class Mode:
     """A staleness with its best split, and a run for each seed."""
 
     max_staleness: int
+    streams: bool
+    """``async.streaming``."""
     split: Split
     outcomes: list[Outcome]
 
@@ -312,21 +314,23 @@ class Mode:
 
 
 def measure_async(
-    bench: AsyncBench, staleness: Sequence[int], seeds: int, progress: Callable[[str], None]
+    bench: AsyncBench, staleness: Sequence[int], seeds: int, progress: Callable[[str], None], *, streams: bool = False
 ) -> Iterator[Mode]:
     """Yield the synchronous loop with shared and with separate GPUs, then each other staleness.
 
-    Splits are chosen with a seed that is not measured.
+    Splits are chosen with a seed that is not measured. With ``streams`` the others stream groups, and the synchronous loop with
+    separate GPUs comes with and without it.
     """
     renderer, engines, short = byte_renderer(), bench.gpus // 2, replace(bench, steps=max(1, bench.steps // 2))
 
-    def run(max_staleness: int, some: AsyncBench, seed: int, split: Split) -> Outcome:
-        progress(f"staleness {max_staleness}, {split} GPUs, seed {seed}")
-        return Simulation(some, renderer, split, max_staleness, seed).run()
+    def run(case: tuple[int, bool], some: AsyncBench, seed: int, split: Split) -> Outcome:
+        progress(f"staleness {case[0]}{', streaming' if case[1] else ''}, {split} GPUs, seed {seed}")
+        return Simulation(some, renderer, split, case[0], seed, streams=case[1]).run()
 
-    for max_staleness in [0, *(one for one in staleness if one)]:
-        chosen = partial(run, max_staleness, short, seeds)
+    shared = Split(bench.gpus, bench.gpus, colocated=True)
+    yield Mode(0, False, shared, [run((0, False), bench, seed, shared) for seed in range(seeds)])
+    for case in [(0, False), *([(0, True)] if streams else []), *((one, streams) for one in staleness if one)]:
+        chosen = partial(run, case, short, seeds)
         best = best_split(bench, lambda split, chosen=chosen: chosen(split).seconds, engines)  # type: ignore[misc]
         engines = best.engines
-        for split in [Split(bench.gpus, bench.gpus, colocated=True), best] if not max_staleness else [best]:
-            yield Mode(max_staleness, split, [run(max_staleness, bench, seed, split) for seed in range(seeds)])
+        yield Mode(*case, best, [run(case, bench, seed, best) for seed in range(seeds)])

@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--longest", type=float, default=8.0, help="upper limit of that factor")
     parser.add_argument(
+        "--streaming", action="store_true", help="async.streaming: the learner computes groups as they finish"
+    )
+    parser.add_argument(
         "--pause", choices=("in_place", "abort"), default="in_place", help="weights.pause; abort drops the caches"
     )
 
@@ -69,7 +72,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     try:
         with console.status("simulating") as status:
             staleness = _numbers(arguments.staleness)
-            for mode in measure_async(bench, staleness, arguments.seeds, status.update):
+            for mode in measure_async(bench, staleness, arguments.seeds, status.update, streams=arguments.streaming):
                 modes.append(mode)
     finally:
         for mode in modes:
@@ -98,7 +101,7 @@ def _row(mode: Mode, modes: list[Mode]) -> list[str]:
     ages_N = np.concatenate([one.ages_N for one in mode.outcomes])
     quarters = np.mean([one.ages_by_length for one in mode.outcomes], axis=0)
     return [
-        str(mode.max_staleness),
+        f"{mode.max_staleness}{', streaming' if mode.streams else ''}",
         str(mode.split),
         f"{np.mean(mode.seconds):.1f}",
         f"{np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",

@@ -15,6 +15,7 @@ from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.registry import make_backend
+from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.optimizer_steps import (
     OptimizerStep,
     StepScores,
@@ -64,7 +65,8 @@ class EarlyGroups:
         tokens = sum(len(row.token_ids) for one in self._waiting for row in one.rows)
         if tokens >= self.config.batch.tokens_per_micro * make_backend(self.config.learner).shares:
             some, self._waiting = self._waiting, []
-            await asyncio.to_thread(self._compute, some)
+            with waiting(PHASE, f"step {self.step + 1}", "train"):
+                await asyncio.to_thread(self._compute, some)
 
     def _compute(self, rollouts: Sequence[Rollout]) -> None:
         start, groups = time.perf_counter(), group_rollouts(rollouts)

@@ -123,7 +123,8 @@ def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
 def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tmp_path: Path) -> None:
     cwd = tmp_path / "cwd"
     evaluation = ("train.eval_every=2", "eval.background=true", "eval.engines=1")
-    run = start(cwd, services, "async.max_staleness=2", *evaluation)
+    streaming = ("async.streaming=true", "batch.tokens_per_micro=256")
+    run = start(cwd, services, "async.max_staleness=2", *streaming, *evaluation)
     try:
         run.wait_for(lambda: any(cwd.glob("runs/*/checkpoints/step_000002")))
         run.send(signal.SIGKILL)
@@ -145,6 +146,7 @@ def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tm
     assert max(row["async/staleness_max"] for row in steps) in (1, 2)
     sampled = [row for row in steps if "rollout/from_journal" not in row]
     assert all(0 < row["time/pause_s"] < row["time/sync_s"] for row in sampled)
+    assert all(0 <= row["async/early_share"] <= 1 for row in steps)
     state = read_journal(folder)
     assert state is not None
     assert (state.faults(), state.waiting, state.begins, state.trained) == ([], [], 2, 4)

@@ -1,5 +1,7 @@
 """The section ``async``: its key, and what it does not go with."""
 
+import re
+
 import pytest
 import yaml
 
@@ -12,7 +14,7 @@ def test_the_section_is_named_async_wherever_a_user_reads_it() -> None:
     config = load_config(None, ["async.max_staleness=3"])
     assert config.asynchronous.max_staleness == 3
     written = yaml.safe_load(dump(config))
-    assert written["async"] == {"max_staleness": 3, "mask_older_than": None}
+    assert written["async"] == {"max_staleness": 3, "mask_older_than": None, "streaming": False}
     assert validate(written) == config
     with pytest.raises(ConfigError, match=r"async\.max_stale'\. Did you mean 'async\.max_staleness'"):
         load_config(None, ["async.max_stale=3"])
@@ -60,3 +62,20 @@ def test_engines_that_share_gpus_with_the_learner_keep_no_requests(setting: str,
     check_placement(load_config(None, shared), "cpu")
     with pytest.raises(ConfigError, match=message):
         check_placement(load_config(None, [*shared, setting]), "cpu")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "algo.advantage.name=reinforce_plus_plus",
+        "algo.advantage.name=gae",
+        "train.steps_per_rollout=2",
+        "placement.mode=colocate",
+        "learner.megatron.overlap_grad_reduce=True",
+    ],
+)
+def test_streaming_refuses_what_needs_all_groups_of_a_step(setting: str) -> None:
+    assert load_config(None, ["async.streaming=true"]).asynchronous.streaming
+    key = setting.partition("=")[0] if "overlap" in setting else setting
+    with pytest.raises(ConfigError, match=re.escape(f"async.streaming=true with {key}")):
+        load_config(None, ["async.streaming=true", setting, "learner.backend=megatron"])

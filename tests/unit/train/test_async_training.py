@@ -104,12 +104,6 @@ def test_streamed_groups_are_trained_while_others_are_sampled(tmp_path: Path, st
     assert all(0 <= share <= 1 for share in shares)
 
 
-def test_streaming_refuses_what_needs_all_groups() -> None:
-    for key in ("algo.advantage.name=reinforce_plus_plus", "train.steps_per_rollout=2"):
-        with pytest.raises(ConfigError, match=rf"async\.streaming=true with {key}"):
-            make_config("async.streaming=true", key)
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor | np.ndarray):
         return bool((one == other).all())
