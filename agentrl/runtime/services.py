@@ -31,8 +31,9 @@ from agentrl.runtime.reserved_engines import frozen_fleets
 from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
-_NEW_OBJECTS = 50_000
-"""New objects after which the garbage collector looks at them. A reply of an engine has hundreds, most of them gone soon."""
+_NEW_OBJECTS = 100_000
+"""New objects after which the garbage collector looks at them. A reply of an engine has hundreds, most of them gone soon; an
+episode in progress has about 200, and leaves no garbage for it."""
 
 
 @dataclass(slots=True)

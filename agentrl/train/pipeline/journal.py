@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,8 @@ class Journal:
         self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in state.batches.items()}
         self.episodes = SavedEpisodes(self._log.folder / "episodes", save_episodes_s, self._version)
         """States of episodes in progress."""
+        self._ended: defaultdict[int, dict[str, slice]] = defaultdict(dict)
+        """By position and ``rollout_id``, where the file of a group that is not finished has the lines of this process."""
         self._remove_others()
         self._log.write("begin", step=step, first=done.first, ahead=done.ahead, settings=settings)
 
@@ -143,14 +146,17 @@ class Journal:
             self._log.write("admitted", position=position, version=version, opponent=opponent)
 
     def ended(self, position: int, rollout: Rollout) -> None:
-        """Add a rollout of a group that is not finished."""
+        """Add a rollout of a group that is not finished. It has its reward, and does not change until `finished`."""
+        line = _encoded(rollout)
         with self._file(position).open("ab") as file:
-            file.write(_encoded(rollout))
+            start = file.tell()
+            file.write(line)
+        self._ended[position][rollout.rollout_id] = slice(start, start + len(line))
 
     async def finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
         """Record that all episodes of a group have ended, once its rollouts are on the disk."""
         if not self.is_finished(position):
-            await asyncio.to_thread(self._write_group, position, rollouts)
+            await asyncio.to_thread(self._write_group, position, rollouts, self._ended.pop(position, {}))
             self._finished.add(position)
             self._log.write("finished", position=position)
             await asyncio.to_thread(self.episodes.remove, position)
@@ -207,9 +213,16 @@ class Journal:
     def _file(self, position: int) -> Path:
         return self._folder / f"{position:08d}.jsonl"
 
-    def _write_group(self, position: int, rollouts: Sequence[Rollout]) -> None:
+    def _write_group(self, position: int, rollouts: Sequence[Rollout], ended: Mapping[str, slice]) -> None:
+        """Write the rollouts in their order; the lines of those that have ``ended`` are in the group's file."""
+        written = self._file(position).read_bytes() if ended else b""
+        places = [ended.get(rollout.rollout_id) for rollout in rollouts]
+        lines = [
+            _encoded(rollout) if place is None else written[place]
+            for rollout, place in zip(rollouts, places, strict=True)
+        ]
         with replacing(self._file(position)) as partial, partial.open("wb") as file:
-            file.write(b"".join(map(_encoded, rollouts)))
+            file.write(b"".join(lines))
             file.flush()
             os.fsync(file.fileno())
 

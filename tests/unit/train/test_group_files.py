@@ -1,0 +1,136 @@
+"""The journal's file of a group: the lines of ended episodes become the finished group's, in the order of its episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.config.rollout import FailureConfig
+from agentrl.core.env import Env
+from agentrl.core.task import Task
+from agentrl.core.tool import CallTool
+from agentrl.core.types import Message, Rollout, Row, RowKey, SamplingParams, StopReason
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.obs.rollouts import RolloutFile, read_rollouts
+from agentrl.testing import ScriptedSampler
+from agentrl.train.pipeline.groups import run_group
+from agentrl.train.pipeline.journal import Journal
+from tests.unit.train.async_world import RENDERER
+
+
+class OneTurn(Env):
+    """Ends after the first turn."""
+
+    def step(self, action: Message) -> Any:
+        return (), -1.0, True, False, {}
+
+
+class Ranks:
+    """Rewards a rollout with its place in the group, which is known only when all have ended."""
+
+    group = True
+
+    async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
+        for place, rollout in enumerate(rollouts):
+            assert rollout.reward == -1.0
+            rollout.reward = float(place)
+            rollout.metrics = {"place": float(place)}
+
+
+def ended(name: str, reward: float, version: int = 0) -> Rollout:
+    """A rollout of three tokens, the last two sampled."""
+    sampled_T = np.array([0, 1, 1], np.uint8)
+    row = Row(
+        key=RowKey("t", name, "main", 0),
+        token_ids=np.array([5, 6, 7], np.int32),
+        provenance=sampled_T,
+        mask=sampled_T,
+        mask_reason=1 - sampled_T,
+        logprobs=np.array([0.0, -0.25, -reward], np.float32),
+        versions=np.where(sampled_T, version, -1).astype(np.int32),
+        requests=sampled_T.astype(np.int32) - 1,
+        request_ids=(f"{name}/0",),
+    )
+    return Rollout("t", name, [row], reward, StopReason.TERMINATED, {"seen": reward}, sampled_tokens=2)
+
+
+def summary(rollouts: Sequence[Rollout]) -> list[Any]:
+    return [
+        (one.rollout_id, one.reward, one.metrics, [(row.logprobs.tolist(), row.versions.tolist()) for row in one.rows])
+        for one in rollouts
+    ]
+
+
+def read_again(folder: Path) -> list[Rollout]:
+    journal = Journal(folder)
+    try:
+        assert journal.is_finished(0)
+        return journal.held(0)
+    finally:
+        journal.close()
+
+
+def test_a_finished_group_has_the_order_of_its_episodes_not_that_in_which_they_ended(tmp_path: Path) -> None:
+    rollouts = [ended(name, float(number)) for number, name in enumerate("abcd")]
+    journal = Journal(tmp_path)
+    journal.admitted(0, 0)
+    for number in (2, 0, 3):  # one ends without a record, as episodes of several rollouts do
+        journal.ended(0, rollouts[number])
+    asyncio.run(journal.finished(0, rollouts))
+    journal.close()
+    assert summary(read_again(tmp_path)) == summary(rollouts)
+
+
+def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) -> None:
+    """Of the first process ``a`` is usable, ``b`` has a newer version than the checkpoint, and the last line is cut."""
+    journal = Journal(tmp_path)
+    journal.admitted(0, 0)
+    for rollout in (ended("b", 1.0, version=3), ended("a", 2.0), ended("c", 3.0)):
+        journal.ended(0, rollout)
+    journal.close()
+    file = tmp_path / "journal/groups/00000000.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])
+    journal = Journal(tmp_path)
+    held = journal.held(0)
+    assert [rollout.rollout_id for rollout in held] == ["a"]
+    again = [ended("b", 4.0), ended("c", 5.0)]
+    for rollout in again[::-1]:
+        journal.ended(0, rollout)
+    rollouts = [*held, *again]
+    asyncio.run(journal.finished(0, rollouts))
+    journal.close()
+    assert summary(read_again(tmp_path)) == summary(rollouts)
+
+
+def test_rewards_of_a_grader_of_groups_are_in_the_journal_and_in_the_rollout_file(tmp_path: Path) -> None:
+    journal, file = Journal(tmp_path), RolloutFile(tmp_path / "step.jsonl")
+    task = Task("t", (Message("user", "go"),))
+    jobs = [Job(task, number, f"1/0/{number}") for number in range(4)]
+
+    async def run() -> list[Rollout]:
+        sampler = ScriptedSampler(lambda _: "yes", encode=RENDERER.encode, end_token_id=RENDERER.end_token_id)
+        runner = EpisodeRunner(
+            env_factory=OneTurn,
+            renderer=RENDERER,
+            sampler=sampler,
+            tool_clients={},
+            limits=Limits(max_turns=9, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+            sampling=SamplingParams(max_new_tokens=50, seed=0),
+            failure=FailurePolicy(FailureConfig()),
+            max_concurrency=4,
+            grader=Ranks(),
+        )
+        journal.admitted(0, 0)
+        return await run_group(journal, runner, 0, jobs, on_done=file.write)
+
+    rollouts = asyncio.run(run())
+    journal.close()
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0]
+    assert summary(read_again(tmp_path)) == summary(rollouts)
+    assert summary(read_rollouts(file.lines)) == summary(rollouts)
