@@ -12,6 +12,7 @@ from agentrl.batch.groups import group_rollouts
 from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.schema import Config
+from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.registry import make_backend
@@ -78,7 +79,11 @@ class EarlyGroups:
             batch = step_batch(
                 self.config, self.step, part, advantages, self.scores, self.pad_id, units=1, completes=False
             )
-            self.learner.train_step(batch)
+            if self.learner.train_step(batch):
+                raise LearnerError(
+                    "the learner took an optimizer step for a part of a batch: it ignores `GlobalBatch.completes`; set "
+                    "async.streaming=false"
+                )
             self._parts.append(batch.metrics)
         self._computed.update(one.rollout_id for one in rollouts)
         self._seconds += time.perf_counter() - start

@@ -104,6 +104,17 @@ def test_streamed_groups_are_trained_while_others_are_sampled(tmp_path: Path, st
     assert all(0 <= share <= 1 for share in shares)
 
 
+def test_a_learner_that_takes_a_step_for_each_part_is_refused(tmp_path: Path) -> None:
+    class Hasty(FakeLearner):
+        def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+            super().train_step(batch)
+            return {"loss": 0.0}
+
+    config = make_config("async.streaming=true", "async.max_staleness=1", "batch.tokens_per_micro=40", "train.steps=3")
+    with pytest.raises(LearnerError, match=r"async\.streaming=false"):
+        train(tmp_path, config, learner=Hasty())
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor | np.ndarray):
         return bool((one == other).all())
