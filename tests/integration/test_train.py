@@ -169,6 +169,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
             "train/teacher_kl",
             "train/teacher_kl/NAME",
             "time/teachers_s",
+            "time/early_s",
             "time/score_s",
             "time/sleep_s",
             "time/wake_s",
