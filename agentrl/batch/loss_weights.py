@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -50,7 +50,10 @@ def row_weights(
 
 def count_units(rows: Sequence[Row], aggregation: Aggregation) -> int:
     """Return how many masked tokens, sequences or rollouts the rows have: what share the loss; at least 1."""
-    sizes = _sizes(rows, _masks(rows), aggregation)
+    return _units(_sizes(rows, _masks(rows), aggregation), aggregation)
+
+
+def _units(sizes: Mapping[object, int], aggregation: Aggregation) -> int:
     return max(1, sum(sizes.values()) if aggregation == "token_mean" else len(sizes))
 
 
@@ -84,11 +87,11 @@ def _shares(
     units: int | None,
 ) -> list[float]:
     """Return the weight of one masked token of each row."""
-    units = count_units(rows, aggregation) if units is None else units
+    sizes = _sizes(rows, masks, aggregation)
+    units = _units(sizes, aggregation) if units is None else units
     if aggregation == "token_mean":
         return [1 / units] * len(rows)
     if aggregation == "constant":
         return [1 / (units * constant_tokens)] * len(rows)
-    sizes = _sizes(rows, masks, aggregation)
     found = (sizes.get(_unit(row, aggregation)) for row in rows)
     return [1 / (units * size) if size else 0.0 for size in found]

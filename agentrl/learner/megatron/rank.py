@@ -133,8 +133,8 @@ class MegatronRank:
             return loss
 
         run = self.trained.pipeline.run
-        with self.training.part(completes=batch.completes):
-            run(micros, places, batch.temperature, loss_of, entropy=batch.kind == "rl", backward=True)
+        self.training.begin_pass(completes=batch.completes)
+        run(micros, places, batch.temperature, loss_of, entropy=batch.kind == "rl", backward=True)
         if not batch.completes:
             return {}
         self._metrics = None

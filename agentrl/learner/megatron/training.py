@@ -49,7 +49,6 @@ class Training:
         if ddp.overlap_param_gather:
             for chunk in self.chunks:
                 _wait_before_layers(chunk)
-        model.config.finalize_model_grads_func = _finalize
         if ddp.overlap_grad_reduce:
             syncs = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
@@ -122,15 +121,13 @@ class Training:
         for group, options in zip(self._groups(), configured, strict=True):
             group.update(options)
 
-    @contextmanager
-    def part(self, *, completes: bool) -> Iterator[None]:
-        """Add gradients over ranks at the end of a pass in the block, if it completes the optimizer step.
+    def begin_pass(self, *, completes: bool) -> None:
+        """Choose whether the next pass adds gradients over ranks at its end: only that which completes the optimizer step.
 
         Until then each rank has its own: what has been added up must not be added again.
         """
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _finalize if completes else None
-        yield
 
     def scale_gradient(self, factor: float) -> None:
         """Multiply the gradient."""
