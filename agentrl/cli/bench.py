@@ -209,8 +209,9 @@ async def _efficiency(arguments: argparse.Namespace, config: Config, console: Co
         with console.status("making a model") as status:
             async for one in measure_efficiency(config, bench, _teller(console, status)):
                 passes.append(one)
-                rate, cpu = f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
-                table.add_row(str(len(passes)), one.who, f"{one.seconds:.2f}", rate, cpu)
+                seconds, rate, cpu = f"{one.seconds:.2f}", f"{one.tokens_per_s:,.0f}", f"{one.cpu_ms_per_turn:.2f}"
+                console.print(f"{one.who}: {seconds} s, {rate} sampled tokens/s")
+                table.add_row(str(len(passes)), one.who, seconds, rate, cpu)
     finally:
         console.print(table)
     console.print(
