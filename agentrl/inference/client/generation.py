@@ -26,7 +26,7 @@ from agentrl.inference.client.prefix_ages import PrefixAges
 from agentrl.inference.client.segments import Segment, Vocabulary, join
 from agentrl.obs.waiting import REQUEST, waiting
 
-_KEEPING = ("retract", "in_place")
+KEEPING = ("retract", "in_place")
 """Pause modes in which an engine keeps its requests."""
 _ABORT_RETRY_S = 0.2
 ROUNDING = 1e-4
@@ -217,12 +217,12 @@ class GenerationClient(ABC):
     def note_update(self) -> None:
         """Record for all requests in progress that an engine received weights."""
         for request in self._requests.values():
-            request.updated = request.updated or request.pause in _KEEPING
+            request.updated = request.updated or request.pause in KEEPING
 
     @property
     def kept_by_pause(self) -> bool:
         """Whether a paused engine keeps any request, to continue it after the pause."""
-        return any(request.pause in _KEEPING for request in self._requests.values())
+        return any(request.pause in KEEPING for request in self._requests.values())
 
     async def _ready_or_aborted(self, request: _Request) -> None:
         if self.ready:

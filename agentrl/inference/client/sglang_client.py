@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Literal
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
-from agentrl.inference.client.generation import GenerationClient, version_number
+from agentrl.inference.client.generation import KEEPING, GenerationClient, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_groups import SGLangWeightGroups
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
 _CUT_POLL_S = 0.02
+_CUT_S = 1.0
+"""How long a pause waits for the replies to the requests that it has cut."""
 _DTYPES = {name: name for name in ("bfloat16", "float16", "float32")} | {"half": "float16", "float": "float32"}
 """Dtypes by SGLang's names."""
 
@@ -123,6 +126,8 @@ class SGLangClient(GenerationClient):
         self._resume_event().clear()
         self._generations.note_pause(mode)
         try:
+            if mode not in KEEPING:
+                await self._end_requests()
             await self.control.call("/pause_generation", {"mode": "abort" if mode == "restart" else mode})
         except EngineError:
             self._resume_event().set()
@@ -138,6 +143,16 @@ class SGLangClient(GenerationClient):
         while self._generations.sent:
             await self.pause(mode)
             await self.resume()
+            await asyncio.sleep(_CUT_POLL_S)
+
+    async def _end_requests(self) -> None:
+        """Abort the requests in progress and wait for their replies.
+
+        A pause would abort them too, but SGLang (0.5.17, 0.5.23) looks only once a second whether they have ended.
+        """
+        end = time.monotonic() + _CUT_S
+        while self._generations.sent and time.monotonic() < end:
+            await self.control.call("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.sleep(_CUT_POLL_S)
 
     async def flush(self) -> None:

@@ -74,7 +74,7 @@ class FakeSGLang:
         if path == "/model_info":
             return JSONResponse({"weight_version": self.version})
         if path == "/abort_request":
-            self.finishes.append("abort")
+            self.finishes = self.finishes or ["abort"]
             self.held.set()
         return JSONResponse({"success": True})
 
@@ -297,7 +297,39 @@ def test_a_pause_after_the_last_token_ends_the_turn(fake: FakeSGLang) -> None:
 
     generation = fake.drive(play)
     assert (generation.token_ids, generation.finish_reason) == ((7, 8), FinishReason.LENGTH)
-    assert fake.paths() == ["/generate", "/pause_generation"]
+    assert fake.paths().count("/generate") == 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "restart"])
+def test_a_pause_that_cuts_requests_ends_them_first(fake: FakeSGLang, mode: str) -> None:
+    """SGLang looks only once a second whether what its pause has aborted has ended."""
+    fake.held.clear()
+    fake.finishes = ["abort"] * 3
+
+    async def play(client: SGLangClient) -> None:
+        tasks = [asyncio.create_task(sample(client, name=f"r{number}")) for number in range(3)]
+        await until(lambda: len(fake.calls) == 3)
+        await client.pause(mode)
+        assert client.sent == 0 and not any(task.done() for task in tasks)
+        await client.resume()
+        await asyncio.gather(*tasks)
+
+    fake.drive(play)
+    first = fake.paths().index("/abort_request")
+    assert (fake.paths()[:3], first) == (["/generate"] * 3, 3)
+    assert fake.calls[first][1] == {"rid": "", "abort_all": True}
+    assert fake.paths()[-4:] == ["/continue_generation", *["/generate"] * 3]
+
+
+def test_a_pause_does_not_wait_for_ever_for_what_it_has_cut(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.inference.client.sglang_client._CUT_S", 0.05)
+
+    async def play(client: SGLangClient) -> None:
+        client.sent = 1  # a reply that does not come
+        await client.pause("abort")
+
+    fake.drive(play)
+    assert fake.paths()[-1] == "/pause_generation"
 
 
 def test_a_control_reply_that_is_not_json_is_the_engines_failure(fake: FakeSGLang) -> None:
