@@ -310,7 +310,8 @@ def test_a_pause_that_cuts_requests_ends_them_first(fake: FakeSGLang, mode: str)
         tasks = [asyncio.create_task(sample(client, name=f"r{number}")) for number in range(3)]
         await until(lambda: len(fake.calls) == 3)
         await client.pause(mode)
-        assert client.sent == 0 and not any(task.done() for task in tasks)
+        assert client.sent == 0
+        assert not any(task.done() for task in tasks)
         await client.resume()
         await asyncio.gather(*tasks)
 
