@@ -154,6 +154,8 @@ class ChaosRun:
         """Kills since the run last trained."""
         self._attempt_kills: list[Kill] = []
         """Kills since the run was last started or resumed."""
+        self._kills = 0
+        """Kills so far."""
         self._main: subprocess.Popen[bytes] | None = None
         self._started = self._rows = 0
         self._start_s = 12.0
@@ -165,8 +167,8 @@ class ChaosRun:
         code, starts = None, 0
         while code != 0:
             starts += 1
-            if starts > 4 * self._most_kills + 6:
-                self._fault(f"not finished after {starts} starts")
+            if starts > self._kills + 3:
+                self._fault(f"not finished after {starts} starts and {self._kills} kills")
                 return
             code = self._attempt()
             for kill in self._open:
@@ -259,6 +261,7 @@ class ChaosRun:
                 self._totals.kills_left += 1
             return False
         self._most_kills -= 1
+        self._kills += 1
         kill = Kill(kind, self._case.name, phase, time.monotonic())
         with self._output.open("a") as output:
             output.write(f"\n---- {time.strftime('%H:%M:%S')} SIGKILL to {kind} {process.pid}, in {phase}\n")
