@@ -1,6 +1,6 @@
 """Generations at one address, an engine's or a router's: requests, replies, and what a pause cuts in two.
 
-`read_reply` and, for scored prompts, `read_scores` are the only places where an engine's answer is checked and believed.
+`read_reply` is the only place where a generation is checked and believed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ABORT_RETRY_S = 0.2
 ROUNDING = 1e-4
 """Log-probabilities up to this value above 0 are rounding errors of the engine, and become 0."""
 _MAX_ID = 2**31 - 1
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ID)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_MAX_ID)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -263,8 +263,11 @@ def generate_body(
     return body if adapter is None else body | {"lora_path": adapter}
 
 
-class _Finish(msgspec.Struct):
+class Finish(msgspec.Struct):
+    """Why a request ended."""
+
     type: str
+    """SGLang's word."""
 
 
 class _Span(msgspec.Struct):
@@ -275,9 +278,9 @@ class _Span(msgspec.Struct):
 class _Meta(msgspec.Struct):
     """``meta_info``. A request that was aborted before it ran has no counts and no log-probabilities."""
 
-    finish_reason: _Finish
+    finish_reason: Finish
     id: str
-    output_token_logprobs: list[tuple[float, _TokenId, str | None]] | None
+    output_token_logprobs: list[tuple[float, TokenId, str | None]] | None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: _Count = 0
@@ -291,24 +294,10 @@ class _Reply(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
-class _ScoreMeta(msgspec.Struct):
-    """``meta_info`` of a scored prompt."""
-
-    finish_reason: _Finish
-    id: str
-    prompt_tokens: int
-    completion_tokens: int
-    input_token_logprobs: list[tuple[float | None, _TokenId, str | None]]
-
-
-class _ScoreReply(msgspec.Struct):
-    meta_info: _ScoreMeta
-
-
-# They refuse what is no number, such as NaN, and what no float can hold.
-_REPLIES, _SCORE_REPLIES = msgspec.json.Decoder(_Reply), msgspec.json.Decoder(_ScoreReply)
-_NO_REPLY = (ValueError, RecursionError)
-"""What they raise."""
+# It refuses what is no number, such as NaN, and what no float can hold.
+_REPLIES = msgspec.json.Decoder(_Reply)
+NOT_A_REPLY = (ValueError, RecursionError)
+"""What decoders of replies raise."""
 
 
 def read_reply(
@@ -327,7 +316,7 @@ def read_reply(
     """
     try:
         reply = _REPLIES.decode(content)
-    except _NO_REPLY as error:
+    except NOT_A_REPLY as error:
         raise SamplerError(f"the engine's reply to {request_id} is not one: {error}") from error
     meta = reply.meta_info
     entries = meta.output_token_logprobs
@@ -389,59 +378,6 @@ def _faults(
         f"has the token id {last}, but the policy has {size} tokens: is model.path the engine's model?": last >= size,
         f"has a log-probability of {highest}": highest > ROUNDING,
     }
-
-
-def score_body(ids: Sequence[int], start: int, rid: str, adapter: str | None = None) -> dict[str, Any]:
-    """Return the body for ``/generate`` that scores the tokens of a prompt from ``start`` on, which is at least 1.
-
-    ``adapter`` is the name of the engine's LoRA adapter.
-    """
-    sampling = {"max_new_tokens": 0, "temperature": 1.0}
-    # Engines give the first token from logprob_start_len on no log-probability.
-    options = {"return_logprob": True, "logprob_start_len": start - 1, "rid": rid}
-    body = {"input_ids": list(ids), "sampling_params": sampling, **options}
-    return body if adapter is None else body | {"lora_path": adapter}
-
-
-def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -> tuple[float, ...]:
-    """Return the log-probabilities, at temperature 1, of a prompt's tokens.
-
-    Args:
-        content: the reply of ``/generate``.
-        body: the request that it answers; see `score_body`.
-        vocabulary_size: of the policy's model. SGLang 0.5.23 writes 0 in place of the last id.
-
-    Raises:
-        SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
-    """
-    try:
-        meta = _SCORE_REPLIES.decode(content).meta_info
-    except _NO_REPLY as error:
-        raise SamplerError(f"the reply to {body['rid']} is not one: {error}") from error
-    ids, (first, *rest) = (
-        body["input_ids"][body["logprob_start_len"] :],
-        meta.input_token_logprobs or [(None, -1, None)],
-    )
-    logprobs = [entry[0] for entry in rest if entry[0] is not None]
-    echoed = [first[1], *(entry[1] for entry in rest)]
-    same = all(
-        one == other or (one == vocabulary_size - 1 and not other) for one, other in zip(ids, echoed, strict=False)
-    )
-    faults = {
-        f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
-        f"ended with {meta.finish_reason.type[:100]!r}": meta.finish_reason.type != "length",
-        f"counts {meta.prompt_tokens} prompt tokens, {len(body['input_ids'])} were sent": meta.prompt_tokens
-        != len(body["input_ids"]),
-        f"has {meta.completion_tokens} sampled tokens": meta.completion_tokens != 0,
-        f"has {len(echoed)} scored tokens, {len(ids)} were requested": len(echoed) != len(ids),
-        "has other token ids than were sent": not same,
-        "has no log-probability for a token": len(logprobs) != len(rest),
-        f"has a log-probability of {max(logprobs, default=0.0)}": max(logprobs, default=0.0) > ROUNDING,
-    }
-    for fault, found in faults.items():
-        if found:
-            raise SamplerError(f"the reply to {body['rid']} {fault}")
-    return tuple(min(value, 0.0) for value in logprobs)
 
 
 def version_number(name: object) -> int:

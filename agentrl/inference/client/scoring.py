@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint
-from agentrl.inference.client.generation import read_scores, score_body
+from agentrl.inference.client.generation import NOT_A_REPLY, ROUNDING, Finish, TokenId
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.obs.waiting import waiting
 
@@ -97,3 +98,73 @@ class ScoringClient:
             part = await control.call(path, None)
             found |= part if isinstance(part, dict) else {}
         return found
+
+
+class _Meta(msgspec.Struct):
+    """``meta_info`` of a scored prompt."""
+
+    finish_reason: Finish
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    input_token_logprobs: list[tuple[float | None, TokenId, str | None]]
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+
+
+_REPLIES = msgspec.json.Decoder(_Reply)
+
+
+def score_body(ids: Sequence[int], start: int, rid: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the body for ``/generate`` that scores the tokens of a prompt from ``start`` on, which is at least 1.
+
+    ``adapter`` is the name of the engine's LoRA adapter.
+    """
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    # Engines give the first token from logprob_start_len on no log-probability.
+    options = {"return_logprob": True, "logprob_start_len": start - 1, "rid": rid}
+    body = {"input_ids": list(ids), "sampling_params": sampling, **options}
+    return body if adapter is None else body | {"lora_path": adapter}
+
+
+def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -> tuple[float, ...]:
+    """Return the log-probabilities, at temperature 1, of a prompt's tokens.
+
+    Args:
+        content: the reply of ``/generate``.
+        body: the request that it answers; see `score_body`.
+        vocabulary_size: of the policy's model. SGLang 0.5.23 writes 0 in place of the last id.
+
+    Raises:
+        SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
+    """
+    try:
+        meta = _REPLIES.decode(content).meta_info
+    except NOT_A_REPLY as error:
+        raise SamplerError(f"the reply to {body['rid']} is not one: {error}") from error
+    ids, (first, *rest) = (
+        body["input_ids"][body["logprob_start_len"] :],
+        meta.input_token_logprobs or [(None, -1, None)],
+    )
+    logprobs = [entry[0] for entry in rest if entry[0] is not None]
+    echoed = [first[1], *(entry[1] for entry in rest)]
+    same = all(
+        one == other or (one == vocabulary_size - 1 and not other) for one, other in zip(ids, echoed, strict=False)
+    )
+    faults = {
+        f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
+        f"ended with {meta.finish_reason.type[:100]!r}": meta.finish_reason.type != "length",
+        f"counts {meta.prompt_tokens} prompt tokens, {len(body['input_ids'])} were sent": meta.prompt_tokens
+        != len(body["input_ids"]),
+        f"has {meta.completion_tokens} sampled tokens": meta.completion_tokens != 0,
+        f"has {len(echoed)} scored tokens, {len(ids)} were requested": len(echoed) != len(ids),
+        "has other token ids than were sent": not same,
+        "has no log-probability for a token": len(logprobs) != len(rest),
+        f"has a log-probability of {max(logprobs, default=0.0)}": max(logprobs, default=0.0) > ROUNDING,
+    }
+    for fault, found in faults.items():
+        if found:
+            raise SamplerError(f"the reply to {body['rid']} {fault}")
+    return tuple(min(value, 0.0) for value in logprobs)

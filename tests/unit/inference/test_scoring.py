@@ -14,9 +14,8 @@ import pytest
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client import scoring
-from agentrl.inference.client.generation import read_scores, score_body
 from agentrl.inference.client.http import ErrorReply
-from agentrl.inference.client.scoring import ScoringClient
+from agentrl.inference.client.scoring import ScoringClient, read_scores, score_body
 from tests.unit.inference.fake_http import replying
 
 SIZE = 50
