@@ -42,10 +42,11 @@ class ReservedPlacement:
         self.layout = layout
         self._runtime = runtime
         self._group: PlacementGroup | None = group
-        self.here = _machine(ray.get_runtime_context().get_node_id())
+        self._machines = _machines()
+        self.here = self._machines[ray.get_runtime_context().get_node_id()]
         """The address of this machine."""
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
-        self._alone = {_machine(node) for node in nodes} == {self.here}
+        self._alone = {self._machines[node] for node in nodes} == {self.here}
 
     @classmethod
     def reserve(cls, layout: Layout, runtime: RayRuntime, timeout_s: float) -> ReservedPlacement:
@@ -95,7 +96,9 @@ class ReservedPlacement:
 
     def address(self, location: ActorLocation) -> str:
         """Return the address for servers at a location: the loopback address if the whole run is on one machine."""
-        machine = _machine(location.node)
+        if location.node not in self._machines:  # only then: without its GCS, Ray does not answer
+            self._machines = _machines()
+        machine = self._machines[location.node]
         return LOOPBACK if self._alone and machine == self.here else machine
 
     def close(self) -> None:
@@ -137,9 +140,9 @@ def _nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-def _machine(node: str) -> str:
-    """Return the IP address of a machine by Ray's node id."""
-    return next(str(known["NodeManagerAddress"]) for known in _nodes() if known["NodeID"] == node)
+def _machines() -> dict[str, str]:
+    """Return the IP addresses of all machines by Ray's node ids."""
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _nodes()}
 
 
 def _shown(resources: Mapping[str, float]) -> str:

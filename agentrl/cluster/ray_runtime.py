@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
-from agentrl.cluster.start_watch import ended_servers, ended_without_gcs
+from agentrl.cluster.start_watch import agents_of, ended_servers, ended_without_gcs, kill_raylets
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
@@ -62,6 +62,7 @@ class RayRuntime:
         self._thread.start()
         while not self._up.wait(_LOOK_S):
             if ended := ended_servers(psutil.Process()):  # what `ray.init` waits for will not come
+                kill_raylets(psutil.Process())
                 raise LearnerError(f"Ray does not start: its process {ended[0]} has ended")
         if self._fault is not None:
             raise LearnerError(f"Ray does not start: {self._fault}") from self._fault
@@ -86,9 +87,10 @@ class RayRuntime:
         finally:
             self._up.set()
         if self._fault is None:
+            agents = agents_of(psutil.Process())
             self._end.wait()
             if self._options["address"] == "local":
-                _end_own_ray()
+                _end_own_ray(agents)
             else:
                 ray.shutdown()
 
@@ -133,14 +135,17 @@ def store_bytes(model: Path) -> int:
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
 
 
-def _end_own_ray() -> None:
-    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM with which Ray ends them."""
+def _end_own_ray(agents: list[psutil.Process]) -> None:
+    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM with which Ray ends them.
+
+    Args:
+        agents: those of the raylet, which may have ended before.
+    """
     node = _node()
     if node is not None:
         kill_all = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
-    raylets = [child for child in psutil.Process().children() if child.name() == "raylet"]
-    agents = [child for raylet in raylets for child in raylet.children(recursive=True)]
+    agents = [*agents, *agents_of(psutil.Process())]
     ray.shutdown()
     for agent in agents:  # they would notice only after seconds that their raylet is gone
         with suppress(psutil.NoSuchProcess):

@@ -2,7 +2,7 @@
 
 While `ray.init` connects, it waits for the GCS and holds Python's global lock: no thread of the process runs until Ray's time
 limit has passed. If the raylet ends, so does the wait: Ray then ends the process with status 1. Run as a program, this module
-kills the raylet that the process with the id of its argument has started once its GCS has ended.
+kills the raylet that the process with the id of its argument has started, with its agents, once its GCS has ended.
 """
 
 from __future__ import annotations
@@ -47,15 +47,30 @@ def ended_servers(process: psutil.Process) -> list[str]:
     return found
 
 
+def agents_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return the processes that the raylets of ``process`` have started. Without a GCS they outlive their raylet by a minute."""
+    agents: list[psutil.Process] = []
+    for child in process.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet":
+                agents += child.children(recursive=True)
+    return agents
+
+
+def kill_raylets(process: psutil.Process) -> None:
+    """Kill the raylets that ``process`` has started, and what they have started."""
+    raylets = [child for child in process.children() if child.name() == "raylet"]
+    for each in [*raylets, *agents_of(process)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
 def _watch(process: psutil.Process) -> None:
     """Look until the standard input ends, as it does with the process or with its context."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         if "gcs_server" in ended_servers(process) and not select.select([sys.stdin], [], [], _GRACE_S)[0]:
             sys.stderr.write("LearnerError: Ray does not start: its process gcs_server has ended\n")
-            for child in process.children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if child.name() == "raylet":
-                        child.kill()
+            kill_raylets(process)
             return
 
 

@@ -1,9 +1,13 @@
 """A start of Ray whose GCS is killed ends. Each start is a process: one that hangs lets no thread of it run."""
 
+import contextlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 START = """
@@ -31,20 +35,37 @@ except LearnerError as error:
 """
 LIMIT_S = 90
 """Much less than the ten minutes that Ray waits, and enough for a start on a busy machine."""
+GONE_S = 10
+"""Much less than the minute for which Ray's agents look for their GCS."""
 
 
 @pytest.mark.parametrize("moment", ["raylet", "driver"])
 def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     """Before the raylet starts; and before the driver connects, which then waits without letting another thread run."""
     killed = tmp_path / "killed"
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", START, moment, str(killed)],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_S,
-        check=False,
         start_new_session=True,
     )
+    try:
+        _, error = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
     assert killed.exists()
-    assert done.returncode == 1, done.stderr
-    assert "LearnerError: Ray does not start: its process gcs_server has ended" in done.stderr
+    assert process.returncode == 1, error
+    assert "LearnerError: Ray does not start: its process gcs_server has ended" in error
+    end = time.monotonic() + GONE_S
+    while left := of_session(process.pid):
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+def of_session(leader: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == leader:
+                found.append(process)
+    return found

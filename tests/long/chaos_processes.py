@@ -33,7 +33,11 @@ _BY_WORDS = (
     ("tools serve", "tool server"),
     ("ray::LearnerActor", "learner rank"),
     ("ray::EngineHost", "engine host"),
-    ("Agent", "ray agent"),
+    ("ray::DashboardAgent", "ray agent"),
+    ("ray::RuntimeEnvAgent", "ray agent"),
+    # Until they have named themselves.
+    ("dashboard/agent.py", "ray agent"),
+    ("runtime_env/agent/main.py", "ray agent"),
     ("ray::", "ray worker"),
     ("default_worker.py", "ray worker"),
     ("bwrap", "sandbox"),
@@ -48,7 +52,7 @@ def kind_of(process: psutil.Process, parents: dict[int, str]) -> str:
     """Return the kind of a descendant; that of its parent if its command line does not tell."""
     words = " ".join(process.cmdline())
     for text, kind in _BY_WORDS:
-        if text in words and (kind != "ray agent" or words.startswith("ray::")):
+        if text in words:
             return kind
     parent = parents.get(process.ppid(), "")
     return "sandbox" if parent in ("sandbox", "tool server") else parent
