@@ -171,6 +171,7 @@ class RayLauncher:
     def _host(self, number: int) -> Any:
         with self._lock:
             if number not in self._hosts:
+                check_ray()  # without its GCS, Ray might take the call and not return
                 actor: Any = ray.remote(EngineHost)
                 options = {"max_restarts": 0, "max_concurrency": 8} | self._placement.engine_options(number)
                 self._hosts[number] = actor.options(**options).remote()

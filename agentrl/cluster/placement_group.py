@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.placement_layout import Layout, Resources
-from agentrl.cluster.ray_runtime import RayRuntime, gcs_ended
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray, gcs_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.obs.waiting import waiting
@@ -95,8 +95,13 @@ class ReservedPlacement:
         }
 
     def address(self, location: ActorLocation) -> str:
-        """Return the address for servers at a location: the loopback address if the whole run is on one machine."""
-        if location.node not in self._machines:  # only then: without its GCS, Ray does not answer
+        """Return the address for servers at a location: the loopback address if the whole run is on one machine.
+
+        Raises:
+            LearnerError: the machine is not known, and Ray has ended.
+        """
+        if location.node not in self._machines:
+            check_ray()  # without its GCS, Ray does not answer
             self._machines = _machines()
         machine = self._machines[location.node]
         return LOOPBACK if self._alone and machine == self.here else machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,3 +44,18 @@ def test_an_answer_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = SimpleNamespace(wait=lambda given, timeout: (given, []), get=lambda given: f"the {given}")
     monkeypatch.setattr(engine_actors, "ray", ray)
     assert Launcher(60).launch(3) == "the answer"
+
+
+def test_no_host_is_requested_of_a_ray_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_ray() -> None:
+        raise LearnerError("Ray's process gcs_server has ended")
+
+    def remote(actor: object) -> Any:
+        raise AssertionError("Ray might not return")
+
+    monkeypatch.setattr(engine_actors, "check_ray", check_ray)
+    monkeypatch.setattr(engine_actors, "ray", SimpleNamespace(remote=remote))
+    launcher: Any = RayLauncher.__new__(RayLauncher)
+    launcher._lock, launcher._hosts = threading.Lock(), {}
+    with pytest.raises(LearnerError, match="gcs_server has ended"):
+        launcher._host(0)
