@@ -47,20 +47,28 @@ def ended_servers(process: psutil.Process) -> list[str]:
     return found
 
 
-def agents_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return the processes that the raylets of ``process`` have started. Without a GCS they outlive their raylet by a minute."""
-    agents: list[psutil.Process] = []
+def raylets_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return the raylets that ``process`` has started."""
+    found = []
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet":
-                agents += child.children(recursive=True)
-    return agents
+                found.append(child)
+    return found
+
+
+def agents_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return what the raylets of ``process`` have started. Without a GCS, Ray's agents outlive their raylet by a minute."""
+    found: list[psutil.Process] = []
+    for raylet in raylets_of(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += raylet.children(recursive=True)
+    return found
 
 
 def kill_raylets(process: psutil.Process) -> None:
     """Kill the raylets that ``process`` has started, and what they have started."""
-    raylets = [child for child in process.children() if child.name() == "raylet"]
-    for each in [*raylets, *agents_of(process)]:
+    for each in [*raylets_of(process), *agents_of(process)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
 
