@@ -15,7 +15,7 @@ from tests.structure.measure import MANY_METHODS, is_loose
 MOST_IMPORTS = 20
 HEAVY = {"torch", "ray", "transformers", "sglang", "megatron"}
 LIGHT_PACKAGES = {"core", "config"}
-PLUGINS = {"envs": "agentrl_envs", "tools": "agentrl_tools", "tasks": "agentrl_tasks"}
+PLUGINS = {f"{folder}/agentrl_{folder}": f"agentrl_{folder}" for folder in ("envs", "tools", "tasks")}
 CONTRACTS = {
     "config",  # Section, the base class of a hosted tool's options
     "core",

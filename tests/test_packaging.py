@@ -5,36 +5,39 @@ import re
 import tomllib
 from pathlib import Path
 
+from setuptools import find_packages
+
 ROOT = Path(__file__).parent.parent
-MAPPED = {"agentrl_envs": "envs", "agentrl_tools": "tools", "agentrl_tasks": "tasks", "agentrl_configs": "configs"}
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PLUGINS = {f"agentrl_{folder}": ROOT / folder / f"agentrl_{folder}" for folder in ("envs", "tools", "tasks", "configs")}
 
 
-def folders(top: str) -> set[str]:
+def found_packages() -> dict[str, Path]:
+    """Packages that setuptools finds, by name, with their folders."""
+    options = SETUP["packages"]["find"]
+    assert options["namespaces"] is False
     return {
-        ".".join(init.parent.relative_to(ROOT).parts)
-        for init in (ROOT / top).rglob("__init__.py")
-        if not {"__pycache__", "template"} & {*init.parts}  # the template's package is data
+        package: ROOT.joinpath(where, *package.split("."))
+        for where in options["where"]
+        for package in find_packages(str(ROOT / where), include=options["include"])
     }
 
 
-def test_every_package_is_listed() -> None:
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    expected = folders("agentrl")
-    for name, folder in MAPPED.items():
-        expected |= {package.replace(folder, name, 1) for package in folders(folder)}
-    assert set(setup["packages"]) == expected
-    assert setup["package-dir"] == MAPPED
+def test_every_package_is_found_under_the_name_of_its_folder() -> None:
+    folders = {init.parent for top in (ROOT / "agentrl", *PLUGINS.values()) for init in top.rglob("__init__.py")}
+    # The template's package is data, and so is what the interpreter of SGLang on a CPU imports.
+    expected = {folder for folder in folders if not {"template", "path"} & {*folder.parts}}
+    assert {*found_packages().values()} == expected
 
 
 def test_every_data_file_is_package_data() -> None:
     """Data lies in folders that setuptools takes for packages, unless ``package-data`` alone says what belongs to it."""
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert setup["include-package-data"] is False
-    for package, patterns in setup["package-data"].items():
-        top = ROOT / MAPPED.get(package, package)
+    assert SETUP["include-package-data"] is False
+    packages = found_packages()
+    for package, patterns in SETUP["package-data"].items():
+        top = PLUGINS.get(package, ROOT / package)
         listed = {file for pattern in patterns for file in top.glob(pattern) if file.is_file()}
-        modules = {file for name in setup["packages"] if name.split(".")[0] == package
-                   for file in top.joinpath(*name.split(".")[1:]).glob("*.py")}  # fmt: skip
+        modules = {file for name in packages if name.split(".")[0] == package for file in packages[name].glob("*.py")}
         files = {file for file in top.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
         assert files <= listed | modules, sorted(files - listed - modules)[:5]
 

@@ -28,7 +28,7 @@ COMMANDS: dict[str, str] = {
     "tools": "serve a tool",
     "models": "fetch models that packages ship",
     "template": "check what a chat template does to the tokens that a policy sampled",
-    "bench": "measure parts of agentrl on this machine",
+    "bench": "measure parts of agentrl on this machine; in a checkout",
 }
 """Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""
 
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
     errors = make_console(stderr=True)
-    parsed = _parse(build_parser(command), arguments)
-    log_to_stderr()
     try:
+        parsed = _parse(build_parser(command), arguments)
+        log_to_stderr()
         parsed.run(parsed)
     except UserError as error:
         print_error(errors, "error", error)

@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 from playwright.sync_api import sync_playwright
 
-from agentrl.bench.viewer import find_browser
 from agentrl.cli.main import main as agentrl
 from agentrl.obs.viewer.run_files import Entry, Filters, open_run
+from benchmarks.viewer import find_browser
 
 OUT = Path(__file__).parent / "viewer.png"
 SIZE = {"width": 1440, "height": 900}

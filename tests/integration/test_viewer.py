@@ -8,7 +8,6 @@ import pytest
 from shared_runs import here
 from tokenizers import Tokenizer
 
-from agentrl.bench.viewer import find_browser, synthetic_entries, synthetic_texts
 from agentrl.core.errors import UserError
 from agentrl.core.types import (
     Failure,
@@ -26,6 +25,7 @@ from agentrl.core.types import (
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.page import build_page, write_page
+from benchmarks.viewer import find_browser, synthetic_entries, synthetic_texts
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
 OBSERVED, SAMPLED = Provenance.OBSERVED, Provenance.SAMPLED

@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-CODE_FOLDERS = ("agentrl", "envs", "tools", "tasks")
+CODE_FOLDERS = ("agentrl", "benchmarks", "envs", "tools", "tasks")
 EMPTY_DOCSTRING_WORDS = 3
 
 PHRASES = {

@@ -6,9 +6,9 @@ import pytest
 
 from agentrl.batch.packing import pack
 from agentrl.batch.provenance import check_provenance, check_rows
-from agentrl.bench.masks import bench_masks
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from benchmarks.masks import bench_masks
 
 
 def row(name="r0"):

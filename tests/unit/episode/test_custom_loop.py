@@ -55,7 +55,7 @@ class LocalSearch:
 
 
 def search_r1_loop(*, topk=3, max_searches=4, observation_max_chars=2000, format_reward=0.0, shuffle_documents=False):
-    """The protocol of ``envs/search_r1`` as a user would write it as a loop."""
+    """The protocol of ``envs/agentrl_envs/search_r1`` as a user would write it as a loop."""
 
     def text(result, rng):
         if result.status is not ToolStatus.OK:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from agentrl.batch.provenance import check_rows
-from agentrl.bench.episode_runner import RolloutTimes, bench_rollout
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
@@ -32,6 +31,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, Job
 from agentrl.episode.state import EpisodeState
 from agentrl.testing import ScriptedSampler
+from benchmarks.episode_runner import RolloutTimes, bench_rollout
 
 
 class Guess(Env):

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs.learning_curve import distinct, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.trackers import TensorBoard
+from benchmarks.episode_runner import synthetic_rows
 
 
 def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:

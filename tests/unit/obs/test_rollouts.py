@@ -3,7 +3,6 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, SeatRecord, StopReason, Turn
 from agentrl.obs.parquet import write_parquet
@@ -15,6 +14,7 @@ from agentrl.obs.rollouts import (
     rollout_files,
     write_advantages,
 )
+from benchmarks.episode_runner import synthetic_rows
 
 
 def recorded_ids(folder):

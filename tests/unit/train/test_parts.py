@@ -12,7 +12,6 @@ from agentrl import Message, Task
 from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.packing import pack
-from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
@@ -23,6 +22,7 @@ from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.task_order import EnvTasks, TaskOrder, episode_seed, read_split
 from agentrl.train.optimizer_steps import StepScores, live_share, optimizer_steps, packing_options, step_advantages
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
+from benchmarks.episode_runner import synthetic_rows
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 

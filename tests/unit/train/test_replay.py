@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.bench.episode_runner import synthetic_rows
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, LearnerError
@@ -23,6 +22,7 @@ from agentrl.testing import FakeLearner
 from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
+from benchmarks.episode_runner import synthetic_rows
 
 VOCABULARY = 1000
 

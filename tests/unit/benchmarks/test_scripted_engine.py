@@ -1,0 +1,27 @@
+"""The scripted engine: its HTTP replies are those of its sampler."""
+
+import asyncio
+
+from aiohttp.test_utils import TestServer
+
+from agentrl.core.types import FinishReason, Prompt, SamplingParams
+from agentrl.inference.client.sglang_client import SGLangClient
+from benchmarks.scripted_engine import ScriptedSampler, make_app
+
+
+def test_a_reply_over_http_is_a_turn_of_the_sampler():
+    sampler = ScriptedSampler(vocabulary=100, delay_s=0.0)
+
+    async def sample():
+        async with TestServer(make_app(sampler)) as server:
+            client = SGLangClient(str(server.make_url("")))
+            assert await client.healthy()
+            params = SamplingParams(max_new_tokens=7)
+            found = await client.generate(Prompt((1, 2, 3)), params, session_id="s", request_id="r")
+            await client.aclose()
+        return found
+
+    found = asyncio.run(sample())
+    assert (found.token_ids, found.logprobs) in sampler.outputs(7)
+    assert (len(found.token_ids), found.finish_reason) == (7, FinishReason.LENGTH)
+    assert max(found.token_ids) < 100

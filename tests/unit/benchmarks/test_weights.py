@@ -1,0 +1,74 @@
+"""What a weight benchmark counts, and what it refuses."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError
+from agentrl.models.random_models import SHAPES
+from benchmarks.weights import RandomLearner, SyncTimes, WeightsBench, measure_weights
+
+
+def test_gathering_and_sending_are_told_apart() -> None:
+    learner = RandomLearner(SHAPES["tiny"], torch.device("cpu"), seed=1)
+    sizes = []
+    for bucket in learner.buckets(100_000, "bfloat16"):
+        sizes.append(sum(tensor.nbytes for _, tensor in bucket.tensors()))
+        time.sleep(0.01)
+    assert sum(sizes) == 2 * learner.numbers == 2 * SHAPES["tiny"].parameters
+    assert len(sizes) > 2
+    first = learner.watch
+    assert first.buckets == len(sizes)
+    assert 0.01 * len(sizes) + first.pack_s <= first.send_s
+    assert first.gather_s > 0
+    assert first.pack_s > 0
+    list(learner.buckets(100_000))
+    assert learner.watch.send_s < first.send_s, "each pass is counted by itself"
+    assert learner.watch.pack_s == 0
+
+
+def test_weights_are_random_and_the_same_for_a_seed() -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        learner = RandomLearner(SHAPES["tiny"], torch.device("cpu"), seed)
+        return {name: tensor.clone() for bucket in learner.buckets(1 << 20) for name, tensor in bucket.tensors()}
+
+    one, again, other = weights(1), weights(1), weights(2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(one[name], again[name])
+    assert not torch.equal(one[name], other[name])
+    assert "lm_head.weight" not in one, "tied"
+    assert one[name].std() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_rate_leaves_gathering_out() -> None:
+    times = SyncTimes(
+        "tiny", "disk", 1, 100, seconds=4.0, gather_s=1.0, send_s=2.0, pack_s=0.5, request_s=0.25, plain=None
+    )
+    assert times.rate == 50.0
+    assert times.load_s == 1.25
+
+
+@pytest.mark.parametrize(
+    ("size", "transport", "override", "message"),
+    [
+        ("tiny", "ipc", "", r"--transports=ipc: it is for engines on a GPU"),
+        ("tiny", "pigeon", "", r"--transports: pigeon is none of tensor, disk, distributed, ipc"),
+        ("7b", "disk", "", r"size '7b': there are tiny, 0\.6b, 4b, 8b"),
+        ("tiny", "disk", "sampler.url=http://127.0.0.1:1", r"sampler\.url=.*starts its own engines"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    size: str, transport: str, override: str, message: str
+) -> None:
+    config = load_config(None, ["sampler.backend=embedded", *([override] if override else [])])
+    bench = WeightsBench([size], [transport], [1], 1, None)
+
+    async def run() -> None:
+        async for _ in measure_weights(config, bench, lambda text: None):
+            raise AssertionError("nothing is measured")
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(run())
