@@ -25,9 +25,10 @@ from agentrl.config.rollout import FailureConfig, RolloutConfig
 from agentrl.core.env import AsyncEnv, Step
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Message, Rollout, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing.virtual_time import run_virtual

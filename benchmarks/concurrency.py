@@ -19,10 +19,10 @@ from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
 from agentrl.core.errors import EngineError
+from agentrl.data.task_sources import NoTasks
 from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import NoTasks
 from benchmarks import scripted_engine
 from benchmarks.efficiency import EfficiencyBench, bench_config, full_turns, make_jobs
 from benchmarks.episode_runner import bench_rollout

@@ -22,13 +22,14 @@ from agentrl.core.errors import EngineError
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Generation, Message, Prompt, SamplingParams
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job
+from agentrl.data.task_sources import NoTasks
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.inference.client.generation import generate_body
 from agentrl.models.load import load_tokenizer
 from agentrl.models.random_models import find_model_shape, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.services import Services, open_services
-from agentrl.runtime.task_order import NoTasks
 from benchmarks.episode_runner import bench_loop
 
 _WARM_TOKENS = 4

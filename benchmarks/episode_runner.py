@@ -13,7 +13,8 @@ from typing import Any
 
 from agentrl.config.rollout import RolloutConfig
 from agentrl.core.types import FinishReason, Generation, Rollout, Row
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.admission import Admission

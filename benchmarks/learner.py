@@ -24,7 +24,7 @@ from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.registry import BACKENDS, make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
-from agentrl.runtime.training_summary import estimate_memory, with_recompute
+from agentrl.planner.training_summary import estimate_memory, with_recompute
 from benchmarks.learner_loops import LOOPS, LoopOptions, OtherLoop
 from benchmarks.learner_rows import WORKLOADS, RowOptions
 from benchmarks.step_profile import StepProfile, profile_step

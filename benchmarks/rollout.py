@@ -14,15 +14,14 @@ from statistics import median
 from agentrl.config.schema import Config
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Generation, Prompt, Row, SamplingParams
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.buffer import get_tasks
+from agentrl.data.jobs import Job, episode_seed
+from agentrl.data.task_sources import TaskSources, open_tasks, order_of, read_splits
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
-from agentrl.runtime.checks import open_tasks
-from agentrl.runtime.data_buffer import get_tasks
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_order import episode_seed
-from agentrl.runtime.task_sources import TaskSources, order_of, read_splits
 from benchmarks.episode_runner import RolloutTimes, bench_rollout, synthetic_rows
 from benchmarks.masks import MaskTimes, bench_masks
 from benchmarks.tokenization import LongEpisode, converse, long_episode, retokenise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.runtime.task_order import NoTasks
+from agentrl.data.task_sources import NoTasks
 from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service

@@ -48,7 +48,7 @@ def lay_out(config: Config, device: str) -> Layout:
     the learner's rank with its number.
 
     Args:
-        config: checked by `agentrl.runtime.placement_check.check_placement`.
+        config: checked by `agentrl.cluster.placement_check.check_placement`.
         device: of the learner, ``cpu`` or ``cuda``.
 
     """

@@ -6,14 +6,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import Any, Protocol, overload
 
-from agentrl.core.errors import TaskError
-from agentrl.core.types import Message
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-
+from agentrl.core.errors import ConfigError, TaskError
+from agentrl.core.types import Message, message_from_dict, message_to_dict
 
 IMAGE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}$"
 """Pattern of a container image's name, with tag or digest."""
@@ -60,6 +58,62 @@ class Task:
         if image is not None and not (isinstance(image, str) and re.fullmatch(IMAGE_NAME, image)):
             raise TaskError(f"task {self.id!r}: metadata['sandbox_image']={image!r:.100} is not the name of an image")
         return image
+
+
+def task_to_dict(task: Task) -> dict[str, Any]:
+    """Return a task as JSON-able data.
+
+    Raises:
+        ConfigError: its answer or metadata hold what JSON cannot, and what is no tuple.
+
+    """
+    return {
+        "id": task.id,
+        "prompt": [message_to_dict(message) for message in task.prompt],
+        "answer": _to_json(task.answer, task.id, "answer"),
+        "metadata": _to_json(task.metadata, task.id, "metadata"),
+    }
+
+
+def task_from_dict(data: Mapping[str, Any]) -> Task:
+    """Return the task from the return value of `task_to_dict`."""
+    prompt = tuple(message_from_dict(message) for message in data["prompt"])
+    return Task(data["id"], prompt, _from_json(data["answer"]), _from_json(data["metadata"]))
+
+
+def _to_json(value: Any, task: str, part: str) -> Any:
+    """Return a value as JSON that keeps tuples and keys of dictionaries that are no strings; see `_from_json`.
+
+    Raises:
+        ConfigError: it holds something else than what a task may hold.
+
+    """
+    if isinstance(value, list):
+        return [_to_json(one, task, part) for one in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_to_json(one, task, part) for one in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[_to_json(key, task, part), _to_json(one, task, part)] for key, one in value.items()]}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigError(
+        f"task {task}: its {part} holds {value!r:.100} of type {type(value).__name__}, which a checkpoint cannot hold; use None, "
+        "bool, int, float, str, list, tuple and dict"
+    )
+
+
+def _from_json(data: Any) -> Any:
+    """Return the value from the return value of `_to_json`."""
+    if isinstance(data, list):
+        return [_from_json(one) for one in data]
+    if not isinstance(data, dict):
+        return data
+    [(kind, parts)] = data.items()
+    if kind == "tuple":
+        return tuple(map(_from_json, parts))
+    return {_from_json(key): _from_json(one) for key, one in parts}
 
 
 class MadeTasks(Sequence[Task]):

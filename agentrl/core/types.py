@@ -457,3 +457,34 @@ def json_state(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_state(item) for item in value]
     return value.item() if hasattr(value, "item") and not isinstance(value, str) else value
+
+
+def message_to_dict(message: Message) -> dict[str, Any]:
+    """Return a message as JSON-able data."""
+    calls = [
+        {
+            "id": call.id,
+            "name": call.name,
+            "arguments": json_state(call.arguments),
+            "status": call.status.value,
+            "fault": call.fault,
+        }
+        for call in message.tool_calls
+    ]
+    return {
+        "role": message.role,
+        "content": message.content,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+        "inline": message.inline,
+        "token_ids": list(message.token_ids),
+    }
+
+
+def message_from_dict(data: Mapping[str, Any]) -> Message:
+    """Return the message from the return value of `message_to_dict`."""
+    calls = tuple(
+        ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
+        for call in data["tool_calls"]
+    )
+    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], tuple(data["token_ids"]))

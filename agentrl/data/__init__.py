@@ -1,1 +1,1 @@
-"""Tasks from prompts: JSONL and parquet files, Hugging Face datasets."""
+"""The tasks of a run: rows of files and datasets, tasksets by source, their order and buffer, and the episodes to run."""

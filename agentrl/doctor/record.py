@@ -17,8 +17,8 @@ from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import whole_checkpoints
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
+from agentrl.obs.run_end import RunEnd, read_end
 from agentrl.obs.trace import read_trace, trace_files
-from agentrl.runtime.run_end import RunEnd, read_end
 from agentrl.runtime.run_lock import LockHolder, lock_holder
 
 LOG_BYTES = 200_000

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from agentrl.core.errors import EpisodeError, RunStopped
@@ -18,6 +18,7 @@ from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task, source_of
 from agentrl.core.tool import CallTool, Tool, ToolClient
 from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
+from agentrl.data.jobs import Job
 from agentrl.episode.chat import Agent
 from agentrl.episode.context import EnvFactory, EpisodeContext
 from agentrl.episode.custom_loop import Generate, run_custom_loop
@@ -30,23 +31,6 @@ from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
 from agentrl.render.base import Renderer
 from agentrl.rewards.base import Grader
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One episode to run."""
-
-    task: Task
-    """The problem; its id becomes the ``prompt_id``."""
-    seed: int
-    """Seeds the policy's samples."""
-    rollout_id: str
-    """Unique in the run."""
-    reset_seed: int | None = None
-    """Seeds the environment; if None, ``seed`` does."""
-    lineup: Lineup | None = None
-    """Who plays in a multi-agent episode; if None, the runner's lineup."""
-
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
 _STARTS = 64

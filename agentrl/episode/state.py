@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentrl.core.types import CallStatus, ForkReason, Message, ToolCall, Turn, json_state
+from agentrl.core.types import ForkReason, Message, Turn, json_state, message_from_dict, message_to_dict
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollout_format import turn_from_dict, turn_to_dict
 
@@ -172,34 +172,3 @@ class SavedStates(Protocol):
     def save(self, rollout_id: str, task_id: str, state: Callable[[], dict[str, Any]]) -> None:
         """Save the state of an episode."""
         ...
-
-
-def message_to_dict(message: Message) -> dict[str, Any]:
-    """Return a message as JSON-able data."""
-    calls = [
-        {
-            "id": call.id,
-            "name": call.name,
-            "arguments": json_state(call.arguments),
-            "status": call.status.value,
-            "fault": call.fault,
-        }
-        for call in message.tool_calls
-    ]
-    return {
-        "role": message.role,
-        "content": message.content,
-        "tool_calls": calls,
-        "tool_call_id": message.tool_call_id,
-        "inline": message.inline,
-        "token_ids": list(message.token_ids),
-    }
-
-
-def message_from_dict(data: Mapping[str, Any]) -> Message:
-    """Return the message from the return value of `message_to_dict`."""
-    calls = tuple(
-        ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
-        for call in data["tool_calls"]
-    )
-    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], tuple(data["token_ids"]))

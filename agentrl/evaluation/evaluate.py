@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job, episode_seed
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
-from agentrl.runtime.task_order import episode_seed
 
 OnDone = Callable[[Rollout], None]
 

@@ -11,22 +11,20 @@ from rich.console import Console
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
+from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
 from agentrl.evaluation.evaluate import evaluate
 from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.episode_progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
-from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.checks import check_engine, check_episodes
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import watched
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.saved_policies import open_saved
 from agentrl.runtime.services import Services
-from agentrl.runtime.task_order import NoTasks
-from agentrl.runtime.task_sources import TaskSources
 
 
 async def evaluate_policy(
@@ -61,7 +59,7 @@ async def evaluate_policy(
         async with open_saved(config, tasks, model, Path(folder)) as services:
             count.begin()
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                async with watched(services, interrupt):
+                async with interrupt.guard_episodes(services.check):
                     results = await evaluate(sets, services.runner(), done)
                     found = await _exploitability(services)
     if file is not None:

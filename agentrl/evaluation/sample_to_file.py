@@ -18,20 +18,20 @@ from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import source_of
 from agentrl.core.types import Rollout
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.task_sources import MixedOrder, Split, open_tasks, order_of, read_splits, split_size
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.episode_progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile, sampled_with
 from agentrl.obs.watchdog import Watchdog
-from agentrl.runtime.checks import check_engine, check_episodes, open_tasks
+from agentrl.runtime.checks import check_engine, check_episodes
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.saved_policies import open_saved
-from agentrl.runtime.task_sources import MixedOrder, Split, order_of, read_splits, split_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for number, (start, some) in enumerate(steps, 1):
                         jobs = episodes.step(number, range(start, start + some))
-                        async with watched(services, interrupt):
+                        async with interrupt.guard_episodes(services.check):
                             await runner.run_many(jobs, write)
     except RunStopped as stop:
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None

@@ -12,10 +12,9 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
+from agentrl.data.task_sources import TaskSources, named, of_source, read_split
 from agentrl.data.tasks import read_tasks
 from agentrl.evaluation.opponents import eval_lineups
-from agentrl.runtime.task_order import read_split
-from agentrl.runtime.task_sources import TaskSources, named, of_source
 
 
 @dataclass(frozen=True, slots=True)

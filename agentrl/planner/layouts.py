@@ -20,7 +20,7 @@ from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, learner_memory, with_critic
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.planner.gpus import MACHINE
-from agentrl.runtime.training_summary import critic_memory, memory_options
+from agentrl.planner.training_summary import critic_memory, memory_options
 
 _FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
 """``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""

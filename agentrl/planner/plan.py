@@ -17,7 +17,7 @@ from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
 from agentrl.planner.gpus import GIB, Gpus
 from agentrl.planner.layouts import Candidate, Request, layouts
-from agentrl.runtime.training_summary import FITS, trained_model
+from agentrl.planner.training_summary import FITS, trained_model
 from agentrl.weight_sync.registry import bucket_bytes_of
 
 BASE = Layer("default of a plan", {"sampler": {"backend": "sglang"}, "learner": {"device": "cuda"}})

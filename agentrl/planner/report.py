@@ -9,7 +9,7 @@ from agentrl.config.merging import Tree
 from agentrl.planner.gpus import GIB, MACHINE
 from agentrl.planner.layouts import micro_tokens
 from agentrl.planner.plan import Option, Plan
-from agentrl.runtime.training_summary import FITS
+from agentrl.planner.training_summary import FITS
 
 
 def report(plan: Plan, given: Tree) -> list[str]:

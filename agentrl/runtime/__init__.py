@@ -1,1 +1,1 @@
-"""What training, evaluation and sampling share: running services, checks, task order, run folder."""
+"""What commands share that run episodes: services, tool servers, checks, signals, and the folder of a run."""

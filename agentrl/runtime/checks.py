@@ -5,64 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.batch.group_filters import GroupFilters
+from agentrl.cluster.placement_check import gpus_here
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError
 from agentrl.core.extras import install_command, installed, not_installed
 from agentrl.core.imports import describe
-from agentrl.core.registry import env_class, lacking_step, make_any_env, make_tasks
-from agentrl.core.task import TaskSet
-from agentrl.data.tasks import FileTasks
+from agentrl.core.registry import env_class, lacking_step, make_any_env
+from agentrl.data.buffer import load_buffer_filter
+from agentrl.data.task_sources import of_source
 from agentrl.inference.fleet.sglang_router_process import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
-from agentrl.runtime.data_buffer import load_buffer_filter
 from agentrl.runtime.lineups import make_lineup
-from agentrl.runtime.placement_check import gpus_here
 from agentrl.runtime.run_tools import run_services
-from agentrl.runtime.task_order import EnvTasks
-from agentrl.runtime.task_sources import TaskSources, of_source
 from agentrl.selfplay.check import check_roles, check_self_play
-
-
-def open_tasks(config: Config) -> TaskSources:
-    """Return the configured tasks of each source: from files, from a taskset, or the environment's own.
-
-    Sources with the same taskset share it.
-
-    Raises:
-        ConfigError, UnknownNameError: there are none, or the source is not valid.
-
-    """
-    opened: dict[str, TaskSet] = {}
-    by_source = config.by_source()
-    for name, each in by_source.items():
-        same = (other for other in opened if _tasks_of(by_source[other]) == _tasks_of(each))
-        with of_source(name):
-            other = next(same, None)
-            opened[name] = _open(each) if other is None else opened[other]
-    return opened
-
-
-def _tasks_of(config: Config) -> tuple[object, ...]:
-    own = config.env.name if config.tasks.name is None else None
-    return config.data, config.tasks.name, config.tasks.options, own
-
-
-def _open(config: Config) -> TaskSet:
-    data, tasks = config.data, config.tasks
-    if data.path is not None or data.eval_path is not None:
-        return FileTasks.of_run(config)
-    if tasks.name is not None:
-        return make_tasks(tasks.name, tasks.options)
-    cls = env_class(config.env.name)
-    if cls.tasks.__func__ is EnvBase.tasks.__func__:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
-            "a taskset, or define tasks(split, seed) on the environment"
-        )
-    return EnvTasks(cls, config.run.seed)
 
 
 def check_episodes(config: Config) -> None:

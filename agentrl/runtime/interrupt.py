@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from types import TracebackType
 
-from agentrl.core.errors import RunStopped
+from agentrl.core.errors import AgentrlError, RunStopped
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that end a run."""
@@ -123,6 +123,22 @@ class Interrupt:
             raise reason from None
         finally:
             observer.cancel()
+
+    @asynccontextmanager
+    async def guard_episodes(self, check_services: Callable[[], None]) -> AsyncIterator[None]:
+        """Run episodes in the body. A signal ends them, and a server that dies ends them with the server's own error.
+
+        Args:
+            check_services: raises if a service has died; see `agentrl.runtime.services.Services.check`.
+
+        """
+        try:
+            async with self.guard(check_services):
+                yield
+        except AgentrlError:
+            self.check()  # a signal to all processes has ended the servers, too
+            check_services()
+            raise
 
     async def _requested_within(self, seconds: float) -> bool:
         try:

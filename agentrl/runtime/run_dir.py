@@ -12,7 +12,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
 from agentrl.obs.journal import has_journal
-from agentrl.runtime.run_end import recorded_end
+from agentrl.obs.run_end import recorded_end
 from agentrl.runtime.run_lock import locked
 
 RUNS = Path("runs")

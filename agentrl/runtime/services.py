@@ -15,6 +15,7 @@ from agentrl.core.child_process import raise_file_limit
 from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
+from agentrl.data.task_sources import TaskSources
 from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
@@ -28,7 +29,6 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.runtime.lineups import make_lineup
 from agentrl.runtime.reserved_engines import frozen_fleets
-from agentrl.runtime.task_sources import TaskSources
 from agentrl.runtime.tool_servers import ToolServers
 
 _NEW_OBJECTS = 100_000

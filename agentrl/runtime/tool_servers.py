@@ -16,9 +16,9 @@ from agentrl.config.tools import ToolConfig
 from agentrl.core.errors import AgentrlError, ConfigError, ToolServerError
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient
+from agentrl.data.task_sources import TaskSources
 from agentrl.obs.waiting import waiting
 from agentrl.runtime.run_tools import run_services, served_tools, service_options, tool_url, warn_unsandboxed
-from agentrl.runtime.task_sources import TaskSources
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
 
 _log = logging.getLogger(__name__)

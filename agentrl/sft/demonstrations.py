@@ -17,9 +17,9 @@ from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient, ToolService
 from agentrl.core.types import Row
+from agentrl.data.task_sources import read_split
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.run_tools import served_tools, service_options
-from agentrl.runtime.task_order import read_split
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.toolserver.service import find_service
 

@@ -13,8 +13,8 @@ from agentrl.learner.registry import make_backend
 from agentrl.models.export import check_free
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.resolve import resolve_model
+from agentrl.planner.training_summary import describe_training, with_recompute
 from agentrl.runtime.checks import check_packages
-from agentrl.runtime.training_summary import describe_training, with_recompute
 
 
 def check_sft(config: Config) -> None:

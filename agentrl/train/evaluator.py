@@ -17,7 +17,6 @@ from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import watched
 from agentrl.runtime.reserved_engines import reserved_fleet
 from agentrl.runtime.services import Services
 from agentrl.train.self_play import SelfPlay
@@ -93,7 +92,7 @@ class Evaluator:
         self._standing = {} if self.self_play is None else self.self_play.begin_evaluation()
         if self.game_scores is not None:
             fleet = self.services.fleet if self.engines is None else self.engines.fleet
-            async with watched(self.services, self.interrupt):
+            async with self.interrupt.guard_episodes(self.services.check):
                 self._standing |= self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
 
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
@@ -113,7 +112,7 @@ class Evaluator:
 
         self.running = True
         try:
-            async with watched(self.services, self.interrupt):
+            async with self.interrupt.guard_episodes(self.services.check):
                 runner = self.services.runner(sampler=None if self.engines is None else self.engines.fleet.sampler)
                 results = await evaluate(self.sets, runner, done)
                 if self.game_scores is not None and self.self_play is not None:

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.data.streams import TaskStream
+from agentrl.data.task_sources import Split, TaskSources, of_source, open_tasks, order_of, read_splits, split_size
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
@@ -20,13 +22,11 @@ from agentrl.models.learning_rates import count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_routing
 from agentrl.models.reference_policy import check_frozen, check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
-from agentrl.runtime.checks import check_engine, check_episodes, check_packages, open_tasks
-from agentrl.runtime.placement_check import check_placement, describe_placement
+from agentrl.planner.training_summary import describe_memory, describe_training
+from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.task_sources import Split, TaskSources, of_source, order_of, read_splits, split_size
-from agentrl.runtime.template_check import TRIED, check_chat_template
-from agentrl.runtime.training_summary import describe_memory, describe_training
 from agentrl.train.teachers import check_teachers
+from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
 
 

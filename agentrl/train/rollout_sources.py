@@ -10,15 +10,14 @@ from typing import Any
 
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.task_sources import open_tasks, order_of, read_splits
 from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
-from agentrl.runtime.checks import open_tasks
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import TaskJobs
 from agentrl.runtime.services import open_services
-from agentrl.runtime.task_sources import order_of, read_splits
 from agentrl.train.evaluator import Evaluator, open_eval_engines
 from agentrl.train.open_self_play import open_self_play
 from agentrl.train.pipeline.records import RunRecords

@@ -20,9 +20,9 @@ from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkp
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
+from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
-from agentrl.runtime.training_summary import with_recompute
 from agentrl.train.optimizer_steps import baselines_from_state, with_possible_sharing
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.rollout_sources import open_replay, open_sampling

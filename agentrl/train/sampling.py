@@ -12,13 +12,12 @@ from typing import Any
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import Job
+from agentrl.data.jobs import Job, TaskJobs
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import TaskJobs, watched
 from agentrl.runtime.services import Services
 from agentrl.train.evaluator import EvalEngines, Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
@@ -231,7 +230,7 @@ class Sampling:
                 step - 1,
                 self.services.runner(),
                 self._group_jobs,
-                partial(watched, self.services, self.interrupt),
+                partial(self.interrupt.guard_episodes, self.services.check),
                 self.records.journal,
                 self._write_ended,
                 self.self_play,

@@ -17,7 +17,7 @@ from agentrl.config.self_play import PAST, SelfPlayConfig, is_fixed
 from agentrl.core.lineup import Lineup, PolicySeat, Seat
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import Job
+from agentrl.data.jobs import Job
 from agentrl.evaluation.exploitability import GameScores, PlayedStrategy
 from agentrl.evaluation.opponents import fixed_seat, games_report
 from agentrl.evaluation.result import SetResult

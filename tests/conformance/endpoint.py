@@ -17,9 +17,10 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.config.tasks import EndpointConfig
 from agentrl.core.lineup import EndpointSeat, Lineup
 from agentrl.core.types import FailureKind, Rollout, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 from tests.unit.episode.conftest import CHATML, renderer_of
 

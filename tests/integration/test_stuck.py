@@ -13,9 +13,10 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.models.load import load_tokenizer

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.train.pipeline.journal import Journal
 
 

@@ -20,10 +20,9 @@ from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.core.tool import Tool
-from agentrl.core.types import Rollout, json_state
+from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
 from agentrl.episode.experts import from_dict as experts_from_dict
 from agentrl.episode.experts import to_dict as experts_to_dict
-from agentrl.episode.state import message_from_dict, message_to_dict
 from agentrl.learner.checkpoints import checkpoint_step, whole_checkpoints
 from agentrl.obs.journal import (
     JournaledBatch,

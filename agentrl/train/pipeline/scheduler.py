@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.obs.waiting import waiting
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.filtering import Filtering

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from agentrl.cluster import placement_check as placing
+from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.runtime import placement_check as placing
-from agentrl.runtime.placement_check import check_placement, describe_placement
 
 SGLANG = "sampler.backend=sglang"
 TP2 = "sampler.sglang.tp_size=2"

@@ -13,10 +13,11 @@ from pyarrow import parquet
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.data import row_table
+from agentrl.data.order import TaskOrder
 from agentrl.data.row_table import JsonlTable, open_table
 from agentrl.data.rows import read_rows
+from agentrl.data.task_sources import read_split
 from agentrl.data.tasks import FileTasks, read_tasks
-from agentrl.runtime.task_order import TaskOrder, read_split
 
 ROWS = [
     {"prompt": f"{n} + 1?", "label": str(n + 1), "facts": {"n": n}, "name": f"r{n}", "more": "x" * n}

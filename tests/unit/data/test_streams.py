@@ -20,11 +20,10 @@ from agentrl.config.tasks import DataConfig, DataSourceConfig
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, DataError
 from agentrl.core.task import Task
+from agentrl.data.order import TaskOrder
 from agentrl.data.streams import StreamOrder
+from agentrl.data.task_sources import make_data_source, open_tasks, order_of, read_splits
 from agentrl.data.tasks import FileTasks
-from agentrl.runtime.checks import open_tasks
-from agentrl.runtime.task_order import TaskOrder
-from agentrl.runtime.task_sources import make_data_source, order_of, read_splits
 
 ROWS = [{"prompt": f"{n} + 1?", "label": n + 1, "name": f"r{n}"} for n in range(90)]
 KEYS: dict[str, Any] = {"label_key": "label", "id_key": "name"}

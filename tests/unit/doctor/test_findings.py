@@ -17,8 +17,8 @@ from agentrl.config.saved import save_config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.doctor.diagnose import diagnose
 from agentrl.obs.journal import JournalLog
+from agentrl.obs.run_end import read_end
 from agentrl.runtime.run_dir import run_folder
-from agentrl.runtime.run_end import read_end
 from agentrl.runtime.run_lock import locked
 
 GOOD = {

@@ -15,10 +15,11 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.trajectory import Trajectory
 from agentrl.sft.demonstrate import demonstrate

@@ -19,10 +19,11 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
 from agentrl.core.types import FailureKind, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.custom_loop import load_generate, needed_tools
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.rewards import exact_match
 from agentrl.testing import ScriptedSampler
 

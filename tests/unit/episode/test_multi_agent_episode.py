@@ -19,9 +19,10 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.errors import RunStopped, SamplerError, UnknownNameError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
 from agentrl.core.types import FailureKind, ForkReason, Provenance, SamplingParams, StopReason
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.testing import ScriptedSampler
 
 

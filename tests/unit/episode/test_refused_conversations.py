@@ -10,9 +10,10 @@ from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.tool import tool
 from agentrl.core.types import FailureKind, Message, Rewrite, Rollout, SamplingParams, StopReason
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
 from tests.unit.episode.conftest import CHATML, renderer_of

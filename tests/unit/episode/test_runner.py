@@ -25,10 +25,11 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.data.jobs import Job
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.episode.state import EpisodeState
 from agentrl.testing import ScriptedSampler
 from benchmarks.episode_runner import RolloutTimes, bench_rollout

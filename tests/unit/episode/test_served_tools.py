@@ -23,9 +23,10 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.rewards.grader import RewardGrader
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import ScriptedSampler

@@ -6,7 +6,8 @@ import pytest
 
 from agentrl import Env, Message, Task
 from agentrl.core.types import StopReason
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.data.jobs import Job
+from agentrl.episode.runner import EpisodeRunner
 from tests.unit.episode.test_runner import build
 
 

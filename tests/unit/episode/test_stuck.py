@@ -8,9 +8,10 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.obs.watchdog import Watchdog
 from agentrl.rewards.grader import make_grader
 from agentrl.testing import ScriptedSampler

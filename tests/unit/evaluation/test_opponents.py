@@ -14,6 +14,7 @@ from agentrl.core.lineup import Lineup, ScriptedSeat
 from agentrl.core.registry import make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Message, Prompt, Rollout, SamplingParams, StopReason
+from agentrl.data.task_sources import open_tasks
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
@@ -22,7 +23,6 @@ from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.opponents import eval_lineups, games_report
 from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
-from agentrl.runtime.checks import open_tasks
 from agentrl.selfplay.check import check_self_play
 from agentrl.selfplay.league import League
 from agentrl.selfplay.league_log import LeagueLog, last_evaluation, read_league

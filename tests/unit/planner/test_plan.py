@@ -19,7 +19,7 @@ from agentrl.planner.gpus import GIB, Gpus
 from agentrl.planner.layouts import Request, layouts
 from agentrl.planner.plan import BASE, Option, Plan, make_plan
 from agentrl.planner.report import report
-from agentrl.runtime.training_summary import FITS, trained_model
+from agentrl.planner.training_summary import FITS, trained_model
 
 TOKENS = {"batch": {"tokens_per_micro": 16384}, "rollout": {"max_tokens": 8192}}
 

@@ -23,6 +23,8 @@ from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, SamplingParams
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.order import TaskOrder
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner
@@ -31,8 +33,6 @@ from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_sta
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import TaskJobs
-from agentrl.runtime.task_order import TaskOrder
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.evaluator import Evaluator

@@ -10,7 +10,7 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import model_folder
 from agentrl.core.types import Message
-from agentrl.runtime.template_check import check_chat_template
+from agentrl.train.template_check import check_chat_template
 from tests.unit.render.oracles import template
 
 

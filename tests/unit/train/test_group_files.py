@@ -14,9 +14,10 @@ from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Message, Rollout, Row, RowKey, SamplingParams, StopReason
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.obs.rollouts import RolloutFile, read_rollouts
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.groups import run_group

@@ -18,8 +18,9 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks, TaskSet
 from agentrl.core.types import Rollout, StopReason
-from agentrl.runtime.jobs import TaskJobs
-from agentrl.runtime.task_order import EnvTasks, TaskOrder, episode_seed, read_split
+from agentrl.data.jobs import TaskJobs, episode_seed
+from agentrl.data.order import TaskOrder
+from agentrl.data.task_sources import EnvTasks, read_split
 from agentrl.train.optimizer_steps import StepScores, live_share, optimizer_steps, packing_options, step_advantages
 from agentrl.train.step_metrics import merge_metrics, rollout_metrics
 from benchmarks.episode_runner import synthetic_rows

@@ -16,9 +16,10 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Rollout, SamplingParams
+from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, Job
+from agentrl.episode.runner import EpisodeRunner
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal

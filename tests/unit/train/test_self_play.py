@@ -11,7 +11,7 @@ from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.lineup import EndpointSeat, PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Rollout, SeatRecord, StopReason
-from agentrl.episode.runner import Job
+from agentrl.data.jobs import Job
 from agentrl.evaluation.exploitability import PlayedStrategy
 from agentrl.learner.checkpoints import STATE
 from agentrl.models.weight_files import WeightFiles

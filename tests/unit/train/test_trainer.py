@@ -22,6 +22,7 @@ from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError, RunStopped
 from agentrl.core.types import Failure, FailureKind, Rollout
+from agentrl.data.jobs import OnDone
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
@@ -29,7 +30,6 @@ from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_sta
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.jobs import OnDone
 from agentrl.testing import FakeLearner
 from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.replay import RecordedRollouts, Replay

@@ -13,15 +13,16 @@ from typing import Any, Literal
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataSourceConfig
 from agentrl.core.data_source import DataSource
+from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_name
 from agentrl.core.imports import describe, is_reference, load_object
-from agentrl.core.registry import build
+from agentrl.core.registry import build, env_class, make_tasks
 from agentrl.core.task import MadeTasks, Task, TaskSet, source_of, task_id
+from agentrl.data.buffer import get_tasks
+from agentrl.data.curriculum import Curriculum
+from agentrl.data.order import TaskOrder, same_ids
 from agentrl.data.streams import TaskStream
 from agentrl.data.tasks import FileTasks
-from agentrl.runtime.curriculum import Curriculum
-from agentrl.runtime.data_buffer import get_tasks
-from agentrl.runtime.task_order import TaskOrder, read_split
 
 DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder, "curriculum": Curriculum}
 """The data sources of agentrl."""
@@ -42,6 +43,69 @@ def of_source(source: str) -> Iterator[None]:
         if not source:
             raise
         raise type(error)("\n".join(f"sources.{source}: {line}" for line in str(error).splitlines())) from error
+
+
+class EnvTasks(TaskSet):
+    """The tasks of an environment class."""
+
+    def __init__(self, env: type[EnvBase], seed: int) -> None:
+        self._env = env
+        self._seed = seed
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return ``Env.tasks(name, seed)``."""
+        return self._env.tasks(name, self._seed)
+
+    def call(self, name: str) -> str:
+        """Return the call that `split` makes, for messages."""
+        return f"{self._env.__name__}.tasks({name!r}, {self._seed})"
+
+
+class NoTasks(TaskSet):
+    """An empty taskset, for evaluations whose sets all have files."""
+
+    def split(self, name: str) -> Sequence[Task]:
+        """Return an empty sequence."""
+        return ()
+
+
+def open_tasks(config: Config) -> TaskSources:
+    """Return the configured tasks of each source: from files, from a taskset, or the environment's own.
+
+    Sources with the same taskset share it.
+
+    Raises:
+        ConfigError, UnknownNameError: there are none, or the source is not valid.
+
+    """
+    opened: dict[str, TaskSet] = {}
+    by_source = config.by_source()
+    for name, each in by_source.items():
+        same = (other for other in opened if _tasks_of(by_source[other]) == _tasks_of(each))
+        with of_source(name):
+            other = next(same, None)
+            opened[name] = _open(each) if other is None else opened[other]
+    return opened
+
+
+def _tasks_of(config: Config) -> tuple[object, ...]:
+    own = config.env.name if config.tasks.name is None else None
+    return config.data, config.tasks.name, config.tasks.options, own
+
+
+def _open(config: Config) -> TaskSet:
+    data, tasks = config.data, config.tasks
+    if data.path is not None or data.eval_path is not None:
+        return FileTasks.of_run(config)
+    if tasks.name is not None:
+        return make_tasks(tasks.name, tasks.options)
+    cls = env_class(config.env.name)
+    if cls.tasks.__func__ is EnvBase.tasks.__func__:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
+            "a taskset, or define tasks(split, seed) on the environment"
+        )
+    return EnvTasks(cls, config.run.seed)
 
 
 class _OfSource(MadeTasks):
@@ -142,6 +206,44 @@ class MixedOrder(DataSource):
             for name, order in self._orders.items()
             for key, value in order.metrics().items()
         }
+
+
+def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
+    """Return the tasks of a split.
+
+    Args:
+        tasks: the configured taskset.
+        name: of the split.
+        key: the configuration key that holds ``name``, for messages.
+
+    Raises:
+        UnknownNameError: the taskset knows no such split.
+        ConfigError: ``split`` or ``tasks`` raises or does not return tasks, or two tasks have one id and so would be one
+            group. Ids of tasks that are made on access are compared when `TaskOrder` takes them.
+
+    """
+    call = tasks.call(name) if isinstance(tasks, EnvTasks) else f"{type(tasks).__name__}.split({name!r})"
+    try:
+        found = tasks.split(name)
+    except AgentrlError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key}={name}: {call} raised {describe(error)}; it must return the tasks of the split, or () if it has none. "
+            f"{key} names another split"
+        ) from error
+    if isinstance(found, MadeTasks):
+        return found
+    fits = hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | Mapping)
+    if not fits or (wrong := [task for task in found if not isinstance(task, Task)]):
+        what = f"one with {wrong[0]!r:.100} in it" if fits else f"{found!r:.100}"
+        raise ConfigError(f"{key}={name}: {call} must return a sequence of Tasks, it returned {what}")
+    places: dict[str, list[int]] = {}
+    for number, task in enumerate(found):
+        places.setdefault(task.id, []).append(number)
+    if len(places) < len(found):
+        raise same_ids(call, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
+    return found
 
 
 def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eval"] = "train") -> dict[str, Split]:

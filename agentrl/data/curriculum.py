@@ -11,7 +11,7 @@ import numpy as np
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task
-from agentrl.runtime.task_order import same_ids
+from agentrl.data.order import same_ids
 
 RECENT = 0.5
 """Weight of a task's newest group in its success rate."""

@@ -13,10 +13,9 @@ from agentrl import Message, Task
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import MadeTasks, TaskSet, source_of
-from agentrl.runtime.checks import open_tasks
-from agentrl.runtime.jobs import TaskJobs
-from agentrl.runtime.task_order import TaskOrder
-from agentrl.runtime.task_sources import MixedOrder, named, of_source, order_of, read_splits
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.order import TaskOrder
+from agentrl.data.task_sources import MixedOrder, named, of_source, open_tasks, order_of, read_splits
 from agentrl.runtime.tool_servers import JoinedCorpora
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 3.0, 7.5]), min_size=1, max_size=4)

@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
-
 from agentrl.config.schema import Config
 from agentrl.core.data_source import BufferFilter, DataSource, take_first
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.core.imports import describe, load_object
-from agentrl.core.task import Task
-from agentrl.episode.state import message_from_dict, message_to_dict
+from agentrl.core.task import Task, task_from_dict, task_to_dict
 
 
 def load_buffer_filter(config: Config) -> BufferFilter:
@@ -148,8 +145,8 @@ class DataBuffer:
                 source = deepcopy(self.source.state())  # is written to disk while tasks are taken
             return {
                 "next": self._next,
-                "taken": {str(position): _to_dict(task) for position, task in self._taken.items()},
-                "buffer": [_to_dict(task) for task in self._buffer],
+                "taken": {str(position): task_to_dict(task) for position, task in self._taken.items()},
+                "buffer": [task_to_dict(task) for task in self._buffer],
                 "again": sorted(self._again),
                 "source": source,
             }
@@ -158,8 +155,8 @@ class DataBuffer:
         """Restore the return value of `state`."""
         with self._lock:
             self._next = state["next"]
-            self._taken = {int(position): _from_dict(task) for position, task in state["taken"].items()}
-            self._buffer = [_from_dict(task) for task in state["buffer"]]
+            self._taken = {int(position): task_from_dict(task) for position, task in state["taken"].items()}
+            self._buffer = [task_from_dict(task) for task in state["buffer"]]
             self._again = set(state["again"])
             with _calling(self.source, "load_state"):
                 self.source.load_state(state["source"])
@@ -194,52 +191,3 @@ def get_tasks(source: DataSource, count: int) -> list[Task]:
     if not isinstance(found, Sequence) or len(found) != count or not all(isinstance(task, Task) for task in found):
         raise ConfigError(f"{call} must return a sequence of {count} Tasks, it returned {found!r:.100}")
     return list(found)
-
-
-def _to_dict(task: Task) -> dict[str, Any]:
-    return {
-        "id": task.id,
-        "prompt": [message_to_dict(message) for message in task.prompt],
-        "answer": _to_json(task.answer, task.id, "answer"),
-        "metadata": _to_json(task.metadata, task.id, "metadata"),
-    }
-
-
-def _from_dict(data: Mapping[str, Any]) -> Task:
-    prompt = tuple(message_from_dict(message) for message in data["prompt"])
-    return Task(data["id"], prompt, _from_json(data["answer"]), _from_json(data["metadata"]))
-
-
-def _to_json(value: Any, task: str, part: str) -> Any:
-    """Return a value as JSON that keeps tuples and keys of dictionaries that are no strings; see `_from_json`.
-
-    Raises:
-        ConfigError: it holds something else than what a task may hold.
-
-    """
-    if isinstance(value, list):
-        return [_to_json(one, task, part) for one in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_to_json(one, task, part) for one in value]}
-    if isinstance(value, Mapping):
-        return {"dict": [[_to_json(key, task, part), _to_json(one, task, part)] for key, one in value.items()]}
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(
-        f"task {task}: its {part} holds {value!r:.100} of type {type(value).__name__}, which a checkpoint cannot hold; use None, "
-        "bool, int, float, str, list, tuple and dict"
-    )
-
-
-def _from_json(data: Any) -> Any:
-    """Return the value from the return value of `_to_json`."""
-    if isinstance(data, list):
-        return [_from_json(one) for one in data]
-    if not isinstance(data, dict):
-        return data
-    [(kind, parts)] = data.items()
-    if kind == "tuple":
-        return tuple(map(_from_json, parts))
-    return {_from_json(key): _from_json(one) for key, one in parts}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.data.task_sources import TaskSources
 from agentrl.inference.base import EngineControl
 from agentrl.runtime.services import Services, open_services
-from agentrl.runtime.task_sources import TaskSources
 from agentrl.weight_sync.adapter import for_adapters, load_policies
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.runtime.training_summary import describe_memory, estimate_memory, with_recompute
+from agentrl.planner.training_summary import describe_memory, estimate_memory, with_recompute
 
 AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
 

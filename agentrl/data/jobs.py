@@ -1,25 +1,38 @@
-"""The episodes of training, and the checks of services while they run."""
+"""Episodes to run, from the tasks of a run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
-from contextlib import asynccontextmanager
+import zlib
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from agentrl.config.schema import Config
 from agentrl.core.data_source import DataSource
-from agentrl.core.errors import AgentrlError
-from agentrl.core.task import source_of
+from agentrl.core.lineup import Lineup
+from agentrl.core.task import Task, source_of
 from agentrl.core.types import FailureKind, Rollout
-from agentrl.episode.runner import Job
-from agentrl.runtime.data_buffer import DataBuffer, load_buffer_filter
-from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.services import Services
-from agentrl.runtime.task_order import episode_seed
+from agentrl.data.buffer import DataBuffer, load_buffer_filter
 
 OnDone = Callable[[Rollout], None]
 
 INFRASTRUCTURE = frozenset({FailureKind.SAMPLER, FailureKind.TOOL, FailureKind.SANDBOX})
 """Failures that are neither the task's nor the policy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One episode to run."""
+
+    task: Task
+    """The problem; its id becomes the ``prompt_id``."""
+    seed: int
+    """Seeds the policy's samples."""
+    rollout_id: str
+    """Unique in the run."""
+    reset_seed: int | None = None
+    """Seeds the environment; if None, ``seed`` does."""
+    lineup: Lineup | None = None
+    """Who plays in a multi-agent episode; if None, the runner's lineup."""
 
 
 class TaskJobs:
@@ -70,13 +83,6 @@ def _is_lost(rollout: Rollout) -> bool:
     return rollout.dropped and rollout.failure is not None and rollout.failure.kind in INFRASTRUCTURE
 
 
-@asynccontextmanager
-async def watched(services: Services, interrupt: Interrupt) -> AsyncIterator[None]:
-    """Run episodes in the body. A signal ends them, and a server that dies ends them with the server's own error."""
-    try:
-        async with interrupt.guard(services.check):
-            yield
-    except AgentrlError:
-        interrupt.check()  # a signal to all processes has ended the servers, too
-        services.check()
-        raise
+def episode_seed(run_seed: int, *parts: str | int) -> int:
+    """Return a seed for one episode from the run's seed and the episode's identifiers; equal in every process."""
+    return zlib.crc32("/".join(str(part) for part in (run_seed, *parts)).encode()) & 0x7FFFFFFF

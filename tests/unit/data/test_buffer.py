@@ -13,10 +13,10 @@ from agentrl import ConfigError, DataSource, Message, Task, UserError
 from agentrl.config.load import load_config
 from agentrl.config.tasks import DataSourceConfig
 from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
-from agentrl.runtime.data_buffer import DataBuffer, load_buffer_filter
-from agentrl.runtime.jobs import TaskJobs
-from agentrl.runtime.task_order import TaskOrder
-from agentrl.runtime.task_sources import make_data_source, order_of
+from agentrl.data.buffer import DataBuffer, load_buffer_filter
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.order import TaskOrder
+from agentrl.data.task_sources import make_data_source, order_of
 
 TASKS = [Task(f"t{number}", (Message("user", "?"),), answer=number, metadata={"n": number}) for number in range(7)]
 
@@ -97,7 +97,7 @@ def test_tasks_that_come_back_are_taken_first_and_chosen_by_the_filter() -> None
         (lambda tasks, count: [TASKS[6]], r"^KEY returned Task\(id='t6'.* which is not in the buffer"),
         (lambda tasks, count: [tasks[0], tasks[0]], "was returned twice"),
         (lambda tasks, count: tasks, "^KEY returned 3 tasks; it may return 2 at most"),
-        (lambda tasks, count: tasks[9], r"^KEY raised IndexError: tuple index out of range \(test_data_buffer\.py:"),
+        (lambda tasks, count: tasks[9], r"^KEY raised IndexError: tuple index out of range \(test_buffer\.py:"),
         (lambda tasks, count: None, "^KEY raised TypeError"),
     ],
 )  # fmt: skip
@@ -225,7 +225,7 @@ def test_what_a_data_source_raises_is_said_in_one_line() -> None:
     }
     for name, call in calls.items():
         with pytest.raises(
-            ConfigError, match=rf"^tasks\.data_source: Faulty\.{name} raised KeyError: .* \(test_data_buffer\.py:\d+\)$"
+            ConfigError, match=rf"^tasks\.data_source: Faulty\.{name} raised KeyError: .* \(test_buffer\.py:\d+\)$"
         ):
             call()
 

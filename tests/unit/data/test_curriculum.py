@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from agentrl import ConfigError, DataSource, Message, Task
 from agentrl.config.tasks import DataSourceConfig
-from agentrl.runtime.curriculum import Curriculum
-from agentrl.runtime.task_order import TaskOrder
-from agentrl.runtime.task_sources import make_data_source
+from agentrl.data.curriculum import Curriculum
+from agentrl.data.order import TaskOrder
+from agentrl.data.task_sources import make_data_source
 
 SAMPLES = 8
 
