@@ -10,12 +10,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from typing_extensions import override
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.ray_runtime import check_ray, kill_actor
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError, LearnerError
-from agentrl.inference.launch.launcher import EngineSpec
+from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.inference.launch.processes import EngineProcess
 
 _POLL_S = 0.2
@@ -82,7 +83,7 @@ class RayEngine:
         self._ended = host.ended.remote(pid)
 
     def check(self) -> None:
-        """Raise if the engine has ended; see `RunningEngine.check`."""
+        """Raise `EngineError` with the end of the log if the engine has ended."""
         done, _ = ray.wait([self._ended], timeout=0)
         if done:
             try:
@@ -115,8 +116,8 @@ class RayEngine:
             kill_actor(self._host)
 
 
-class RayLauncher:
-    """Starts the engines of a run in its `ReservedPlacement`. Implements `agentrl.inference.launch.launcher.Launcher`."""
+class RayLauncher(Launcher):
+    """Starts the engines of a run in its `ReservedPlacement`."""
 
     def __init__(self, spec: EngineSpec, placement: ReservedPlacement, ranks: Sequence[ActorLocation]) -> None:
         """Prepare to start engines.
@@ -133,8 +134,9 @@ class RayLauncher:
         self._hosts: dict[int, Any] = {}
         self._lock = threading.Lock()
 
+    @override
     def launch(self, number: int) -> RayEngine:
-        """Start an engine; see `Launcher.launch`. If its host has died, a new one is started."""
+        """If the engine's host has died, a new one is started."""
         try:
             try:
                 return self._launch(number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from typing_extensions import override
+
 from agentrl.config.schema import Config
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
@@ -47,13 +49,13 @@ def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[st
     }
 
 
-class _From:
+class _From(Launcher):
     """A launcher whose engines have the numbers from ``first`` on: they take the GPUs after those of other engines."""
 
     def __init__(self, launcher: Launcher, first: int) -> None:
         self._launcher = launcher
         self._first = first
 
+    @override
     def launch(self, number: int) -> RunningEngine:
-        """Start an engine; see `Launcher.launch`."""
         return self._launcher.launch(self._first + number)

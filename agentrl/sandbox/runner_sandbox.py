@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
+from typing_extensions import override
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import SandboxFailure
@@ -121,8 +122,9 @@ class RunnerSandbox(Sandbox):
         """
         await self._request({"op": "ping"}, READY_S)
 
+    @override
     async def run(self, job: Job) -> Outcome:
-        """Run a job; see `Sandbox.run`. A cancelled call ends the sandbox: its state is unknown then."""
+        """A cancelled call ends the sandbox: its state is unknown then."""
         limits = self._limits
         output = limits.output_kb * 1024 if job.output_bytes is None else job.output_bytes
         wall = limits.wall_s if job.wall_s is None else job.wall_s
@@ -146,15 +148,15 @@ class RunnerSandbox(Sandbox):
             limited = {**request, "cpu_s": cpu_s}
             return _outcome(reply, texts, limited, oom=self._oom_kills() > kills)
 
+    @override
     async def write_file(self, path: str, content: bytes) -> None:
-        """Write a file; see `Sandbox.write_file`."""
         async with self._lock:
             for start in range(0, max(1, len(content)), CHUNK_BYTES):
                 chunk = content[start : start + CHUNK_BYTES]
                 await self._file({"write": True, "path": path, "append": start > 0}, chunk)
 
+    @override
     async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
-        """Return a file's content; see `Sandbox.read_file`."""
         content = b""
         async with self._lock:
             while len(content) <= max_bytes:
@@ -296,8 +298,8 @@ class RunnerBackend(SandboxBackend, Generic[S]):
         """Wait until a new sandbox is ready for its first call."""
         await sandbox.ready()
 
+    @override
     async def open(self, session_id: str) -> S:
-        """Return a new sandbox whose runner answers; see `SandboxBackend.open`."""
         if self._closing:
             raise SandboxFailure("the sandbox backend is being closed")
         starting = asyncio.create_task(self._start(session_id), name=f"start-{session_id}")

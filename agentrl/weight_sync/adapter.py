@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from agentrl.config.learner import LoraConfig
 from agentrl.config.sampler import SamplerConfig
@@ -19,7 +20,7 @@ from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.peft_folder import last_names, layer_names, peft_config, read_peft, write_peft
 from agentrl.models.weight_checksum import fingerprint, raw_bytes
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import Sent, WeightSync
 from agentrl.weight_sync.engines import call_all, check_version
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,7 +29,7 @@ _SLOTS = 2
 """Adapters of a policy that an engine holds on its device: the newest, and an earlier one of requests that a pause kept."""
 
 
-class AdapterSync:
+class AdapterSync(WeightSync):
     """Sends the adapters of all policies in bodies of requests. Each version is an adapter of the engines, which requests name.
 
     Args:
@@ -44,11 +45,13 @@ class AdapterSync:
         self._dtype = dtype
         self._check = check
 
+    @override
     async def aclose(self) -> None:
         """Do nothing: no resources are kept between updates."""
 
+    @override
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
-        """Sync the adapters; see `WeightSync.push`.
+        """Sync the adapters.
 
         Raises:
             ConfigError: SGLang cannot compute adapters of these layers.

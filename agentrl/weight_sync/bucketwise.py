@@ -6,13 +6,15 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import Sent, WeightSync
 from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
 
 
-class BucketwiseSync(ABC):
+class BucketwiseSync(WeightSync, ABC):
     """Sends one bucket at a time to all engines.
 
     Args:
@@ -27,8 +29,9 @@ class BucketwiseSync(ABC):
         self.dtype = dtype
         self.check = check
 
+    @override
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
-        """Sync the weights; see `WeightSync.push`. The learner is called in threads, as its calls block.
+        """Sync the weights bucket by bucket. The learner is called in threads, as its calls block.
 
         Raises:
             EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
@@ -50,8 +53,9 @@ class BucketwiseSync(ABC):
             raise
         return await check.verify(engines, version)
 
-    async def aclose(self) -> None:  # noqa: B027 - not every transport keeps resources
-        """Release resources that are kept between updates."""
+    @override
+    async def aclose(self) -> None:
+        """Not every transport keeps resources."""
 
     @abstractmethod
     async def _transfer(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 import torch
+from typing_extensions import override
 
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, encode, serialize
 from agentrl.inference.base import EngineControl
@@ -42,8 +43,9 @@ class DeltaSync(BucketwiseSync):
         """Engines that get all weights."""
         self._bytes = 0
 
+    @override
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
-        """Sync the weights; see `WeightSync.push`. The first sync, and that to a restarted engine, sends all of them.
+        """Sync what has changed. The first sync, and that to a restarted engine, sends all of them.
 
         Raises:
             EngineError: see `BucketwiseSync.push`, or an engine has other weights than its last sync has sent.

@@ -8,14 +8,16 @@ import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from agentrl.distributed.flat_bucket import bytes_of
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import Sent, WeightSync
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
-class DiskSync:
+class DiskSync(WeightSync):
     """The learner's rank 0 writes one safetensors file per bucket, and the engines read them; then they are deleted.
 
     Args:
@@ -32,11 +34,13 @@ class DiskSync:
         self.dtype = dtype
         self.check = check
 
+    @override
     async def aclose(self) -> None:
         """Do nothing: no resources are kept between updates."""
 
+    @override
     async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
-        """Write the weights and let the engines load them; see `WeightSync.push`.
+        """Write the weights and let the engines load them.
 
         Raises:
             EngineError: an engine could not load them, or the check afterwards fails.

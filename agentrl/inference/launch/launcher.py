@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, ConfigError
@@ -129,15 +131,15 @@ class EngineSpec:
         return options | self.config.sglang_options
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts engines on this machine, each on separate GPUs as long as there are enough."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Create a launcher of engines of ``spec``."""
         self._spec = spec
 
+    @override
     def launch(self, number: int) -> EngineProcess:
-        """Start an engine; see `Launcher.launch`."""
         config = self._spec.config
         gpus = visible_gpus() if config.device == "cuda" else []
         return self._spec.start(number, gpus=engine_gpus(number, config.engine_ranks, gpus) if gpus else ())

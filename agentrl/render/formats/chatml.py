@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message, ToolCall
-from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.formats.base import Format, schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.hermes import CLOSE, OPEN, HermesParser
 
@@ -29,7 +31,7 @@ HERMES_TOOLS = (
 """The tool instructions with which Qwen2.5 and Qwen3 were trained; ``tools`` are JSON schemas, each after a newline."""
 
 
-class ChatMl:
+class ChatMl(Format):
     """Plain ChatML, as for SmolLM2: a default system message, and no tools.
 
     Args:
@@ -44,19 +46,20 @@ class ChatMl:
     def __init__(self, system: str = "") -> None:
         self._system = system
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. Plain ChatML has no tools: they are ignored."""
+        """Plain ChatML has no tools: they are ignored."""
         said = list(messages)
         if self._system and (not said or said[0].role != "system"):
             said.insert(0, Message("system", self._system))
         return "".join(turn(message.role, message.content) for message in said) + (OPENER if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return f"{END}\n" + "".join(turn(message.role, message.content) for message in new) + OPENER
 
 
-class Qwen25:
+class Qwen25(Format):
     """Qwen2.5: tools in the system message, results in a user turn."""
 
     name = "qwen2.5"
@@ -67,15 +70,15 @@ class Qwen25:
     SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     """System message of conversations without one."""
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`."""
         system, rest = split_system(messages, self.SYSTEM)
         if tools:
             system += "\n\n" + tools_text(tools)
         return turn("system", system) + self._turns(rest) + (OPENER if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return f"{END}\n" + self._turns(new) + OPENER
 
     def _turns(self, messages: Sequence[Message]) -> str:

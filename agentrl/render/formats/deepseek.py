@@ -18,9 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
-from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.formats.base import Format, schema_of, to_json
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP, TYPE, DeepSeekParser
 
@@ -33,7 +35,7 @@ TOOLS = "## Tools\n\n### Function\n\nYou have the following functions available:
 """Start of the tool instructions in the system prompt, from DeepSeek's model cards. The templates ignore tools."""
 
 
-class DeepSeekV3:
+class DeepSeekV3(Format):
     """DeepSeek V3: earlier turns stay unchanged. Tools are described in the system prompt."""
 
     name = "deepseek-v3"
@@ -41,16 +43,17 @@ class DeepSeekV3:
     opens_thinking = False
     parser: CallParser = DeepSeekParser()
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. All system messages are joined at the start."""
+        """All system messages are joined at the start."""
         system = [message.content for message in messages if message.role == "system"]
         if tools:
             system.append(tools_text(tools))
         rest = [message for message in messages if message.role != "system"]
         return BEGIN + "\n\n".join(system) + self._turns(rest) + (self._opener(rest) if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         if any(message.role == "system" for message in new):
             return Fork(ForkReason.TEMPLATE, "system messages are joined at the start, and a new one follows")
         return END + self._turns(new) + self._opener(new)
@@ -97,8 +100,9 @@ class DeepSeekR1(DeepSeekV3):
     def __init__(self, *, keep_thinking: bool = False) -> None:
         self._keep = keep_thinking
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. Of a turn that was opened with ``<think>``, at least that tag is dropped later."""
+        """Of a turn that was opened with ``<think>``, at least that tag is dropped later."""
         boundary = super().boundary(history, new, tools)
         if not self._keep and isinstance(boundary, str) and _before_turn(history) != "tool":
             return Fork(

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
-from agentrl.render.formats.base import schema_of, split_thinking, to_json
+from agentrl.render.formats.base import Format, schema_of, split_thinking, to_json
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.glm import ASSISTANT, CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, Glm4Parser, GlmParser
 
@@ -44,7 +46,7 @@ GLM45_TOOLS = (
 """The tool instructions with which GLM-4.5 was trained; JSON schemas go in between, each before a newline."""
 
 
-class Glm4:
+class Glm4(Format):
     """GLM-4 in the format of ``glm-4-9b-chat``: a call is a separate turn ``NAME\\n{…}``, a result is ``<|observation|>``.
 
     Messages without content are written too; the model's template omits them.
@@ -55,16 +57,16 @@ class Glm4:
     opens_thinking = False
     parser: CallParser = Glm4Parser()
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`."""
         listed = "".join(
             GLM4_TOOL.format(name=tool.name, schema=to_json(schema_of(tool)["function"], indent=4)) for tool in tools
         )
         head = START + (f"{SYSTEM}\n{GLM4_TOOLS}{listed}" if tools else "")
         return head + "".join(map(_glm4_turn, messages)) + (ASSISTANT if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return "".join(map(_glm4_turn, new)) + ASSISTANT
 
 
@@ -81,7 +83,7 @@ def _glm4_turn(message: Message) -> str:
 _MARKERS = {"system": SYSTEM, "user": USER, "tool": OBSERVATION}
 
 
-class Glm45:
+class Glm45(Format):
     """GLM-4.5: reasoning in ``<think>``, kept in turns after the last user message; earlier turns get an empty thought.
 
     Args:
@@ -99,14 +101,15 @@ class Glm45:
         self._keep = keep_thinking
         self._opener = ASSISTANT if thinking else ASSISTANT + EMPTY_THOUGHT
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`."""
         listed = "".join(f"{to_json(schema_of(tool))}\n" for tool in tools)
         head = START + (f"{SYSTEM}\n{listed.join(GLM45_TOOLS)}" if tools else "")
         return head + self._turns(messages) + (self._opener if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. White space around sampled text, which `text` would strip, is kept."""
+        """White space around sampled text, which `text` would strip, is kept."""
         rewritten = "" if self._keep else self._rewritten(history, new)
         return Fork(ForkReason.THINKING, rewritten) if rewritten else self._turns(new) + self._opener
 

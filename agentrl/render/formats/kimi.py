@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message, ToolCall
-from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.formats.base import Format, schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.kimi import ARGUMENTS, CLOSE, OPEN, SECTION, SECTION_END, KimiParser
 
@@ -26,7 +28,7 @@ _OTHER_START = "<|im_system|>"
 OPENER = f"{_STARTS['assistant']}assistant{MIDDLE}"
 
 
-class KimiK2:
+class KimiK2(Format):
     """Kimi K2 Instruct: the policy numbers its calls, and earlier turns stay unchanged."""
 
     name = "kimi-k2"
@@ -37,8 +39,9 @@ class KimiK2:
     SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
     """System message of conversations without one; only this one is followed by a newline."""
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`. Tools are JSON with sorted keys, as in the model's tokenizer code."""
+        """Tools are JSON with sorted keys, as in the model's tokenizer code."""
         schemas = [schema_of(tool) for tool in tools]
         listed = json.dumps(schemas, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         head = _turn("tool_declare", listed) if tools else ""
@@ -46,8 +49,8 @@ class KimiK2:
             head += _turn("system", self.SYSTEM) + "\n"
         return head + "".join(map(_message, messages)) + (OPENER if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return END + "".join(map(_message, new)) + OPENER
 
 

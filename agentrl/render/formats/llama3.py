@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message
-from agentrl.render.formats.base import schema_of, to_json
+from agentrl.render.formats.base import Format, schema_of, to_json
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.llama3 import Llama3Parser
 
@@ -36,7 +38,7 @@ def today() -> str:
     return datetime.now().strftime("%d %b %Y")  # local time, as in the template
 
 
-class Llama3:
+class Llama3(Format):
     """Llama 3: a header and the trimmed content of every message. It has no tools: they are ignored."""
 
     name = "llama3"
@@ -46,14 +48,14 @@ class Llama3:
     opens_thinking = False
     parser: CallParser = Llama3Parser()
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`."""
         if not messages:
             raise ValueError("there is no message")
         return BEGIN + self._whole(messages, tools) + (header("assistant") if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return END + self._turns(new) + header("assistant")
 
     def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

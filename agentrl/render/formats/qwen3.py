@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
-from agentrl.render.formats.base import drops_thinking, holds_empty_thought, split_thinking
+from agentrl.render.formats.base import Format, drops_thinking, holds_empty_thought, split_thinking
 from agentrl.render.formats.chatml import END, OPENER, START, call_text, other, split_system, tools_text, turn
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.hermes import HermesParser
@@ -15,7 +17,7 @@ EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"
 """End of the opener if thinking is disabled."""
 
 
-class Qwen3Instruct:
+class Qwen3Instruct(Format):
     """Qwen3 Instruct (2507): no reasoning, and earlier turns stay unchanged."""
 
     name = "qwen3-instruct"
@@ -23,8 +25,8 @@ class Qwen3Instruct:
     opens_thinking = False
     parser: CallParser = HermesParser()
 
+    @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`."""
         system, rest = split_system(messages)
         if tools:
             head = turn("system", (f"{system}\n\n" if rest is not messages else "") + tools_text(tools))
@@ -32,8 +34,8 @@ class Qwen3Instruct:
             head = turn("system", system) if rest is not messages else ""
         return head + self._turns(rest) + (self._opener if opener else "")
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         return f"{END}\n" + self._turns(new, after_query=any(map(is_query, history))) + self._opener
 
     @property
@@ -65,8 +67,8 @@ class Qwen3(Qwen3Instruct):
         self.opens_thinking = opens_thinking
         self.name = "qwen3-thinking" if opens_thinking else "qwen3"
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`."""
         fork = None if self._keep else self._fork(history, new)
         return fork or super().boundary(history, new, tools)
 

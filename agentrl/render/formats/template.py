@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from agentrl.core.errors import ModelError
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
-from agentrl.render.formats.base import schema_of
+from agentrl.render.formats.base import Format, schema_of
 from agentrl.render.formats.sampled_turns import SampledTurn, TurnLayout, find_layout, free_character
 from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs
 from agentrl.render.parsers.base import THINK, CallParser
@@ -30,7 +31,7 @@ _PROBE_TOOL = {
 }
 
 
-class TemplateFormat:
+class TemplateFormat(Format):
     """The format of the tokenizer's chat template. Without a template only raw prompts are possible.
 
     The template reads messages in the form that it was written for (`TemplateInputs`). A sampled turn is a placeholder
@@ -44,6 +45,8 @@ class TemplateFormat:
     """
 
     name = "template"
+    ends: tuple[str, ...] = ()
+    opens_thinking = False
     reads_sampled_calls: ClassVar[bool] = True
 
     def __init__(
@@ -59,9 +62,14 @@ class TemplateFormat:
         self._variables = dict(variables or {})
         self._preserves = lru_cache(maxsize=256)(self._preserves_uncached)
         self._boundary = lru_cache(maxsize=8192)(self._boundary_uncached)
-        self.parser: CallParser = parser or parser_of_template(str(tokenizer.chat_template or ""))
+        self._parser: CallParser = parser or parser_of_template(str(tokenizer.chat_template or ""))
         self.ends = self._find_ends()
         self.opens_thinking = self._opens_thinking()
+
+    @property
+    @override
+    def parser(self) -> CallParser:
+        return self._parser
 
     @cached_property
     def inputs(self) -> TemplateInputs:
@@ -78,7 +86,7 @@ class TemplateFormat:
         return BoundaryProbe(self._render, self._layout, self.inputs.opening)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        """See `Format`.
+        """Return the text that the template writes.
 
         Raises:
             ModelError: there is no template.
@@ -126,8 +134,9 @@ class TemplateFormat:
     def _apply_probe(self, messages: Sequence[Fields], opener: bool) -> str:
         return self._apply(messages, [_PROBE_TOOL] if any("tool_calls" in one for one in messages) else [], opener)
 
+    @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """See `Format`. Probe conversations show whether the template keeps earlier turns unchanged."""
+        """Probe conversations show whether the template keeps earlier turns unchanged."""
         if not self._tokenizer.chat_template:
             return Fork(ForkReason.TEMPLATE, "there is no chat template")
         kind, roles, named = self._kind(history[-1]), tuple(message.role for message in new), ", ".join

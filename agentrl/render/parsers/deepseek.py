@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -22,13 +24,13 @@ TYPE = "function"
 FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
-class DeepSeekParser:
+class DeepSeekParser(CallParser):
     """Parser of the calls of DeepSeek V3, R1 and V3.1."""
 
     markers = (CALLS, CALLS_END, CALL, CALL_END, SEP)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         calls: list[ToolCall] = []
         outside = 0
         for start, end, closed in _sections(pieces):

@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
 
 _CALLS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
 _QUOTES = ('<|"|>', "<escape>")
@@ -16,7 +18,7 @@ _HEAD = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
 _WORDS = re.compile(r"[^\W\d][\w.$-]*|\W+|\d+")
 
 
-class GemmaParser:
+class GemmaParser(CallParser):
     """Parser of the calls of Gemma 4 and of FunctionGemma::
 
         <|tool_call>call:NAME{word:<|"|>é<|"|>,count:3,flags:[true,null]}<tool_call|>
@@ -27,8 +29,8 @@ class GemmaParser:
     markers = (*_CALLS[0], *_CALLS[1], *_QUOTES)
     reasoning = (("<|channel>", "<channel|>"),)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         pair = next(
             (pair for pair in _CALLS if any(piece.marker and piece.text == pair[0] for piece in pieces)), _CALLS[0]
         )

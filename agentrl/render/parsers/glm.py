@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -17,7 +19,7 @@ ASSISTANT = "<|assistant|>"
 _ORDER = (KEY, KEY_END, VALUE, VALUE_END)
 
 
-class GlmParser:
+class GlmParser(CallParser):
     """Parser of the calls of GLM-4.5 and later::
 
         <tool_call>NAME
@@ -31,21 +33,21 @@ class GlmParser:
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         schemas = {tool.name: tool.parameters for tool in tools}
         return [_call(body, closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
 
 
-class Glm4Parser:
+class Glm4Parser(CallParser):
     """Parser of the calls of GLM-4: sections of a turn separated by ``<|assistant|>``, with ``NAME`` on the first line and a
     JSON object below. No marker indicates a call, so a section of any other form is text.
     """
 
     markers = (ASSISTANT,)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         known = {tool.name for tool in tools}
         calls = (_section_call(text_of(section), known) for section in _sections(pieces))
         return [call for call in calls if call is not None]

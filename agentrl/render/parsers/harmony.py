@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import Piece, named_call, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, named_call, text_of, truncated
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -17,7 +19,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAMESPACE = "functions."
 
 
-class HarmonyParser:
+class HarmonyParser(CallParser):
     """Parser of the calls of gpt-oss::
 
         <|channel|>analysis<|message|>…<|end|>
@@ -30,8 +32,8 @@ class HarmonyParser:
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
     reasoning: tuple[tuple[str, str], ...] = ()
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return [call for message in _messages(pieces) if (call := _call(message)) is not None]
 
 

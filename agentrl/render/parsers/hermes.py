@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, json_call, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, between, json_call, text_of, truncated
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(CallParser):
     """Parser of the calls of Hermes 2 Pro, and of Qwen2.5 and later."""
 
     markers = (OPEN, CLOSE)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return [
             json_call(text_of(body).strip()) if closed else truncated(CLOSE)
             for body, closed in between(pieces, OPEN, CLOSE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece
+from agentrl.render.parsers.base import CallParser, Piece
 from agentrl.render.parsers.glm import CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, GlmParser
 from agentrl.render.parsers.json_lists import closed_lists
 
@@ -18,7 +20,7 @@ _PLAIN = (SECTION, SECTION_END, SEP, OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END
 _TAGS = {f"{marker[:-1]}{SUFFIX}>": marker for marker in _PLAIN}
 
 
-class HunyuanParser:
+class HunyuanParser(CallParser):
     """Parser of the calls of Hunyuan A13B and of Hy3, whose tags end with ``:opensource``::
 
     <tool_calls>[{"name": NAME, "arguments": {…}}, …]</tool_calls>
@@ -28,8 +30,8 @@ class HunyuanParser:
     markers = (*_PLAIN, *_TAGS)
     reasoning = (("<think>", "</think>"), (f"<think{SUFFIX}>", f"</think{SUFFIX}>"))
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         plain = [Piece(_TAGS.get(piece.text, piece.text), marker=True) if piece.marker else piece for piece in pieces]
         if not any(piece.marker and piece.text == OPEN for piece in plain):
             return closed_lists(plain, SECTION, SECTION_END)

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, read_json, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, read_json, text_of, truncated, unreadable
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
 
 _DSML = "｜DSML｜"
@@ -16,7 +18,7 @@ _MARK = "\ue000"
 """Stands for a sampled ``｜DSML｜``, so that the same characters spelt otherwise stay text."""
 
 
-class InvokeParser:
+class InvokeParser(CallParser):
     """Parser of calls in a section of tags::
 
         OPENING
@@ -35,14 +37,15 @@ class InvokeParser:
         prefix: of the tags' names, such as ``atem:``.
     """
 
+    markers: tuple[str, ...] = ()
+
     def __init__(self, opening: str, closing: str, prefix: str = "") -> None:
-        self.markers: tuple[str, ...] = (opening, closing)
-        """See `CallParser`."""
+        self.markers = (opening, closing)
         self._closing = closing
         self._tags = _Tags(prefix)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return [call for text, closed in self._sections(pieces) for call in self._section(text, closed, tools)]
 
     def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:

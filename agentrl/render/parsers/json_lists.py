@@ -5,24 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, read_json, text_of, truncated, unreadable
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    named_call,
+    read_json,
+    text_of,
+    truncated,
+    unreadable,
+)
 
 _NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
 
 
-class GraniteParser:
+class GraniteParser(CallParser):
     """Parser of the calls of Granite 3: ``<|tool_call|>[{"name": …, "arguments": {…}}, …]`` up to the end of the turn."""
 
     markers = ("<|tool_call|>",)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return [call for body, _ in between(pieces, self.markers[0], "") for call in list_calls(text_of(body))]
 
 
-class CohereParser:
+class CohereParser(CallParser):
     """Parser of the calls of Command R7B and Command A::
 
     <|START_ACTION|>[{"tool_call_id": "0", "tool_name": NAME, "parameters": {…}}, …]<|END_ACTION|>
@@ -31,8 +42,8 @@ class CohereParser:
     markers = ("<|START_ACTION|>", "<|END_ACTION|>")
     reasoning = (("<|START_THINKING|>", "<|END_THINKING|>"),)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return closed_lists(pieces, *self.markers)
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -16,13 +18,13 @@ OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", 
 _ID = re.compile(r"(?:functions\.)?(?P<name>\S+):\d+")
 
 
-class KimiParser:
+class KimiParser(CallParser):
     """Parser of the calls of Kimi K2. Calls keep the sampled ids, which contain the function's name."""
 
     markers = (SECTION, SECTION_END, OPEN, ARGUMENTS, CLOSE)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         calls = [_call(body, closed) for body, closed in between(pieces, OPEN, CLOSE)]
         begun = not calls and any(not closed for _, closed in between(pieces, SECTION, SECTION_END))
         return [truncated(SECTION_END)] if begun else calls

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, json_call, read_json, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, json_call, read_json, text_of, truncated, unreadable
 from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_of, positions
 from agentrl.render.parsers.pythonic import python_calls
 
@@ -35,7 +37,7 @@ _STARTS = (
 """Starts of calls, without white space."""
 
 
-class Llama3Parser:
+class Llama3Parser(CallParser):
     """Parser of JSON objects: at the start of a line those that are calls, after ``<|python_tag|>`` all of them.
 
     An object is a call if it has a name and arguments, or the name of a tool. Several calls may follow each other,
@@ -44,8 +46,8 @@ class Llama3Parser:
 
     markers = (TAG,)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return list(_read(text_of(pieces), positions(pieces, TAG), {tool.name for tool in tools}))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
 from agentrl.render.parsers.json_lists import list_calls
 
 OPEN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-class MistralParser:
+class MistralParser(CallParser):
     """Parser of the calls of Mistral's models: a list up to version 7 of the tokenizer, then one marker a call::
 
     [TOOL_CALLS][{"name": NAME, "arguments": {…}, "id": ID}, …]
@@ -22,8 +24,8 @@ class MistralParser:
     markers = (OPEN, ARGUMENTS, ID)
     reasoning = (("[THINK]", "[/THINK]"),)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return [call for body, _ in between(pieces, OPEN, "") for call in _calls(body)]
 
 

@@ -9,9 +9,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, text_of, truncated, unreadable
 from agentrl.render.parsers.brackets import PYTHON, closing, next_of, positions
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
@@ -29,7 +31,7 @@ _UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 """Errors of `ast.parse`, including those for null bytes, numbers with too many digits, and too deep nesting."""
 
 
-class PythonicParser:
+class PythonicParser(CallParser):
     """Parser of lists of calls, at the start of a line or between Llama 4's ``<|python_start|>`` and ``<|python_end|>``.
 
     Arguments are literals, given by name. An ordinary list is not a call.
@@ -37,8 +39,8 @@ class PythonicParser:
 
     markers = (OPEN, CLOSE)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return list(_read(text_of(pieces), positions(pieces, OPEN)))
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, between, text_of, truncated
 from agentrl.render.parsers.pythonic import python_calls
 
 
-class _PythonicBetweenMarkers:
+class _PythonicBetweenMarkers(CallParser):
     markers: tuple[str, str]
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         opening, closing = self.markers
         return [
             call

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, between, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, text_of, truncated, unreadable
 from agentrl.render.parsers.hermes import CLOSE, OPEN
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
 
@@ -22,7 +24,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """The templates write these values in Python's notation instead of JSON's."""
 
 
-class Qwen3CoderParser:
+class Qwen3CoderParser(CallParser):
     """Parser of the calls of these models::
 
         <tool_call>
@@ -38,8 +40,8 @@ class Qwen3CoderParser:
 
     markers = (OPEN, CLOSE)
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         schemas = {tool.name: tool.parameters for tool in tools}
         return [_call(text_of(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
 

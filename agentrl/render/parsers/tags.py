@@ -6,15 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import Piece, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, named_call, text_of, truncated, unreadable
 from agentrl.render.parsers.values import kinds_of, part_of, read_value
 
 _TAG = re.compile(r"<([A-Za-z_][\w.-]*)>")
 
 
-class TagsParser:
+class TagsParser(CallParser):
     """Parser of calls named by their tags, as custom prompts often request::
 
         <add>{"a": 1, "b": 2}</add>
@@ -28,8 +30,8 @@ class TagsParser:
 
     markers: tuple[str, ...] = ()
 
+    @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        """See `CallParser`."""
         return list(_calls(text_of(pieces), {tool.name: tool for tool in tools}))
 
 
