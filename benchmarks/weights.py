@@ -286,7 +286,7 @@ class _Pushes:
         learner = cast("LearnerGroup", self._learner)
         self._learner.step()
         begun = time.perf_counter()
-        self.bytes = (await self._sync.push(learner, [self._engine], version)).bytes
+        self.bytes = (await self._sync.sync_weights(learner, [self._engine], version)).bytes
         seconds = time.perf_counter() - begun
         watch = self._learner.watch
         # The engine reads files after the last one is written, with one request.

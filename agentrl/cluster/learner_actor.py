@@ -137,8 +137,8 @@ class LearnerActor:
 
     def adapters(self, dtype: str | None, policy: str) -> list[tuple[str, torch.Tensor]]:
         """Return the LoRA adapters on rank 0, nothing on others; see `LearnerGroup.adapters`."""
-        found = self.exporter.adapters(dtype, policy)
-        return found if self._rank == 0 else []
+        adapters = self.exporter.adapters(dtype, policy)
+        return adapters if self._rank == 0 else []
 
     @ray.method(concurrency_group="watching")
     def wait_for_end(self) -> None:

@@ -62,14 +62,14 @@ class ReservedPlacement:
         try:
             check_cluster(layout.bundles)
             group = placement_group([dict(bundle) for bundle in layout.bundles], strategy="PACK")
-            with waiting("start", f"until Ray has {_shown(layout.total)} free"):
+            with waiting("start", f"until Ray has {_describe(layout.total)} free"):
                 ready = group.wait(timeout_s)
             if not ready:
                 remove_placement_group(group)
                 free = ray.available_resources()  # type: ignore[no-untyped-call]
                 raise LearnerError(
-                    f"Ray has not given {_shown(layout.total)} after learner.start_timeout_s={timeout_s:g} s; free now: "
-                    f"{_shown({name: free.get(name, 0) for name in layout.total})}. Others use the rest"
+                    f"Ray has not given {_describe(layout.total)} after learner.start_timeout_s={timeout_s:g} s; free now: "
+                    f"{_describe({name: free.get(name, 0) for name in layout.total})}. Others use the rest"
                 )
             return cls(layout, runtime, group)
         except BaseException:
@@ -129,14 +129,16 @@ def check_cluster(bundles: Sequence[Resources]) -> None:
     machines = [node["Resources"] for node in _nodes() if node["Alive"]]
     for name in ("GPU", "CPU"):
         keys = "lower learner.ranks, sampler.engines or sampler.sglang.tp_size"
-        total, most = (fold(node.get(name, 0) for node in machines) for fold in (sum, max))
-        wanted, largest = (fold(bundle.get(name, 0) for bundle in bundles) for fold in (sum, max))
-        if wanted > total:
-            raise ConfigError(f"the run wants {_shown({name: wanted})}, and Ray has {_shown({name: total})}: {keys}")
-        if largest > most:
+        total, largest_machine = (fold(node.get(name, 0) for node in machines) for fold in (sum, max))
+        requested, largest_bundle = (fold(bundle.get(name, 0) for bundle in bundles) for fold in (sum, max))
+        if requested > total:
             raise ConfigError(
-                f"an engine wants {_shown({name: largest})} of one machine, and Ray has none with more than "
-                f"{_shown({name: most})}: {keys}"
+                f"the run wants {_describe({name: requested})}, and Ray has {_describe({name: total})}: {keys}"
+            )
+        if largest_bundle > largest_machine:
+            raise ConfigError(
+                f"an engine wants {_describe({name: largest_bundle})} of one machine, and Ray has none with more than "
+                f"{_describe({name: largest_machine})}: {keys}"
             )
 
 
@@ -150,7 +152,7 @@ def _machines() -> dict[str, str]:
     return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _nodes()}
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _describe(resources: Mapping[str, float]) -> str:
     """Return for example ``3 GPUs and 1 CPU``."""
     named = {"GPU": resources.get("GPU", 0), "CPU": resources.get("CPU", 0)}
     words = [f"{count:g} {name}{'' if count == 1 else 's'}" for name, count in named.items() if name in resources]

@@ -52,20 +52,30 @@ def lay_out(config: Config, device: str) -> Layout:
         device: of the learner, ``cpu`` or ``cuda``.
 
     """
-    workers, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
+    workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     critics = workers if config.algo.needs_critic else 0
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.mode == "colocate":
-        shared = engines * each
+        shared = engines * gpus_per_engine
         assert shared <= workers
         critic = {"CPU": 1, "GPU": 0} if critics else {}
         slot = {name: count + critic.get(name, 0) for name, count in rank.items()}
-        bundles = [{name: count * each for name, count in slot.items()}] * engines + [slot] * (workers - shared)
-        ranks = tuple(index // each if index < shared else engines + index - shared for index in range(workers))
+        bundles = [{name: count * gpus_per_engine for name, count in slot.items()}] * engines + [slot] * (
+            workers - shared
+        )
+        ranks = tuple(
+            index // gpus_per_engine if index < shared else engines + index - shared for index in range(workers)
+        )
         return Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
-    engine = {"GPU": each} if config.sampler.device == "cuda" else {"CPU": each}
+    engine = {"GPU": gpus_per_engine} if config.sampler.device == "cuda" else {"CPU": gpus_per_engine}
     bundles = [rank] * workers + [engine] * engines + [rank] * critics
-    own = tuple(range(workers + engines, len(bundles)))
+    critic_bundles = tuple(range(workers + engines, len(bundles)))
     return Layout(
-        tuple(bundles), tuple(range(workers)), tuple(range(workers, workers + engines)), rank, engine, own, rank
+        tuple(bundles),
+        tuple(range(workers)),
+        tuple(range(workers, workers + engines)),
+        rank,
+        engine,
+        critic_bundles,
+        rank,
     )

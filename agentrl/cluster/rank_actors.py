@@ -102,7 +102,7 @@ class RankActors:
         store = [self._actors[0].open_store.remote(host)]
         [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
         gpus = (
-            [place.gpus for place in self._gpus_of.actor_locations()]
+            [location.gpus for location in self._gpus_of.actor_locations()]
             if self._gpus_of is not None
             else [()] * len(nodes)
         )
@@ -228,15 +228,15 @@ class RankActors:
     def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
         """Return all results, or raise the first failure; then ranks that still wait for the failed one are ended."""
         self._check_over()
-        left = list(refs)
+        pending = list(refs)
 
         def late() -> list[int]:
-            return sorted(refs.index(ref) for ref in left)
+            return sorted(refs.index(ref) for ref in pending)
 
         with waiting(self._name, lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
-            while left:
+            while pending:
                 rest_s = max(0.0, limit - time.monotonic())
-                done, left = ray.wait(left, timeout=rest_s if self._is_ready else min(rest_s, _LOOK_S))
+                done, pending = ray.wait(pending, timeout=rest_s if self._is_ready else min(rest_s, _LOOK_S))
                 if not done and not self._is_ready:
                     check_ray()  # without its processes no actor starts
                 if not done and time.monotonic() < limit:
@@ -249,7 +249,7 @@ class RankActors:
                 try:
                     ray.get(done)
                 except RayError as error:
-                    raise self._failure(error, refs.index(done[0]), left, phase) from None
+                    raise self._failure(error, refs.index(done[0]), pending, phase) from None
             return list(ray.get(list(refs)))
 
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:

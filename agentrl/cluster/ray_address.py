@@ -27,7 +27,7 @@ def running_address() -> str | None:
     if named:
         return named
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    address = _own_note(note)
+    address = _read_note(note)
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), JOIN_TIMEOUT_S).close()
@@ -36,7 +36,7 @@ def running_address() -> str | None:
     return address
 
 
-def _own_note(file: Path) -> str:
+def _read_note(file: Path) -> str:
     """Return the content of a file of the current user; empty if there is none."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
-from agentrl.cluster.start_watch import agents_of, ended_servers, ended_without_gcs, kill_raylets
+from agentrl.cluster.start_watch import ended_servers, ended_without_gcs, find_agents, kill_raylets
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
@@ -78,7 +78,7 @@ class RayRuntime:
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
             if self._options["address"] == "local":
-                with ended_without_gcs(), _of_one_machine():
+                with ended_without_gcs(), _listen_on_loopback():
                     ray.init(**self._options)
             else:
                 ray.init(**self._options)
@@ -87,7 +87,7 @@ class RayRuntime:
         finally:
             self._up.set()
         if self._fault is None:
-            agents = agents_of(psutil.Process())
+            agents = find_agents(psutil.Process())
             self._end.wait()
             if self._options["address"] == "local":
                 _end_own_ray(agents)
@@ -145,7 +145,7 @@ def _end_own_ray(agents: list[psutil.Process]) -> None:
     if node is not None:
         kill_all = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
-    agents = [*agents, *agents_of(psutil.Process())]
+    agents = [*agents, *find_agents(psutil.Process())]
     ray.shutdown()
     for agent in agents:  # they would notice only after seconds that their raylet is gone
         with suppress(psutil.NoSuchProcess):
@@ -153,7 +153,7 @@ def _end_own_ray(agents: list[psutil.Process]) -> None:
 
 
 @contextmanager
-def _of_one_machine() -> Iterator[None]:
+def _listen_on_loopback() -> Iterator[None]:
     """Let the Ray that is started in this context have the address 127.0.0.1, listen on it alone, and be small.
 
     Ray replaces this address by that of another interface, and then listens on all, unless it may make no cluster of several
@@ -189,5 +189,5 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     address = running_address()
     if address is not None:
         return quiet | {"address": address}
-    own = {"address": "local", "num_cpus": cpus, "object_store_memory": max(store_bytes, _STORE_BYTES)}
-    return quiet | own | {"include_dashboard": False}
+    local = {"address": "local", "num_cpus": cpus, "object_store_memory": max(store_bytes, _STORE_BYTES)}
+    return quiet | local | {"include_dashboard": False}

@@ -140,7 +140,9 @@ class RunCluster:
 
     async def _load(self) -> RayLearnerGroup:
         learner = await asyncio.shield(self._started)
-        await asyncio.gather(*(asyncio.to_thread(one.ready) for one in (learner, self._critic) if one is not None))
+        await asyncio.gather(
+            *(asyncio.to_thread(ranks.ready) for ranks in (learner, self._critic) if ranks is not None)
+        )
         if self.checkpoint is not None:
             await asyncio.to_thread(learner.load, self.checkpoint)
             if self._critic is not None:

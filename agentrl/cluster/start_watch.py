@@ -39,42 +39,42 @@ def ended_without_gcs() -> Iterator[None]:
 
 def ended_servers(process: psutil.Process) -> list[str]:
     """Return the names of Ray's processes that ``process`` has started, and that have ended."""
-    found = []
+    names = []
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.status() == psutil.STATUS_ZOMBIE and child.name() in SERVERS:
-                found.append(child.name())
-    return found
+                names.append(child.name())
+    return names
 
 
-def raylets_of(process: psutil.Process) -> list[psutil.Process]:
+def find_raylets(process: psutil.Process) -> list[psutil.Process]:
     """Return the raylets that ``process`` has started."""
-    found = []
+    raylets = []
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet":
-                found.append(child)
-    return found
+                raylets.append(child)
+    return raylets
 
 
-def agents_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return what the raylets of ``process`` have started. Without a GCS, Ray's agents outlive their raylet by a minute."""
-    found: list[psutil.Process] = []
-    for raylet in raylets_of(process):
+def find_agents(process: psutil.Process) -> list[psutil.Process]:
+    """Return the children of the raylets of ``process``. Without a GCS, Ray's agents outlive their raylet by a minute."""
+    agents: list[psutil.Process] = []
+    for raylet in find_raylets(process):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += raylet.children(recursive=True)
-    return found
+            agents += raylet.children(recursive=True)
+    return agents
 
 
 def kill_raylets(process: psutil.Process) -> None:
-    """Kill the raylets that ``process`` has started, and what they have started."""
-    for each in [*raylets_of(process), *agents_of(process)]:
+    """Kill the raylets that ``process`` has started, and their children."""
+    for child in [*find_raylets(process), *find_agents(process)]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
+            child.kill()
 
 
 def _watch(process: psutil.Process) -> None:
-    """Look until the standard input ends, as it does with the process or with its context."""
+    """Watch until the standard input ends, as it does with the process or with its context."""
     while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         if "gcs_server" in ended_servers(process) and not select.select([sys.stdin], [], [], _GRACE_S)[0]:
             sys.stderr.write("LearnerError: Ray does not start: its process gcs_server has ended\n")

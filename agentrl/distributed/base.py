@@ -39,6 +39,6 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """Return name, dtype and shape of a tensor."""
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.base import TensorSpec, tensor_spec
 
 ALIGNMENT = 16
 """Bytes. Vectorized copies need weights that begin at a multiple of it."""
@@ -22,23 +22,23 @@ LARGE_WEIGHTS = 16 * 2**20
 flat bucket in memory before it receives them."""
 
 
-def dtype_of(spec: TensorSpec) -> torch.dtype:
+def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """Return the dtype of a weight."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
 
 
-def bytes_of(*specs: TensorSpec) -> int:
+def total_bytes(*specs: TensorSpec) -> int:
     """Return the size of weights in bytes."""
-    return sum(math.prod(spec.shape) * dtype_of(spec).itemsize for spec in specs)
+    return sum(math.prod(spec.shape) * torch_dtype(spec).itemsize for spec in specs)
 
 
 def broadcast_as_one(specs: Sequence[TensorSpec]) -> bool:
     """Return whether a bucket is broadcast as one tensor of bytes; else weight by weight, in the order of ``specs``."""
-    return bytes_of(*specs) < len(specs) * LARGE_WEIGHTS
+    return total_bytes(*specs) < len(specs) * LARGE_WEIGHTS
 
 
-def packed(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+def order_by_alignment(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     """Return the weights in the order in which they follow each other without padding.
 
     A weight of which `ALIGNMENT` divides the size begins at a multiple of it, and every weight at a multiple of its item
@@ -48,10 +48,13 @@ def packed(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def views(specs: Sequence[TensorSpec], flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return the weights in ``flat``, uint8 bytes in which they follow each other in the order of `packed`."""
-    sizes = list(map(bytes_of, specs))
-    parts = flat[: sum(sizes)].split_with_sizes(sizes)
-    return [(spec.name, part.view(dtype_of(spec)).view(spec.shape)) for spec, part in zip(specs, parts, strict=True)]
+    """Return the weights in ``flat``, uint8 bytes in which they follow each other in the order of `order_by_alignment`."""
+    sizes = list(map(total_bytes, specs))
+    weights = flat[: sum(sizes)].split_with_sizes(sizes)
+    return [
+        (spec.name, weight.view(torch_dtype(spec)).view(spec.shape))
+        for spec, weight in zip(specs, weights, strict=True)
+    ]
 
 
 def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
@@ -59,13 +62,13 @@ def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
 
     Args:
         flat: pickles as the uint8 tensor of all weights.
-        specs: the weights, in the order of `packed`.
+        specs: the weights, in the order of `order_by_alignment`.
 
     """
     # SGLang reads attributes, and its unpickler lets this class pass; that of SGLang need not be installed here.
     metadata = [
         SimpleNamespace(
-            name=spec.name, shape=spec.shape, dtype=dtype_of(spec), start_idx=begin, end_idx=end, numel=end - begin
+            name=spec.name, shape=spec.shape, dtype=torch_dtype(spec), start_idx=begin, end_idx=end, numel=end - begin
         )
         for spec, begin, end in _places(specs)
     ]
@@ -76,8 +79,8 @@ def serialize_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Return tensors as a bucket by value; see `serialize`."""
     # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
     tensors = dict(named)
-    specs = packed([spec_of(*item) for item in tensors.items()])
-    flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+    specs = order_by_alignment([tensor_spec(*item) for item in tensors.items()])
+    flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
     for name, view in views(specs, flat):
         view.copy_(tensors[name].detach())
     return serialize(flat, specs)
@@ -85,10 +88,10 @@ def serialize_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
 
 def _places(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int, int]]:
     """Return each weight with its first byte and the byte after its last."""
-    ends = list(accumulate(map(bytes_of, specs)))
+    ends = list(accumulate(map(total_bytes, specs)))
     return list(zip(specs, [0, *ends], ends, strict=False))
 
 
 def _power_of_two(spec: TensorSpec) -> int:
-    size = bytes_of(spec)
+    size = total_bytes(spec)
     return min(size & -size, ALIGNMENT) if size else ALIGNMENT

@@ -19,7 +19,7 @@ def gloo_on(address: str) -> Iterator[None]:
     By default gloo uses the address of the host name, which other machines may not be able to reach. An interface that is
     already set in the environment is kept, as is the default if this machine does not have ``address``.
     """
-    name = interface_of(address)
+    name = find_interface(address)
     if name is None or NAME in os.environ or sys.platform != "linux":
         yield
         return
@@ -30,7 +30,10 @@ def gloo_on(address: str) -> Iterator[None]:
         del os.environ[NAME]
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the network interface with ``address``, or None."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, own in found if address in [one.address for one in own]), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, addresses in interfaces if address in [address_info.address for address_info in addresses]),
+        None,
+    )

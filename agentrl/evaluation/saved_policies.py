@@ -12,7 +12,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.data.task_sources import TaskSources
 from agentrl.inference.base import EngineControl
 from agentrl.runtime.services import Services, open_services
-from agentrl.weight_sync.adapter import for_adapters, load_policies
+from agentrl.weight_sync.adapter import for_adapters, load_adapters
 
 
 @asynccontextmanager
@@ -33,7 +33,7 @@ async def open_saved(config: Config, tasks: TaskSources, model: Path, folder: Pa
             )
 
     async def load(engine: EngineControl) -> int:
-        await load_policies(engine, policies, names, 0)
+        await load_adapters(engine, policies, names, 0)
         return 0
 
     if names:

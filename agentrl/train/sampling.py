@@ -25,7 +25,7 @@ from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.pipeline.scheduler import GroupScheduler
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
 from agentrl.train.self_play import SelfPlay
-from agentrl.weight_sync.base import Sent, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, WeightSync
 from agentrl.weight_sync.engines import paused
 
 Engines = Sequence[EngineControl]
@@ -63,7 +63,7 @@ class Sampling:
     """Policy version of the learner's weights."""
     _synced: int | None = field(default=None, init=False)
     """Policy version of the engines' weights."""
-    _sent: Sent | None = field(default=None, init=False)
+    _sent: SyncedWeights | None = field(default=None, init=False)
     """What the last sync sent."""
     _sync_metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of the last sync."""
@@ -153,13 +153,13 @@ class Sampling:
 
     async def _send(
         self, fleet: Fleet, sync: WeightSync, around: Callable[[Engines], AbstractAsyncContextManager[None]]
-    ) -> Sent | None:
+    ) -> SyncedWeights | None:
         """Sync the weights to the live engines of a fleet, if there are any; ``around`` is entered with these engines."""
         assert self._learner is not None, "sync_weights comes first"
         while engines := fleet.live:
             try:
                 async with around(engines):
-                    return await sync.push(self._learner, engines, self._version)
+                    return await sync.sync_weights(self._learner, engines, self._version)
             except EngineError:
                 await fleet.check_now()
                 if set(engines) <= set(fleet.live):
@@ -167,7 +167,7 @@ class Sampling:
                 # One engine is lost. It gets the weights after its restart; the others get them from the beginning.
         return None
 
-    def _note(self, sent: Sent) -> None:
+    def _note(self, sent: SyncedWeights) -> None:
         """Compare what was sent with the sync before."""
         unchanged = self._sent is not None and self._sent.fingerprint == sent.fingerprint
         self._sent = sent
@@ -191,7 +191,7 @@ class Sampling:
         # With GPU time sharing the whole restart already runs under the lock.
         async with nullcontext() if self._gpu_sharing is not None else self._learner_lock:
             assert self._learner is not None, "episodes run only after the first sync"
-            await sync.push(self._learner, [engine], self._version)
+            await sync.sync_weights(self._learner, [engine], self._version)
             return self._version
 
     @asynccontextmanager

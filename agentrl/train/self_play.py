@@ -29,7 +29,7 @@ from agentrl.selfplay.league_log import LeagueLog
 from agentrl.selfplay.pool import snapshot_name
 from agentrl.selfplay.seating import Seating, group_seatings
 from agentrl.train.snapshot_engines import SnapshotEngines
-from agentrl.weight_sync.adapter import write_policies
+from agentrl.weight_sync.adapter import write_adapters
 from agentrl.weight_sync.disk import write_weights
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class SelfPlay:
         if self.lora is None:
             await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype)
         else:
-            await asyncio.to_thread(write_policies, learner, folder, self.lora, self.dtype)
+            await asyncio.to_thread(write_adapters, learner, folder, self.lora, self.dtype)
         self.league.add_snapshot(step)
         needed = {*self.league.pool.names, *self.opponents.values(), *self._scored}
         await asyncio.to_thread(self._remove_others, needed)

@@ -12,7 +12,7 @@ from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.obs.waiting import waiting
 from agentrl.selfplay.pool import step_of
-from agentrl.weight_sync.adapter import load_policies
+from agentrl.weight_sync.adapter import load_adapters
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class OpponentEngine:
         assert self.snapshot is not None, "it is chosen before the first request"
         version = step_of(self.snapshot)
         if self.policies:
-            await load_policies(engine, self.folder / self.snapshot, self.policies, version)
+            await load_adapters(engine, self.folder / self.snapshot, self.policies, version)
         else:
             await engine.updates.from_disk(self.folder / self.snapshot, version)
         return version

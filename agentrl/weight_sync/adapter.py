@@ -20,12 +20,12 @@ from agentrl.inference.base import EngineControl, LoraAdapter
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.peft_folder import last_names, layer_names, peft_config, read_peft, write_peft
 from agentrl.models.weight_checksum import fingerprint, raw_bytes
-from agentrl.weight_sync.base import Sent, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, WeightSync
 from agentrl.weight_sync.engines import call_all, check_version
 
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang computes as one."""
-_SLOTS = 2
+_ADAPTERS_PER_POLICY = 2
 """Adapters of a policy that an engine holds on its device: the newest, and an earlier one of requests that a pause kept."""
 
 
@@ -50,7 +50,9 @@ class AdapterSync(WeightSync):
         """Do nothing: no resources are kept between updates."""
 
     @override
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def sync_weights(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
+    ) -> SyncedWeights:
         """Sync the adapters.
 
         Raises:
@@ -64,7 +66,7 @@ class AdapterSync(WeightSync):
         async def send(engine: EngineControl) -> None:
             ranks = await engine.groups.ranks()
             await engine.updates.from_adapters(
-                {policy: replace(each, ranks=ranks) for policy, each in adapters.items()}, version
+                {policy: replace(adapter, ranks=ranks) for policy, adapter in adapters.items()}, version
             )
 
         await call_all(engines, f"adapters of version {version}", send)
@@ -80,25 +82,25 @@ class AdapterSync(WeightSync):
         if not tensors:
             raise LearnerError("weights.adapters=only: the learner has no adapters; set weights.adapters=merged")
         layers = layer_names([name for name, _ in tensors])
-        _check_joined(layers)
+        _check_fused(layers)
         sums: Mapping[str, str] = {}
         if self._check == "checksum":
             sums = {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in tensors}
         return LoraAdapter(peft_config(self._config, last_names(layers)), tensors, checksums=sums)
 
 
-def _sent(adapters: Iterable[LoraAdapter]) -> Sent:
+def _sent(adapters: Iterable[LoraAdapter]) -> SyncedWeights:
     flats = [tensor.reshape(-1).view(torch.uint8) for adapter in adapters for _, tensor in adapter.tensors]
-    return Sent(fingerprint(torch.cat(flats)), sum(map(len, flats)))
+    return SyncedWeights(fingerprint(torch.cat(flats)), sum(map(len, flats)))
 
 
-def write_policies(learner: LearnerGroup, folder: Path, config: LoraConfig, dtype: str | None) -> None:
-    """Write a PEFT folder for each policy into ``folder``; see `load_policies`."""
+def write_adapters(learner: LearnerGroup, folder: Path, config: LoraConfig, dtype: str | None) -> None:
+    """Write a PEFT folder for each policy into ``folder``; see `load_adapters`."""
     for policy in config.policies:
         write_peft(folder / policy, config, learner.adapters(dtype, policy))
 
 
-async def load_policies(engine: EngineControl, folder: Path, policies: Collection[str], version: int) -> None:
+async def load_adapters(engine: EngineControl, folder: Path, policies: Collection[str], version: int) -> None:
     """Load the adapters of policies, whose PEFT folders are in ``folder``, into an engine.
 
     Raises:
@@ -106,11 +108,11 @@ async def load_policies(engine: EngineControl, folder: Path, policies: Collectio
         EngineError: the engine refuses them.
 
     """
-    ranks, found = await engine.groups.ranks(), {}
+    ranks, adapters = await engine.groups.ranks(), {}
     for policy in policies:
-        config, tensors = await asyncio.to_thread(read_peft, folder / policy)
-        found[policy] = LoraAdapter(config, tensors, ranks)
-    await engine.updates.from_adapters(found, version)
+        peft, tensors = await asyncio.to_thread(read_peft, folder / policy)
+        adapters[policy] = LoraAdapter(peft, tensors, ranks)
+    await engine.updates.from_adapters(adapters, version)
 
 
 def for_adapters(config: Config, model: Path) -> Config:
@@ -138,20 +140,20 @@ def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> Sa
     from agentrl.models.load import empty_model
 
     layers = adapted_layers(empty_model(model, "sdpa"), config)
-    _check_joined(layers)
+    _check_fused(layers)
     options: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": config.rank,
         "lora_target_modules": last_names(layers),
-        "max_loras_per_batch": _SLOTS * len(config.policies),
+        "max_loras_per_batch": _ADAPTERS_PER_POLICY * len(config.policies),
         "lora_strict_loading": True,
     }
-    given = {name.replace("-", "_") for name in sampler.sglang}
-    options = {name: value for name, value in options.items() if name not in given}
+    configured_names = {name.replace("-", "_") for name in sampler.sglang}
+    options = {name: value for name, value in options.items() if name not in configured_names}
     return sampler.model_copy(update={"sglang": sampler.sglang | options})
 
 
-def _check_joined(layers: Collection[str]) -> None:
+def _check_fused(layers: Collection[str]) -> None:
     """Check that of layers that SGLang joins, either all or none have an adapter.
 
     Raises:
@@ -161,10 +163,10 @@ def _check_joined(layers: Collection[str]) -> None:
     names = set(layers)
     for layer in sorted(names):
         parent, _, last = layer.rpartition(".")
-        for joined in _JOINED:
-            missing = [each for each in joined if last in joined and f"{parent}.{each}" not in names]
-            if missing:
+        for fused in _FUSED_LAYERS:
+            unadapted = [name for name in fused if last in fused and f"{parent}.{name}" not in names]
+            if unadapted:
                 raise ConfigError(
-                    f"weights.adapters=only: {layer} has an adapter and {parent}.{missing[0]} has none, but SGLang computes "
-                    f"{', '.join(joined)} as one layer; set learner.lora.target to all of them, or weights.adapters=merged"
+                    f"weights.adapters=only: {layer} has an adapter and {parent}.{unadapted[0]} has none, but SGLang computes "
+                    f"{', '.join(fused)} as one layer; set learner.lora.target to all of them, or weights.adapters=merged"
                 )

@@ -11,7 +11,7 @@ from agentrl.learner.base import LearnerGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SyncedWeights:
     """What a weight sync has sent to each engine."""
 
     fingerprint: int
@@ -23,7 +23,9 @@ class Sent:
 class WeightSync(Protocol):
     """Syncs the learner's weights to the engines."""
 
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def sync_weights(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
+    ) -> SyncedWeights:
         """Sync the weights as policy ``version``, then check the engines according to ``weights.check``.
 
         Raises:

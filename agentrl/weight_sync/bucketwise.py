@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import Sent, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, WeightSync
 from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
 
 
@@ -30,7 +30,9 @@ class BucketwiseSync(WeightSync, ABC):
         self.check = check
 
     @override
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def sync_weights(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
+    ) -> SyncedWeights:
         """Sync the weights bucket by bucket. The learner is called in threads, as its calls block.
 
         Raises:

@@ -62,42 +62,50 @@ class Checksums:
         for name, tensor in named:
             self._add(name, tensor)
 
-    def difference(self, found: Mapping[str, str]) -> str | None:
+    def difference(self, engine_checksums: Mapping[str, str]) -> str | None:
         """Return how an engine's checksums, by the engine's names, differ from the sent weights, or None."""
-        known = self._digests | {
-            name: {short_digest(one) for one in parts} for name, (_, parts) in self._wholes.items()
+        valid_checksums = self._digests | {
+            name: {short_digest(hasher) for hasher in hashers} for name, (_, hashers) in self._wholes.items()
         }
-        wrong = [name for name in found if name in known and found[name] not in known[name]]
-        strange = [name for name in found if name not in known]
-        missing = [name for name in self._digests if name not in found and _whole(name)[0] not in found]
-        for what, names in (("differ", wrong), ("were never sent", strange), ("are not there", missing)):
+        wrong = [
+            name
+            for name in engine_checksums
+            if name in valid_checksums and engine_checksums[name] not in valid_checksums[name]
+        ]
+        strange = [name for name in engine_checksums if name not in valid_checksums]
+        not_loaded = [
+            name
+            for name in self._digests
+            if name not in engine_checksums and _find_fused(name)[0] not in engine_checksums
+        ]
+        for fault, names in (("differ", wrong), ("were never sent", strange), ("are not there", not_loaded)):
             if names:
-                return f"{len(names)} of {len(found)} weights {what}: {', '.join(sorted(names)[:3])}"
+                return f"{len(names)} of {len(engine_checksums)} weights {fault}: {', '.join(sorted(names)[:3])}"
         return None
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        whole, part = _whole(name)
-        count, joined = self._wholes.get(whole, (0, []))
+        fused_name, index = _find_fused(name)
+        shards, hashers = self._wholes.get(fused_name, (0, []))
         digests = self._digests[name] = set()
-        held = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_ENGINE_DTYPES))]
-        for index, (data, make) in enumerate(product(held, self._kinds)):
+        encodings = [raw_bytes(tensor.to(dtype)) for dtype in dict.fromkeys((tensor.dtype, *_ENGINE_DTYPES))]
+        for number, (data, make) in enumerate(product(encodings, self._kinds)):
             hasher = make(data)
             digests.add(short_digest(hasher))
             if name.endswith(_PADDED):
                 hasher.update(memoryview(bytes(-len(tensor) % _ROWS * (len(data) // len(tensor)))))
                 digests.add(short_digest(hasher))
-            if whole and part == 0:
-                joined = [*joined[:index], make(data)]
-            elif whole:
-                joined[index].update(data)
-        if whole:
-            assert part in (0, count), f"{name} comes before an earlier part of {whole}"
-            self._wholes[whole] = (part + 1, joined)
+            if fused_name and index == 0:
+                hashers = [*hashers[:number], make(data)]
+            elif fused_name:
+                hashers[number].update(data)
+        if fused_name:
+            assert index in (0, shards), f"{name} comes before an earlier part of {fused_name}"
+            self._wholes[fused_name] = (index + 1, hashers)
 
 
-def _whole(name: str) -> tuple[str, int]:
+def _find_fused(name: str) -> tuple[str, int]:
     """Return SGLang's name of the fused weight that contains this one, or an empty name, and the part's index."""
-    for own, (whole, part) in _FUSED.items():
-        if own in name:
-            return name.replace(own, whole), part
+    for shard_name, (fused_name, index) in _FUSED.items():
+        if shard_name in name:
+            return name.replace(shard_name, fused_name), index
     return "", 0

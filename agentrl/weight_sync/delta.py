@@ -13,7 +13,7 @@ from typing_extensions import override
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, encode, serialize
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import call_all
 
@@ -44,11 +44,13 @@ class DeltaSync(BucketwiseSync):
         self._bytes = 0
 
     @override
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def sync_weights(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
+    ) -> SyncedWeights:
         """Sync what has changed. The first sync, and that to a restarted engine, sends all of them.
 
         Raises:
-            EngineError: see `BucketwiseSync.push`, or an engine has other weights than its last sync has sent.
+            EngineError: see `BucketwiseSync.sync_weights`, or an engine has other weights than its last sync has sent.
             LearnerError: a weight is not finite.
 
         """
@@ -62,7 +64,7 @@ class DeltaSync(BucketwiseSync):
         for engine in engines:
             self._held.pop(engine, None)
         try:
-            sent = await super().push(learner, engines, version)
+            sent = await super().sync_weights(learner, engines, version)
         except BaseException:
             # The learner's copy may be of some new and some old weights.
             self._base = self._base if again else None
@@ -94,18 +96,23 @@ class DeltaSync(BucketwiseSync):
         if self._base is None:
             everything = changed
         elif self._wants_all:
-            changes = await asyncio.to_thread(lambda: _all(bucket.tensors()))
+            changes = await asyncio.to_thread(lambda: _encode_all(bucket.tensors()))
             everything = await asyncio.to_thread(entry, changes, None)
             sizes.append(len(changes.payload))
         self._bytes += max(sizes)
 
         async def send(engine: EngineControl) -> None:
-            given = everything if engine in self._wants_all else changed
-            await engine.updates.from_changes(given, version, last=bucket.last, ranks=await engine.groups.ranks())
+            changes = everything if engine in self._wants_all else changed
+            await engine.updates.from_changes(changes, version, last=bucket.last, ranks=await engine.groups.ranks())
 
         await call_all(engines, f"changes of version {version}, bucket {number}", send)
 
 
-def _all(named: Sequence[tuple[str, torch.Tensor]]) -> Changes:
-    found = [one for name, tensor in named if (one := encode(name, tensor, None)) is not None]
-    return Changes([part for part, _ in found], torch.cat([piece for _, pieces in found for piece in pieces]))
+def _encode_all(named: Sequence[tuple[str, torch.Tensor]]) -> Changes:
+    encoded_weights = [
+        tensor_changes for name, tensor in named if (tensor_changes := encode(name, tensor, None)) is not None
+    ]
+    return Changes(
+        [header for header, _ in encoded_weights],
+        torch.cat([piece for _, pieces in encoded_weights for piece in pieces]),
+    )

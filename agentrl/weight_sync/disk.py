@@ -10,10 +10,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from agentrl.distributed.flat_bucket import bytes_of
+from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import Sent, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, WeightSync
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
@@ -39,7 +39,9 @@ class DiskSync(WeightSync):
         """Do nothing: no resources are kept between updates."""
 
     @override
-    async def push(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def sync_weights(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
+    ) -> SyncedWeights:
         """Write the weights and let the engines load them.
 
         Raises:
@@ -53,7 +55,7 @@ class DiskSync(WeightSync):
             await engine.updates.from_disk(folder, version)
 
         try:
-            await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype, each=check.add)
+            await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype, on_bucket=check.add)
             await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)
@@ -66,7 +68,7 @@ async def write_weights(
     *,
     bucket_bytes: int,
     dtype: str | None = None,
-    each: Callable[[WeightBucket], Awaitable[None]] | None = None,
+    on_bucket: Callable[[WeightBucket], Awaitable[None]] | None = None,
 ) -> None:
     """Write the learner's weights to a folder that engines load, one safetensors file a bucket; what it held is removed.
 
@@ -75,21 +77,21 @@ async def write_weights(
         folder: created.
         bucket_bytes: size of a file.
         dtype: weights are cast to it; None keeps the learner's dtype.
-        each: called with each bucket.
+        on_bucket: called with each bucket.
 
     """
     await asyncio.to_thread(_create_empty, folder)
-    places: dict[str, str] = {}
+    file_by_name: dict[str, str] = {}
     size = 0
     buckets = learner.buckets(bucket_bytes, dtype)
     while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-        file = f"model-{len(places):05d}.safetensors"
+        file = f"model-{len(file_by_name):05d}.safetensors"
         await asyncio.to_thread(bucket.save, folder / file)
-        if each is not None:
-            await each(bucket)
-        places |= {spec.name: file for spec in bucket.specs}
-        size += bytes_of(*bucket.specs)
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+        if on_bucket is not None:
+            await on_bucket(bucket)
+        file_by_name |= {spec.name: file for spec in bucket.specs}
+        size += total_bytes(*bucket.specs)
+    index = {"metadata": {"total_size": size}, "weight_map": file_by_name}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 

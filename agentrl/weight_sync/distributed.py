@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import WeightGroup
-from agentrl.distributed.flat_bucket import bytes_of
+from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.obs.waiting import waiting
@@ -34,7 +34,7 @@ class _SilentError(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Announced:
+class _Announcement:
     """A bucket that was announced to an engine."""
 
     engine: int
@@ -61,7 +61,7 @@ class DistributedSync(BucketwiseSync):
     """The learner's rank 0 broadcasts each bucket to all engines.
 
     Each bucket is announced to the engines first, so that a refusal blocks no other process. The next one is gathered and
-    announced while engines load it. The group is created at the first push, kept for further pushes to the same engines,
+    announced while engines load it. The group is created at the first sync, kept for further syncs to the same engines,
     and created again after a failure.
 
     Args:
@@ -88,15 +88,15 @@ class DistributedSync(BucketwiseSync):
         self._joined: _Joined | None = None
         self._connected: WeightGroup | None = None
         """The last group in which a broadcast has succeeded."""
-        self._loading: list[_Announced] = []
+        self._loading: list[_Announcement] = []
         """Buckets that engines may still be loading."""
 
     async def aclose(self) -> None:
         """Let the learner and the engines leave the group."""
         loading, self._loading = self._loading, []
-        for one in loading:
-            one.answer.cancel()
-        await asyncio.gather(*(one.answer for one in loading), return_exceptions=True)
+        for announcement in loading:
+            announcement.answer.cancel()
+        await asyncio.gather(*(announcement.answer for announcement in loading), return_exceptions=True)
         joined, self._joined = self._joined, None
         if joined is not None:
             await _leave(joined.learner, joined.engines, joined.group)
@@ -105,13 +105,13 @@ class DistributedSync(BucketwiseSync):
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         phase = f"weights of version {version}, bucket {number}"
-        kept = self._joined is not None and self._joined.has(learner, engines)
+        reuses_group = self._joined is not None and self._joined.has(learner, engines)
         try:
             await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
         except EngineError as error:
-            if number > 1 or not kept or isinstance(error, _SilentError):
+            if number > 1 or not reuses_group or isinstance(error, _SilentError):
                 raise
-            # An engine that was restarted since the last push is not in the group.
+            # An engine that was restarted since the last sync is not in the group.
             await self.aclose()
             await begin_updates(engines, version)
             await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
@@ -127,7 +127,7 @@ class DistributedSync(BucketwiseSync):
             EngineError: names the engine and the bucket.
         """
         announced = [
-            _Announced(
+            _Announcement(
                 number,
                 phase,
                 asyncio.ensure_future(engine.updates.from_group(group, bucket.specs, version, last=bucket.last)),
@@ -135,38 +135,47 @@ class DistributedSync(BucketwiseSync):
             for number, engine in enumerate(engines)
         ]
         self._loading += announced
-        fresh, sent = [one.answer for one in announced], None
+        answers, broadcast = [announcement.answer for announcement in announced], None
         with waiting("engine", "broadcast", phase):
             wait_s = _REFUSAL_S if self.backend == "gloo" or group != self._connected else 0.0
-            early, _ = await asyncio.wait(fresh, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            early, _ = await asyncio.wait(answers, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if all(answer.exception() is None for answer in early):
-                sent = asyncio.ensure_future(asyncio.to_thread(bucket.broadcast))
-                overlaps = not bucket.last and bytes_of(*bucket.specs) > _OVERLAPPED_BYTES
-                tasks = {sent, *(one.answer for one in self._loading)}
-                wanted = tasks - set(fresh if overlaps else ())
-                if await _succeed(tasks, wanted, self.timeout_s):
+                broadcast = asyncio.ensure_future(asyncio.to_thread(bucket.broadcast))
+                overlaps = not bucket.last and total_bytes(*bucket.specs) > _OVERLAPPED_BYTES
+                tasks = {broadcast, *(announcement.answer for announcement in self._loading)}
+                awaited = tasks - set(answers if overlaps else ())
+                if await _wait_for_success(tasks, awaited, self.timeout_s):
                     self._connected = group
                     self._loading = announced if overlaps else []
                     return
-            await self._blame(sent, engines, phase)
+            await self._blame(broadcast, engines, phase)
 
-    async def _blame(self, sent: asyncio.Future[None] | None, engines: Sequence[EngineControl], phase: str) -> None:
+    async def _blame(
+        self, broadcast: asyncio.Future[None] | None, engines: Sequence[EngineControl], phase: str
+    ) -> None:
         """Raise the error of the engine that made a broadcast fail, or the learner's error."""
         loading, self._loading = self._loading, []
-        failed = next((one for one in loading if one.answer.done() and one.answer.exception()), None)
-        learner_failed = sent is not None and (sent.done() or failed is None)
+        failed = next(
+            (
+                announcement
+                for announcement in loading
+                if announcement.answer.done() and announcement.answer.exception()
+            ),
+            None,
+        )
+        learner_failed = broadcast is not None and (broadcast.done() or failed is None)
         # This ends the wait of engines for the broadcast.
         await self.aclose()
-        tasks = [one.answer for one in loading] + ([sent] if sent else [])
+        tasks = [announcement.answer for announcement in loading] + ([broadcast] if broadcast else [])
         late = (await asyncio.wait(tasks, timeout=_SETTLE_S))[1]
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if sent and learner_failed and isinstance(error := _error(sent), LearnerError):
+        if broadcast and learner_failed and isinstance(error := _error(broadcast), LearnerError):
             raise error
         answers = await asyncio.gather(*(_answers(engine) for engine in engines))
-        silent = [one for one in loading if not answers[one.engine]]
-        hanging = [one for one in loading if one.answer in late]
+        silent = [announcement for announcement in loading if not answers[announcement.engine]]
+        hanging = [announcement for announcement in loading if announcement.answer in late]
         blamed = next(iter([*silent, *([failed] if failed else []), *hanging]), loading[-len(engines)])
         why = _error(blamed.answer) or f"it gave no answer within {self.timeout_s:g} s"
         kind, dead = (_SilentError, "it died or hangs: ") if silent else (EngineError, "")
@@ -206,13 +215,15 @@ async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group:
     await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))
 
 
-async def _succeed(tasks: set[asyncio.Future[None]], wanted: set[asyncio.Future[None]], timeout_s: float) -> bool:
-    """Wait for the ``wanted`` ones of ``tasks``; return False as soon as one of ``tasks`` fails, or after ``timeout_s``."""
+async def _wait_for_success(
+    tasks: set[asyncio.Future[None]], awaited: set[asyncio.Future[None]], timeout_s: float
+) -> bool:
+    """Wait for the ``awaited`` ones of ``tasks``; return False as soon as one of ``tasks`` fails, or after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     pending = tasks
-    while wanted & pending:
-        left = deadline - time.monotonic()
-        done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+    while awaited & pending:
+        remaining_s = deadline - time.monotonic()
+        done, pending = await asyncio.wait(pending, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         if not done or any(task.exception() for task in done):
             return False
     return True

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 
 from agentrl.core.errors import EngineError
-from agentrl.distributed.flat_bucket import bytes_of
+from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import WeightBucket
 from agentrl.obs.waiting import waiting
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 from agentrl.weight_sync.checksum import Checksums
 
 
@@ -26,11 +26,11 @@ async def call_all(
 
     """
 
-    async def watched(number: int, engine: EngineControl) -> None:
+    async def call_one(number: int, engine: EngineControl) -> None:
         with waiting("engine", f"{number} of {len(engines)}", phase):
             await call(engine)
 
-    results = await asyncio.gather(*(watched(*one) for one in enumerate(engines)), return_exceptions=True)
+    results = await asyncio.gather(*(call_one(*numbered) for numbered in enumerate(engines)), return_exceptions=True)
     for number, result in enumerate(results):
         if isinstance(result, EngineError):
             raise EngineError(f"engine {number} of {len(engines)}, {phase}: {result}") from result
@@ -61,11 +61,11 @@ class UpdateCheck:
     async def add(self, bucket: WeightBucket) -> None:
         """Add a bucket that is sent."""
         self._fingerprint ^= await asyncio.to_thread(bucket.fingerprint)
-        self._bytes += bytes_of(*bucket.specs)
+        self._bytes += total_bytes(*bucket.specs)
         if self._mode == "checksum":
             await asyncio.to_thread(lambda: self._sums.add(bucket.tensors()))
 
-    async def verify(self, engines: Sequence[EngineControl], version: int) -> Sent:
+    async def verify(self, engines: Sequence[EngineControl], version: int) -> SyncedWeights:
         """Check all engines, and return what was sent.
 
         Raises:
@@ -75,7 +75,7 @@ class UpdateCheck:
             await check_version(engines, version)
         if self._mode == "checksum":
             await self._checksums(engines)
-        return Sent(self._fingerprint, self._bytes)
+        return SyncedWeights(self._fingerprint, self._bytes)
 
     async def _checksums(self, engines: Sequence[EngineControl]) -> None:
         async def compare(engine: EngineControl) -> None:
@@ -95,9 +95,9 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
     """
 
     async def check(engine: EngineControl) -> None:
-        found = await engine.version()
-        if found != version:
-            raise EngineError(f"it samples with version {found}, but {version} was sent")
+        sampled_version = await engine.version()
+        if sampled_version != version:
+            raise EngineError(f"it samples with version {sampled_version}, but {version} was sent")
 
     await call_all(engines, "check of the policy version", check)
 
@@ -128,7 +128,7 @@ async def begin_updates(engines: Sequence[EngineControl], version: int) -> None:
 
 
 async def cancel_updates(engines: Sequence[EngineControl], *, limit_s: float = 5.0) -> None:
-    """Cancel the update on all engines. Errors are ignored, as the push has already failed."""
+    """Cancel the update on all engines. Errors are ignored, as the sync has already failed."""
 
     async def cancel(engine: EngineControl) -> None:
         with contextlib.suppress(EngineError, TimeoutError):

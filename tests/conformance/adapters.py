@@ -21,7 +21,7 @@ from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import load_model
-from agentrl.weight_sync.adapter import AdapterSync, load_policies, write_policies
+from agentrl.weight_sync.adapter import AdapterSync, load_adapters, write_adapters
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch
 
@@ -48,7 +48,7 @@ class Policies:
                 batch = make_batch([20, 12, 30], seed=7 * self.version + 100 * number + step)
                 batch.policy = policy
                 self.learner.train_step(batch)
-        write_policies(self.learner, out, TWO, None)
+        write_adapters(self.learner, out, TWO, None)
         found = {name: peft.PeftModel.from_pretrained(load_model(self.folder), out / name) for name in TWO.policies}
         return {name: each.merge_and_unload() for name, each in found.items()}
 
@@ -96,7 +96,7 @@ class Adapters:
             client, sync = SGLangClient(url, timeout_s=60), AdapterSync(TWO, check="checksum")
             for _ in range(2):
                 models = policies.change(tmp_path)
-                await sync.push(policies.learner, [client], policies.version)
+                await sync.sync_weights(policies.learner, [client], policies.version)
                 first, again = await sample_all(client), await sample_all(client)
                 for name, model in models.items():
                     assert first[name].versions == again[name].versions == ((0, policies.version),)
@@ -120,12 +120,12 @@ class Adapters:
         async def play() -> None:
             client, sync = SGLangClient(url, timeout_s=60), AdapterSync(TWO)
             before = policies.change(tmp_path)["second"]
-            await sync.push(policies.learner, [client], policies.version)
+            await sync.sync_weights(policies.learner, [client], policies.version)
             task = asyncio.create_task(sample(client, "second", LONG, mode))
             await until_sampling(client, [task])
             await client.pause(mode)
             after = policies.change(tmp_path)["second"]
-            await sync.push(policies.learner, [client], policies.version)
+            await sync.sync_weights(policies.learner, [client], policies.version)
             await client.resume()
             found = await task
             assert len(found.token_ids) == LONG.max_new_tokens
@@ -145,7 +145,7 @@ class Adapters:
         async def play() -> None:
             client = SGLangClient(url, timeout_s=60)
             models = policies.change(tmp_path)
-            await load_policies(client, tmp_path, TWO.policies, 70)
+            await load_adapters(client, tmp_path, TWO.policies, 70)
             for name, found in (await sample_all(client)).items():
                 assert found.versions == ((0, 70),)
                 assert distance(models[name], found) < 1e-4

@@ -75,7 +75,7 @@ class Syncs:
             try:
                 for version, share in ((11, 1.0), (12, 1.0), (13, 0.02)):
                     learner.change(version, share)
-                    await sync.push(learner, [client], version)
+                    await sync.sync_weights(learner, [client], version)
                     first, again = await sample(client, ids, GREEDY), await sample(client, ids, GREEDY)
                     assert first.versions == again.versions == ((0, version),)
                     assert first.cached_tokens == 0
@@ -97,9 +97,9 @@ class Syncs:
         async def play(client: SGLangClient) -> None:
             sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
             try:
-                await sync.push(learner, [client], 21)
+                await sync.sync_weights(learner, [client], 21)
                 with pytest.raises(LearnerError, match="rank 1 died"):
-                    await sync.push(broken, [client], 22)
+                    await sync.sync_weights(broken, [client], 22)
                 assert await client.version() == 21
                 if engine.traits.refuses_unfit_weights or transport == "disk":
                     engine.assert_matches(learner.model, ids, await sample(client, ids, GREEDY), 0.0)
@@ -107,7 +107,7 @@ class Syncs:
                     with pytest.raises(SamplerError, match="only a part of an update"):
                         await sample(client, ids, GREEDY)
                 learner.change(4)
-                await sync.push(learner, [client], 23)
+                await sync.sync_weights(learner, [client], 23)
                 generation = await sample(client, ids, GREEDY)
                 assert generation.versions == ((0, 23),)
                 engine.assert_matches(learner.model, ids, generation, 0.0)

@@ -56,7 +56,7 @@ def test_log_probabilities_agree_after_every_sync_of_adapters(
         )
         for version in (51, 52, 53):
             begun = time.perf_counter()
-            await sync.push(adapted, [client], version)
+            await sync.sync_weights(adapted, [client], version)
             seconds = time.perf_counter() - begun
             rows = await sample_rows(client, prompts, tokens=128, version=version)
             with in_float32(adapted):

@@ -60,7 +60,7 @@ async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], 
     try:
         for version in (first, first + 1):
             round_weights(learner)
-            await sync.push(learner, [client], version)
+            await sync.sync_weights(learner, [client], version)
             rows = await sample_rows(client, prompts, tokens=128, version=version)
             found = agreement(learner, rows)
             said.append(f"version {version}: {found}")

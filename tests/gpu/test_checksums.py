@@ -23,7 +23,7 @@ def test_checksums_of_an_engine_on_a_gpu(tiny_engine: Engine, tmp_path: Path) ->
     async def play(client: SGLangClient) -> dict[str, str]:
         assert await client.checksum_kind() == "words"
         sync = make_sync("tensor", bucket_bytes=BUCKET, folder=tmp_path, check="checksum")
-        await sync.push(learner, [client], 31)
+        await sync.sync_weights(learner, [client], 31)
         return await client.checksums()
 
     found = tiny_engine.drive(play)

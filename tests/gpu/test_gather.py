@@ -12,8 +12,8 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from agentrl.distributed.base import spec_of
-from agentrl.distributed.flat_bucket import bytes_of, packed, views
+from agentrl.distributed.base import tensor_spec
+from agentrl.distributed.flat_bucket import order_by_alignment, total_bytes, views
 from agentrl.learner.fsdp.gather import gather_weights
 
 pytestmark = pytest.mark.gpu
@@ -31,8 +31,8 @@ def gather(rank: int, folder: str) -> None:
     torch.manual_seed(0)
     whole = {f"w{number}": torch.randn(shape, device="cuda") for number, shape in enumerate(SHAPES)}
     sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
-    specs = packed([spec_of(name, tensor.bfloat16()) for name, tensor in whole.items()])
-    flat = torch.zeros(bytes_of(*specs), dtype=torch.uint8, device="cuda")
+    specs = order_by_alignment([tensor_spec(name, tensor.bfloat16()) for name, tensor in whole.items()])
+    flat = torch.zeros(total_bytes(*specs), dtype=torch.uint8, device="cuda")
     into = views(specs, flat)
     for _ in range(3):
         torch.cuda.synchronize()

@@ -47,7 +47,7 @@ async def after_syncs(
     )
     try:
         for version in (first, first + 1):
-            await sync.push(learner, [client], version)
+            await sync.sync_weights(learner, [client], version)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
             rounded = agreement(learner, rows)
             with in_float32(learner):

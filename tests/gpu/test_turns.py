@@ -50,7 +50,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
         tensor = make_sync("tensor", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
         try:
             others = held_by_others(learner)
-            await ipc.push(learner, [client], 50)
+            await ipc.sync_weights(learner, [client], 50)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=50)
             learner.sleep()
             left, free = torch.cuda.memory_allocated() - others, torch.cuda.mem_get_info()[0]
@@ -63,7 +63,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
                 await sharing.switch_to_learner(learner, watch)
                 learner.train_step(batch_of(rows))
                 await sharing.switch_to_engines(
-                    learner, lambda version=version: ipc.push(learner, [client], version), watch
+                    learner, lambda version=version: ipc.sync_weights(learner, [client], version), watch
                 )
                 rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
                 await sharing.switch_to_learner(learner, watch)
@@ -71,15 +71,15 @@ def test_learner_and_engine_have_the_gpu_in_turns(
                     found = agreement(learner, rows)
                 figures.append(f"log-probabilities after turn {version}: {found}")
                 assert found.k3 < MOST_KL
-            await sharing.switch_to_engines(learner, lambda: ipc.push(learner, [client], 52), watch)
-            await tensor.push(learner, [client], 53)
+            await sharing.switch_to_engines(learner, lambda: ipc.sync_weights(learner, [client], 52), watch)
+            await tensor.sync_weights(learner, [client], 53)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)
             await sharing.switch_to_learner(learner, watch)
             with in_float32(learner):
                 found = agreement(learner, rows)
             figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
             assert found.k3 < MOST_KL
-            await sharing.switch_to_engines(learner, lambda: ipc.push(learner, [client], 54), watch)
+            await sharing.switch_to_engines(learner, lambda: ipc.sync_weights(learner, [client], 54), watch)
             figures.append(f"seconds of 4 turns: {watch.metrics()}")
         finally:
             learner.wake()

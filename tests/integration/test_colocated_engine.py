@@ -47,7 +47,7 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
                 assert not late.done(), "an engine without memory samples nothing"
                 learner.train_step(batch_of(rows))
                 await sharing.switch_to_engines(
-                    learner, lambda version=version: sync.push(learner, [client], version), watch
+                    learner, lambda version=version: sync.sync_weights(learner, [client], version), watch
                 )
                 await late
                 with pytest.raises(LearnerError, match="sleep"):
@@ -57,7 +57,7 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
                 assert agreement(learner, rows).largest < 1e-4
                 assert agreement(learner, before).largest > 1e-2
                 learner.sleep()
-            await sync.push(learner, [client], 4)  # as after a restart: the learner sleeps
+            await sync.sync_weights(learner, [client], 4)  # as after a restart: the learner sleeps
             said = await client.generate(Prompt((5, 6)), SamplingParams(4), session_id="s", request_id="r")
             assert said.versions == ((0, 4),)
         finally:

@@ -28,7 +28,7 @@ from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.sampling import Sampling
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 
 SETTINGS = [
     "rollout.max_tokens=512",
@@ -158,20 +158,20 @@ def alive(pid: int) -> bool:
 
 
 class KillingSync:
-    """Sends weights from a folder; at each push the next fault strikes first."""
+    """Sends weights from a folder; at each sync the next fault strikes first."""
 
     def __init__(self, folder: Path, faults: list[Callable[[], None]]) -> None:
         self.folder = folder
         self.faults = faults
         self.pushes: list[tuple[int, int]] = []
 
-    async def push(self, learner: Any, engines: Any, version: int) -> Sent:
+    async def sync_weights(self, learner: Any, engines: Any, version: int) -> SyncedWeights:
         self.pushes.append((len(engines), version))
         if self.faults:
             self.faults.pop(0)()
         for engine in engines:
             await engine.updates.from_disk(self.folder, version)
-        return Sent(version, 0)
+        return SyncedWeights(version, 0)
 
     async def aclose(self) -> None:
         pass

@@ -29,7 +29,7 @@ from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.distributed.flat_bucket import bytes_of, views
+from agentrl.distributed.flat_bucket import total_bytes, views
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from agentrl.obs.watchdog import Watchdog
 from tests.algo_config import make_algo
@@ -257,7 +257,7 @@ def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
         group.join_group(joining)
         place = other.result()
         for number, bucket in enumerate(group.buckets(5000, "bfloat16")):
-            flat = torch.zeros(bytes_of(*bucket.specs), dtype=torch.uint8)
+            flat = torch.zeros(total_bytes(*bucket.specs), dtype=torch.uint8)
             taken = threads.submit(place.broadcast, [flat])
             bucket.broadcast()
             taken.result()

@@ -96,7 +96,7 @@ def test_all_engines_agree_with_the_learner(engines: Engines, learner: Learner, 
         try:
             for version in (11, 12):
                 learner.change(version)
-                await sync.push(learner, clients, version)
+                await sync.sync_weights(learner, clients, version)
                 for client in clients:
                     assert await client.dtype() == "float32"
                     assert_of(learner, await sample(client), version)
@@ -137,7 +137,7 @@ def test_one_engine_that_refuses_a_bucket_blocks_no_other(
     async def play(clients: list[SGLangClient]) -> None:
         other = client_with(Renaming, clients[1].url)
         sync = sync_of(transport, tmp_path)
-        await sync.push(learner, clients, 31)
+        await sync.sync_weights(learner, clients, 31)
         try:
             begun = time.monotonic()
             changed = Learner(load_model(engines.folder))
@@ -145,12 +145,12 @@ def test_one_engine_that_refuses_a_bucket_blocks_no_other(
             with pytest.raises(
                 EngineError, match=r"engine 1 of 2.*version 32, bucket [2-9]: .*no weight 'model.layers.9"
             ):
-                await sync.push(changed, [clients[0], other], 32)
+                await sync.sync_weights(changed, [clients[0], other], 32)
             assert time.monotonic() - begun < 8
             for client in (clients[0], other):
                 assert await client.version() == 31
                 assert_of(learner, await sample(client), 31)
-            await sync.push(changed, clients, 33)
+            await sync.sync_weights(changed, clients, 33)
             assert_of(changed, await sample(clients[1]), 33)
         finally:
             await sync.aclose()
@@ -174,7 +174,7 @@ class Striking(Learner):
 def test_engines_that_hang_die_and_come_back_in_mid_broadcast(
     engines: Engines, learner: Learner, tmp_path: Path
 ) -> None:
-    """The push ends and names the engine; the remaining engine stays on its version; a new group is created."""
+    """The sync ends and names the engine; the remaining engine stays on its version; a new group is created."""
     lost = launch(engines.folder, tmp_path / "lost.log")
     port = int(lost.url.rsplit(":", 1)[1])
     striking = Striking(load_model(engines.folder))
@@ -187,24 +187,24 @@ def test_engines_that_hang_die_and_come_back_in_mid_broadcast(
         sync = sync_of("distributed", tmp_path, timeout_s=3)
 
         async def struck(version: int, how: signal.Signals) -> None:
-            await sync.push(learner, both, version)
+            await sync.sync_weights(learner, both, version)
             for client in both:
                 assert_of(learner, await sample(client), version)
             striking.strike = partial(os.kill, lost.child.pid, how)
             with pytest.raises(EngineError, match=rf"engine 1 of 2 \({other.url}\).*bucket 2: it died or hangs"):
-                await sync.push(striking, both, version + 1)
+                await sync.sync_weights(striking, both, version + 1)
             assert_of(learner, await sample(clients[0]), version)
 
         try:
             await struck(41, signal.SIGSTOP)
             os.kill(lost.child.pid, signal.SIGCONT)
-            await sync.push(learner, both, 43)
+            await sync.sync_weights(learner, both, 43)
             lost.stop()
             lost = await asyncio.to_thread(launch, engines.folder, tmp_path / "again.log", port)
-            # The group of the last push contains an engine that was replaced: a new group is created.
+            # The group of the last sync contains an engine that was replaced: a new group is created.
             await struck(45, signal.SIGKILL)
             learner.change(8)
-            await sync.push(learner, clients, 47)
+            await sync.sync_weights(learner, clients, 47)
             for client in clients:
                 assert_of(learner, await sample(client), 47)
         finally:
@@ -228,11 +228,11 @@ def test_a_checksum_finds_weights_that_are_not_those_sent(engines: Engines, lear
 
         other = client_with(Changing, engines.processes[1].url)
         try:
-            await sync_of("tensor", tmp_path, check="version").push(learner, [clients[0], other], 61)
+            await sync_of("tensor", tmp_path, check="version").sync_weights(learner, [clients[0], other], 61)
             with pytest.raises(
                 EngineError, match=r"engine 1 of 2, check of the weights.*3 of 24 weights differ: model"
             ):
-                await sync_of("tensor", tmp_path).push(learner, [clients[0], other], 62)
+                await sync_of("tensor", tmp_path).sync_weights(learner, [clients[0], other], 62)
         finally:
             await other.aclose()
 
@@ -263,7 +263,7 @@ def test_an_update_that_was_left_open_is_taken_over(engines: Engines, learner: L
     assert httpx.post(url + "/begin_weight_update", json={}, trust_env=False).status_code == 200
 
     async def play(clients: list[SGLangClient]) -> None:
-        await sync_of("tensor", tmp_path).push(learner, clients, 81)
+        await sync_of("tensor", tmp_path).sync_weights(learner, clients, 81)
         assert_of(learner, await sample(clients[0]), 81)
 
     engines.drive(play)

@@ -97,7 +97,7 @@ def test_engine_and_learner_agree_after_every_sync(policy: Policy, url: str) -> 
         assert distance(base, PROMPT, await sample(client, PROMPT, GREEDY)) < 1e-4
         for _ in range(3):
             model = policy.change()
-            await sync.push(policy.learner, [client], policy.version)
+            await sync.sync_weights(policy.learner, [client], policy.version)
             first, again = await sample(client, PROMPT, GREEDY), await sample(client, PROMPT, GREEDY)
             assert first.versions == again.versions == ((0, policy.version),)
             assert await client.version() == policy.version
@@ -118,12 +118,12 @@ def test_a_request_that_a_pause_interrupts_has_the_versions_that_sampled_it(
     async def play() -> None:
         client, sync = SGLangClient(url), AdapterSync(LORA)
         before = policy.change()
-        await sync.push(policy.learner, [client], policy.version)
+        await sync.sync_weights(policy.learner, [client], policy.version)
         task = asyncio.create_task(sample(client, PROMPT, LONG, mode))
         await until_sampling(client, [task])
         await client.pause(mode)
         after = policy.change()
-        await sync.push(policy.learner, [client], policy.version)
+        await sync.sync_weights(policy.learner, [client], policy.version)
         await client.resume()
         found = await task
         assert len(found.token_ids) == LONG.max_new_tokens

@@ -97,13 +97,13 @@ def _places(changed: torch.Tensor) -> torch.Tensor:
 def positions(places: torch.Tensor) -> torch.Tensor:
     """Return the indices of the changed numbers in the flat weight."""
     ends = places != _SKIP
-    found = places.to(torch.int64).cumsum(0)[ends]
-    return found + torch.arange(len(found), device=places.device)
+    encoded = places.to(torch.int64).cumsum(0)[ends]
+    return encoded + torch.arange(len(encoded), device=places.device)
 
 
 def read(parts: Sequence[Part], payload: torch.Tensor) -> list[tuple[Part, torch.Tensor | None, torch.Tensor]]:
     """Return each part with the indices of its numbers in the flat weight (None: all of them), and the numbers."""
-    found, at = [], 0
+    decoded, at = [], 0
     for part in parts:
         indices = None
         if part.places is not None:
@@ -111,9 +111,9 @@ def read(parts: Sequence[Part], payload: torch.Tensor) -> list[tuple[Part, torch
         dtype: torch.dtype = getattr(torch, part.dtype)
         end = at + part.changed * dtype.itemsize
         # A view would need an offset that the dtype divides.
-        found.append((part, indices, payload[at:end].clone().view(dtype)))
+        decoded.append((part, indices, payload[at:end].clone().view(dtype)))
         at = end
-    return found
+    return decoded
 
 
 def serialize(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> str:
@@ -139,7 +139,7 @@ def serialize(changes: Changes, *, base: str | None, held: str, number: int, las
     return base64.b64encode(pickle.dumps([("header", encoded), ("payload", changes.payload)])).decode()
 
 
-class HeldWeights:
+class ReceivedWeights:
     """The name of the weights that a receiver has."""
 
     def __init__(self) -> None:
@@ -161,15 +161,15 @@ class HeldWeights:
         payload = tensors["payload"]
         if hashlib.sha256(payload.cpu().numpy().data).hexdigest() != header["sha256"]:
             raise WeightChangesError("the changes of weights are damaged: they have another SHA-256 sum than was sent")
-        wanted = header["base"] if header["number"] == 0 else _partial(header["held"], header["number"])
-        if wanted is not None and wanted != self.name:
+        base = header["base"] if header["number"] == 0 else _partial(header["held"], header["number"])
+        if base is not None and base != self.name:
             raise WeightChangesError(
-                f"the changes are to the weights {wanted}, and here are {self.name}: send all weights first"
+                f"the changes are to the weights {base}, and here are {self.name}: send all weights first"
             )
         self.name = None
-        parts = [Part(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in header["parts"]]
-        after = header["held"] if header["last"] else _partial(header["held"], header["number"] + 1)
-        return read(parts, payload), after
+        parts = [Part(name, dtype, tuple(shape), *sizes) for name, dtype, shape, *sizes in header["parts"]]
+        new_name = header["held"] if header["last"] else _partial(header["held"], header["number"] + 1)
+        return read(parts, payload), new_name
 
 
 def _partial(held: str, number: int) -> str:
@@ -186,26 +186,26 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         WeightChangesError: they are damaged, are changes to other weights, or the model does not load weights by copies.
 
     """
-    held = getattr(model, _HELD, None) or HeldWeights()
-    setattr(model, _HELD, held)
-    found, after = held.receive(named_tensors)
+    received = getattr(model, _HELD, None) or ReceivedWeights()
+    setattr(model, _HELD, received)
+    changes, new_name = received.receive(named_tensors)
     with _Masked(model.parameters()):
-        model.load_weights((part.name, _whole(part, indices, values)) for part, indices, values in found)
+        model.load_weights((part.name, _fill_with_nan(part, indices, values)) for part, indices, values in changes)
     broken = [torch.isnan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
     if bool(torch.stack(broken).any()):
         raise WeightChangesError(
             "this model does not load weights by copies into its parameters: set weights.transport=tensor"
         )
-    held.name = after
+    received.name = new_name
 
 
-def _whole(part: Part, indices: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+def _fill_with_nan(part: Part, indices: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     """Return a weight with NaN in place of what was not sent."""
     if indices is None:
         return values.view(part.shape)
-    whole = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
-    whole[indices] = values
-    return whole.view(part.shape)
+    weight = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
+    weight[indices] = values
+    return weight.view(part.shape)
 
 
 class _Masked(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -217,11 +217,11 @@ class _Masked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._storages:
-            into, source, *rest = args
+            into, source, *options = args
             if into.dtype not in _FLOATS:
                 raise WeightChangesError(
                     f"a parameter of {into.dtype} cannot take changes: set weights.transport=tensor for quantized engines"
                 )
             source = source.to(device=into.device, dtype=into.dtype)
-            args = (into, torch.where(torch.isnan(source), into, source), *rest)
+            args = (into, torch.where(torch.isnan(source), into, source), *options)
         return func(*args, **(kwargs or {}))

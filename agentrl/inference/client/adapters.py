@@ -54,17 +54,17 @@ class SGLangAdapters:
         """
         # Unique: an earlier attempt, or another client, may have loaded one of this version.
         names = {policy: f"{policy}{_VERSION}{version}-{uuid4().hex[:8]}" for policy in adapters}
-        before = [*self._loaded]
+        previous_names = [*self._loaded]
         for policy, adapter in adapters.items():
             self._loaded.append(names[policy])
             body = await asyncio.to_thread(_body, names[policy], adapter)
             await self._control.call("/load_lora_adapter_from_tensors", body, once=True)
         await self._control.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._current = names
-        for old in [] if keep_old else before:
+        for name in [] if keep_old else previous_names:
             with contextlib.suppress(ControlRefused):  # it was never loaded
-                await self._control.call("/unload_lora_adapter", {"lora_name": old})
-            self._loaded.remove(old)
+                await self._control.call("/unload_lora_adapter", {"lora_name": name})
+            self._loaded.remove(name)
 
     def drop(self) -> None:
         """Let new requests use the engine's weights alone."""

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from agentrl.core.errors import EngineError
-from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, json_of
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, read_json
 from agentrl.inference.client.load import EngineLoad, read_load
 from agentrl.obs.waiting import waiting
 
@@ -45,7 +45,7 @@ class ControlEndpoint:
             with waiting("engine", self.url, path):
                 method = "GET" if body is None else "POST"
                 async with self._http.request(method, path, body, once=once) as response:
-                    reply = await json_of(response)
+                    reply = await read_json(response)
         except orjson.JSONDecodeError as error:
             raise EngineError(f"the engine at {self.url} answers {path} with what is not JSON: {error}") from error
         except ErrorReply as error:
@@ -67,7 +67,7 @@ class ControlEndpoint:
         try:
             # Without `waiting`: a wait that ends is progress, which would hide a stall from the watchdog.
             async with self._http.request("GET", "/v1/loads", once=True) as reply:
-                return read_load(await json_of(reply))
+                return read_load(await read_json(reply))
         except (ErrorReply, orjson.JSONDecodeError, ValueError) as error:
             raise EngineError(f"the engine at {self.url} reports no load at /v1/loads: {error}") from error
         except CONNECTION_ERRORS:

@@ -50,7 +50,7 @@ class SGLangMemory:
         parts = [part for part in _PARTS if part not in self._released]
         if not parts:
             return
-        before = set(self._released)
+        previously_released = set(self._released)
         self._released |= set(parts)
         self._resumed = self._resumed or asyncio.Event()
         self._resumed.clear()
@@ -63,7 +63,7 @@ class SGLangMemory:
             await self._control.call("/release_memory_occupation", {"tags": parts}, once=True)
         except BaseException as error:
             if not sent or isinstance(error, ControlRefused):
-                self._released = before
+                self._released = previously_released
                 self._set_if_resumed()
             raise
         finally:

@@ -18,8 +18,8 @@ def experts_options(params: SamplingParams, sampled: Segment | None) -> dict[str
     """Return the options of a request for experts: of the tokens whose experts no earlier segment of the turn has."""
     if params.experts_from is None:
         return {}
-    known = 0 if sampled is None or sampled.generation.experts is None else len(sampled.generation.experts)
-    return {"return_routed_experts": True, _START: params.experts_from + known}
+    received = 0 if sampled is None or sampled.generation.experts is None else len(sampled.generation.experts)
+    return {"return_routed_experts": True, _START: params.experts_from + received}
 
 
 def read_experts(

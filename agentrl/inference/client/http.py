@@ -112,15 +112,15 @@ async def _raise_error_reply(reply: aiohttp.ClientResponse) -> None:
         return
     content = await reply.read()
     try:
-        found = orjson.loads(content)
+        message = orjson.loads(content)
         for name in ("error", "message"):
-            found = found.get(name, found) if isinstance(found, dict) else found
+            message = message.get(name, message) if isinstance(message, dict) else message
     except orjson.JSONDecodeError:
-        found = content.decode(errors="replace")
-    raise ErrorReply(reply.status, str(found)[:500], engine_lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
+        message = content.decode(errors="replace")
+    raise ErrorReply(reply.status, str(message)[:500], engine_lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
 
 
-async def json_of(reply: aiohttp.ClientResponse) -> Any:
+async def read_json(reply: aiohttp.ClientResponse) -> Any:
     """Return a reply's JSON, None if it has none."""
     content = await reply.read()
     return orjson.loads(content) if content and reply.content_type == "application/json" else None

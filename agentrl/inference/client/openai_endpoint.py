@@ -113,4 +113,9 @@ def _choice(reply: bytes) -> tuple[str | None, object]:
 
 def _up_to_stop(text: str, stop: Sequence[str]) -> str:
     """Return the text up to the first stop string, which stays in it as in a policy's turn: servers would leave it out."""
-    return text[: min((text.index(one) + len(one) for one in stop if one in text), default=len(text))]
+    return text[
+        : min(
+            (text.index(stop_string) + len(stop_string) for stop_string in stop if stop_string in text),
+            default=len(text),
+        )
+    ]

@@ -31,14 +31,16 @@ class PrefixAges:
         tokens, stale, total, largest = self._counts
         version, cached = generation.versions[0][1], generation.cached_tokens // BLOCK
         for index, prefix in enumerate(_prefixes([*prompt, *generation.token_ids])):
-            if index < cached and (found := self._versions.get(prefix)) is not None:
-                age = version - found
+            if index < cached and (cached_version := self._versions.get(prefix)) is not None:
+                age = version - cached_version
                 tokens, stale, total = tokens + BLOCK, stale + BLOCK * (age > 0), total + BLOCK * age
                 largest = max(largest, age)
             elif index >= cached:
                 # The keys and values of a block are complete when its last token has been computed.
                 end = (index + 1) * BLOCK - len(prompt)
-                self._versions[prefix] = [by for start, by in generation.versions if start < max(end, 1)][-1]
+                self._versions[prefix] = [
+                    version_of_token for start, version_of_token in generation.versions if start < max(end, 1)
+                ][-1]
         self._counts = tokens, stale, total, largest
         if len(self._versions) > _MOST:
             for prefix in [*islice(self._versions, _MOST // 2)]:
@@ -58,14 +60,14 @@ class PrefixAges:
 
 def age_metrics(ages: Sequence[PrefixAges]) -> dict[str, float]:
     """Return the metrics of the requests since the last call, or none if no cached token has a known age."""
-    counts = [each.take() for each in ages]
-    tokens, stale, total = (sum(each[index] for each in counts) for index in range(3))
+    counts = [age_counts.take() for age_counts in ages]
+    tokens, stale, total = (sum(age_counts[index] for age_counts in counts) for index in range(3))
     if not tokens:
         return {}
     return {
         "rollout/cache_stale": stale / tokens,
         "rollout/cache_age_mean": total / tokens,
-        "rollout/cache_age_max": float(max(each[3] for each in counts)),
+        "rollout/cache_age_max": float(max(age_counts[3] for age_counts in counts)),
     }
 
 

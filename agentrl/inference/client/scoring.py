@@ -93,11 +93,11 @@ class ScoringClient:
 
         """
         control = ControlEndpoint(self._http)
-        found: dict[str, Any] = {}
+        server_info: dict[str, Any] = {}
         for path in ("/model_info", "/server_info"):
-            part = await control.call(path, None)
-            found |= part if isinstance(part, dict) else {}
-        return found
+            reply = await control.call(path, None)
+            server_info |= reply if isinstance(reply, dict) else {}
+        return server_info
 
 
 class _Meta(msgspec.Struct):
@@ -144,14 +144,15 @@ def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -
         meta = _REPLIES.decode(content).meta_info
     except NOT_A_REPLY as error:
         raise SamplerError(f"the reply to {body['rid']} is not one: {error}") from error
-    ids, (first, *rest) = (
+    ids, (first, *entries) = (
         body["input_ids"][body["logprob_start_len"] :],
         meta.input_token_logprobs or [(None, -1, None)],
     )
-    logprobs = [entry[0] for entry in rest if entry[0] is not None]
-    echoed = [first[1], *(entry[1] for entry in rest)]
-    same = all(
-        one == other or (one == vocabulary_size - 1 and not other) for one, other in zip(ids, echoed, strict=False)
+    logprobs = [entry[0] for entry in entries if entry[0] is not None]
+    echoed = [first[1], *(entry[1] for entry in entries)]
+    ids_match = all(
+        sent_id == echoed_id or (sent_id == vocabulary_size - 1 and not echoed_id)
+        for sent_id, echoed_id in zip(ids, echoed, strict=False)
     )
     faults = {
         f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
@@ -160,11 +161,11 @@ def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -
         != len(body["input_ids"]),
         f"has {meta.completion_tokens} sampled tokens": meta.completion_tokens != 0,
         f"has {len(echoed)} scored tokens, {len(ids)} were requested": len(echoed) != len(ids),
-        "has other token ids than were sent": not same,
-        "has no log-probability for a token": len(logprobs) != len(rest),
+        "has other token ids than were sent": not ids_match,
+        "has no log-probability for a token": len(logprobs) != len(entries),
         f"has a log-probability of {max(logprobs, default=0.0)}": max(logprobs, default=0.0) > ROUNDING,
     }
-    for fault, found in faults.items():
-        if found:
+    for fault, applies in faults.items():
+        if applies:
             raise SamplerError(f"the reply to {body['rid']} {fault}")
     return tuple(min(value, 0.0) for value in logprobs)

@@ -36,7 +36,7 @@ class Segment:
     """Whether the versions are the engine's own, token by token, and not one for the whole reply."""
 
 
-def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabulary | None = None) -> Segment:
+def join(first: Segment, second: Segment, stops: Sequence[str], vocabulary: Vocabulary | None = None) -> Segment:
     """Return two consecutive segments of a turn as one; a stop string across the border ends the turn there.
 
     Engines look for stop strings only in the tokens of one request, so they miss such a string. Tokens after the one
@@ -45,49 +45,49 @@ def join(left: Segment, right: Segment, stops: Sequence[str], vocabulary: Vocabu
     Raises:
         SamplerError: there are stop strings, and without a ``vocabulary`` they cannot be found.
     """
-    before, after = left.generation, right.generation
-    count, finish = len(after.token_ids), after.finish_reason
-    completed = _completed_stop(before.token_ids, after.token_ids, stops, vocabulary) if stops else None
+    start, end = first.generation, second.generation
+    count, finish = len(end.token_ids), end.finish_reason
+    completed = _find_completed_stop(start.token_ids, end.token_ids, stops, vocabulary) if stops else None
     if completed is not None:
         count, finish = completed, FinishReason.STOP
-    versions = list(before.versions)
-    for start, version in after.versions:
-        if start < count and (not versions or versions[-1][1] != version):
-            versions.append((len(before.token_ids) + start, version))
+    versions = list(start.versions)
+    for offset, version in end.versions:
+        if offset < count and (not versions or versions[-1][1] != version):
+            versions.append((len(start.token_ids) + offset, version))
     generation = replace(
-        before,
-        token_ids=before.token_ids + after.token_ids[:count],
-        logprobs=before.logprobs + after.logprobs[:count],
+        start,
+        token_ids=start.token_ids + end.token_ids[:count],
+        logprobs=start.logprobs + end.logprobs[:count],
         finish_reason=finish,
         versions=tuple(versions),
-        experts=_joined_experts(before, after, count),
-        experts_from=after.experts_from if before.experts is None else before.experts_from,
+        experts=_join_experts(start, end, count),
+        experts_from=end.experts_from if start.experts is None else start.experts_from,
     )
-    return Segment(generation, left.exact and right.exact)
+    return Segment(generation, first.exact and second.exact)
 
 
-def _joined_experts(before: Generation, after: Generation, count: int) -> Experts | None:
+def _join_experts(start: Generation, end: Generation, count: int) -> Experts | None:
     """Return the experts of both, without those of tokens that were dropped. The second continues where the first ends."""
-    parts: list[NDArray[Any]] = [part.experts for part in (before, after) if part.experts is not None]
-    if not parts:
+    arrays: list[NDArray[Any]] = [generation.experts for generation in (start, end) if generation.experts is not None]
+    if not arrays:
         return None
-    dropped = len(after.token_ids) - count if after.experts is not None else 0
-    experts: NDArray[Any] = np.concatenate(parts)
+    dropped = len(end.token_ids) - count if end.experts is not None else 0
+    experts: NDArray[Any] = np.concatenate(arrays)
     return experts[: len(experts) - dropped]
 
 
-def _completed_stop(
-    left: Sequence[int], right: Sequence[int], stops: Sequence[str], vocabulary: Vocabulary | None
+def _find_completed_stop(
+    first_ids: Sequence[int], second_ids: Sequence[int], stops: Sequence[str], vocabulary: Vocabulary | None
 ) -> int | None:
-    """Return how many tokens of ``right`` complete the first stop string that begins in ``left``, or None.
+    """Return how many tokens of ``second_ids`` complete the first stop string that begins in ``first_ids``, or None.
 
     Ids are decoded together, because the border may lie inside of a character.
     """
     if vocabulary is None:
         raise SamplerError("a pause cut a turn with stop strings, and the client has no vocabulary to find them with")
     longest = max(len(stop.encode()) for stop in stops)  # at least a byte a token
-    for count in range(1, min(longest, len(right)) + 1):
-        text = vocabulary.decode([*left[-longest:], *right[:count]])
+    for count in range(1, min(longest, len(second_ids)) + 1):
+        text = vocabulary.decode([*first_ids[-longest:], *second_ids[:count]])
         if any(stop in text for stop in stops):
             return count
     return None

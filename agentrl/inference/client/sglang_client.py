@@ -180,12 +180,12 @@ class SGLangClient(GenerationClient):
             EngineError: the engine does not report it.
         """
         info = await self.control.call("/server_info", None)
-        found = info.get("max_req_input_len") if isinstance(info, dict) else None
-        if not isinstance(found, int):
+        max_input_tokens = info.get("max_req_input_len") if isinstance(info, dict) else None
+        if not isinstance(max_input_tokens, int):
             raise EngineError(
-                f"the engine at {self.url} reports max_req_input_len={found!r} at /server_info, not a number"
+                f"the engine at {self.url} reports max_req_input_len={max_input_tokens!r} at /server_info, not a number"
             )
-        return found
+        return max_input_tokens
 
     async def dtype(self) -> str | None:
         """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``."""
@@ -206,13 +206,13 @@ class SGLangClient(GenerationClient):
                 reply = None
             else:
                 raise
-        parts = reply.get("ranks") or [] if isinstance(reply, dict) else []
-        if len(parts) != 1 or not isinstance(parts[0], dict) or not isinstance(parts[0].get("checksums"), dict):
+        ranks = reply.get("ranks") or [] if isinstance(reply, dict) else []
+        if len(ranks) != 1 or not isinstance(ranks[0], dict) or not isinstance(ranks[0].get("checksums"), dict):
             raise EngineError(
-                f"the engine at {self.url} gives no checksums that can be compared (it has {len(parts)} parts with "
+                f"the engine at {self.url} gives no checksums that can be compared (it has {len(ranks)} parts with "
                 "checksums, 1 is wanted): set weights.check=version"
             )
-        return {str(name): str(value) for name, value in parts[0]["checksums"].items()}
+        return {str(name): str(value) for name, value in ranks[0]["checksums"].items()}
 
     async def checksum_kind(self) -> Literal["sha256", "words"]:
         """Return the kind of `checksums`."""

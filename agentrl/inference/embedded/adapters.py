@@ -48,7 +48,7 @@ def merged_weights(
             f"config_dict needs the numbers r and lora_alpha: {type(error).__name__} {error}"
         ) from error
     layers = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
-    found = {}
+    merged = {}
     for layer in sorted(layers):
         a, b, name = tensors.get(layer + _A), tensors.get(layer + _B), f"{layer.removeprefix(_PREFIX)}.weight"
         base = weights.get(name)
@@ -58,10 +58,10 @@ def merged_weights(
             raise BadRequestError(
                 f"{layer}: lora_B {list(b.shape)} and lora_A {list(a.shape)} do not fit {list(base.shape)}"
             )
-        found[name] = (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
-    if not found:
+        merged[name] = (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+    if not merged:
         raise BadRequestError("serialized_named_tensors holds no adapter")
-    return found
+    return merged
 
 
 def check_sums(named: Sequence[tuple[str, Tensor]], expected: Mapping[str, str]) -> None:
@@ -71,9 +71,9 @@ def check_sums(named: Sequence[tuple[str, Tensor]], expected: Mapping[str, str])
         BadRequestError: one differs, or is missing.
 
     """
-    for name, wanted in expected.items():
+    for name, checksum in expected.items():
         tensor = dict(named).get(name)
-        if tensor is None or hashlib.sha256(raw_bytes(tensor.contiguous())).hexdigest() != wanted:
+        if tensor is None or hashlib.sha256(raw_bytes(tensor.contiguous())).hexdigest() != checksum:
             raise BadRequestError(f"{name}: its checksum is not the expected one")
 
 

@@ -59,7 +59,7 @@ class GenerationEndpoints:
         """Sample; the reply is sent when all prompts of the body have ended."""
         try:
             inputs, batch = parse_generate(parse_body(await http.body()))
-            requests = [self._scheduler.submit(each) for each in inputs]
+            requests = [self._scheduler.submit(generate_input) for generate_input in inputs]
         except BadRequestError as error:
             return bad_request(error)
         try:
@@ -71,7 +71,7 @@ class GenerationEndpoints:
 
     async def _wait(self, http: HttpRequest, requests: list[Request]) -> None:
         """Wait until the requests end; abort them if the client disconnects first."""
-        disconnected = asyncio.create_task(_disconnected(http))
+        disconnected = asyncio.create_task(_wait_for_disconnect(http))
         try:
             for request in requests:
                 await asyncio.wait([request.done, disconnected], return_when=asyncio.FIRST_COMPLETED)
@@ -90,6 +90,6 @@ class GenerationEndpoints:
         return Response()
 
 
-async def _disconnected(http: HttpRequest) -> None:
+async def _wait_for_disconnect(http: HttpRequest) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -85,10 +85,10 @@ class SlotCache(Cache):
     def experts(self, slot: int, start: int, end: int, layers: int) -> NDArray[np.int32]:
         """Return the experts ``[end - start, layers, K]`` of a slot's tokens; zeros in layers without experts."""
         width = next(iter(self._experts.values())).shape[2]
-        found = np.zeros((end - start, layers, width), np.int32)
-        for layer, experts in self._experts.items():
-            found[:, layer] = experts[slot, start:end]
-        return found
+        experts_TLK = np.zeros((end - start, layers, width), np.int32)
+        for layer, layer_experts in self._experts.items():
+            experts_TLK[:, layer] = layer_experts[slot, start:end]
+        return experts_TLK
 
     def _allocate(self, like: Tensor) -> Tensor:
         slots, context = self._shape

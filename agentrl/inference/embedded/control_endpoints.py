@@ -68,8 +68,8 @@ class ControlEndpoints:
         if not self._alive:
             return Response(status_code=503)
         model = self._scheduler.model
-        found = {"tp_size": 1, "device": "cpu", "dtype": model.dtype, "whole_updates": True}
-        return json_reply(found | {"max_req_input_len": model.context, "custom_weight_loader": [LOADER]})
+        info = {"tp_size": 1, "device": "cpu", "dtype": model.dtype, "whole_updates": True}
+        return json_reply(info | {"max_req_input_len": model.context, "custom_weight_loader": [LOADER]})
 
     async def loads(self, http: HttpRequest) -> Response:
         """Return the requests in progress, those that wait for a slot, and the share of slots in use."""

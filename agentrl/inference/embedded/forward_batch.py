@@ -79,9 +79,9 @@ class ForwardBatch:
         sizes = np.array([len(segment.tokens) for segment in self.segments])
         starts = np.array([segment.start for segment in self.segments])
         ends = sizes.cumsum()
-        kept = np.array([segment.kept for segment in self.segments])
-        last_kept = np.repeat(ends - kept.cumsum(), kept) + np.arange(int(kept.sum()))
-        self.kept = torch.from_numpy(last_kept)
+        logit_counts = np.array([segment.kept for segment in self.segments])
+        logit_rows = np.repeat(ends - logit_counts.cumsum(), logit_counts) + np.arange(int(logit_counts.sum()))
+        self.kept = torch.from_numpy(logit_rows)
         """``[K]`` index of each token whose logits are computed: of most requests the last."""
         offsets = np.arange(int(ends[-1])) - np.repeat(ends - sizes, sizes)
         self.token_ids = torch.from_numpy(

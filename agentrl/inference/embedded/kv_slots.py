@@ -57,21 +57,23 @@ class SlotTable:
         self._top = 0
         """Slots from this index on have never been used."""
 
-    def assign(self, tokens: NDArray[np.int32], most: int | None = None, namespace: int = 0) -> SlotAssignment | NoSlot:
+    def assign(
+        self, tokens: NDArray[np.int32], max_reused: int | None = None, namespace: int = 0
+    ) -> SlotAssignment | NoSlot:
         """Assign a slot to a request of ``tokens`` and make it active, or return why the request must wait.
 
-        At most ``most`` tokens of its prefix are reused; None: all but the last. Only those of the same namespace are.
+        At most ``max_reused`` tokens of its prefix are reused; None: all but the last. Only those of the same namespace are.
         """
-        source, cached, pending = self._match(tokens, len(tokens) - 1 if most is None else most, namespace)
+        source, cached, pending = self._match(tokens, len(tokens) - 1 if max_reused is None else max_reused, namespace)
         if pending - cached >= DEFER_TOKENS:
             return NoSlot.PREFIX_PENDING
         if cached and not self.active[source] and self.held[source] - cached <= _SPARE_TOKENS:
             slot = source
         else:
-            found = self._free()
-            if found is None:
+            free_slot = self._free()
+            if free_slot is None:
                 return NoSlot.FULL
-            slot = found
+            slot = free_slot
         count = len(tokens)
         self.tokens[slot, :count] = tokens
         self.held[slot], self.planned[slot] = cached, count
@@ -92,11 +94,11 @@ class SlotTable:
         differs[:, count] = True
         common = differs.argmax(axis=1)
         common[self.stale[:top] | (self._namespaces[:top] != namespace)] = 0
-        now = np.minimum(common, self.held[:top])
+        cached = np.minimum(common, self.held[:top])
         # Ties go to an idle slot that can be reused without copying.
-        reusable = (self.held[:top] - now <= _SPARE_TOKENS) & ~self.active[:top]
-        best = int((now * 2 + reusable).argmax())
-        return best, int(now[best]), int(np.minimum(common, self.planned[:top]).max())
+        reusable = (self.held[:top] - cached <= _SPARE_TOKENS) & ~self.active[:top]
+        best = int((cached * 2 + reusable).argmax())
+        return best, int(cached[best]), int(np.minimum(common, self.planned[:top]).max())
 
     def _free(self) -> int | None:
         idle = np.flatnonzero(~self.active)

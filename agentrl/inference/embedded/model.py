@@ -79,11 +79,11 @@ class Model:
     @property
     def end_ids(self) -> frozenset[int]:
         """End-of-sequence tokens of the model's configuration and generation configuration."""
-        found: set[int] = set()
+        end_ids: set[int] = set()
         for config in (self._model.config, self._model.generation_config):
             ids = getattr(config, "eos_token_id", None)
-            found.update([ids] if isinstance(ids, int) else ids or ())
-        return frozenset(found)
+            end_ids.update([ids] if isinstance(ids, int) else ids or ())
+        return frozenset(end_ids)
 
     def compute(self, segments: Sequence[Segment], adapter: Adapter | None = None) -> tuple[Tensor, list[int]]:
         """Compute the new tokens of requests of one adapter, partitioned among the threads.
@@ -94,8 +94,8 @@ class Model:
         self._switch.use(adapter)
         partitions = _partition(segments, self._threads)
         batches = [ForwardBatch([segments[index] for index in partition]) for partition in partitions]
-        others = [self._pool.submit(self.forward, batch) for batch in batches[1:]]
-        logits = [self.forward(batches[0]), *(other.result() for other in others)]
+        futures = [self._pool.submit(self.forward, batch) for batch in batches[1:]]
+        logits = [self.forward(batches[0]), *(future.result() for future in futures)]
         order = [partition[at] for partition, batch in zip(partitions, batches, strict=True) for at in batch.order]
         return logits[0] if len(logits) == 1 else torch.cat(logits), order
 
@@ -127,15 +127,15 @@ class Model:
         """Compare log-probabilities after a prompt, a copied prefix and a decoded token with transformers' own attention."""
         tokens = np.random.default_rng(0).integers(0, self.vocabulary, 16).astype(np.int32)
         with torch.inference_mode():
-            wanted = self._model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -2:].float()
+            reference_logits = self._model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -2:].float()
         self._model.set_attn_implementation(ATTENTION)
         self.cache.bind(self._model)
         self.forward(ForwardBatch([Segment(0, 0, tokens[:8])]))
         self.cache.copy(0, 1, 8)
-        before = self.forward(ForwardBatch([Segment(1, 8, tokens[8:15])]))
-        after = self.forward(ForwardBatch([Segment(1, 15, tokens[15:])]))
-        got = torch.cat([before, after])
-        difference = float((got.log_softmax(-1) - wanted.log_softmax(-1)).abs().max())
+        copied_prefix_logits = self.forward(ForwardBatch([Segment(1, 8, tokens[8:15])]))
+        decoded_logits = self.forward(ForwardBatch([Segment(1, 15, tokens[15:])]))
+        logits = torch.cat([copied_prefix_logits, decoded_logits])
+        difference = float((logits.log_softmax(-1) - reference_logits.log_softmax(-1)).abs().max())
         limit = _TOLERANCE.get(dtype, 0.3)
         if not difference <= limit:
             raise ModelError(
@@ -188,8 +188,8 @@ class Model:
         for name, shape in shapes:
             if name not in self._tensors:
                 raise BadRequestError(f"the model has no weight {name!r}")
-            if (own := self._tensors[name].shape) != shape:
-                raise BadRequestError(f"weight {name!r} is {list(own)}, not {list(shape)}")
+            if (model_shape := self._tensors[name].shape) != shape:
+                raise BadRequestError(f"weight {name!r} is {list(model_shape)}, not {list(shape)}")
 
     def load_weights(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Copy tensors into the weights of the same Hugging Face names: all of them, or none if one does not fit.
@@ -202,8 +202,8 @@ class Model:
         state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named:
-                own = self._tensors[name]
-                own.of(state[own.weight]).copy_(tensor)
+                weight = self._tensors[name]
+                weight.of(state[weight.weight]).copy_(tensor)
 
     def load_folder(self, folder: Path) -> None:
         """Load all weights of a Hugging Face folder, or of a folder with only safetensors files.
@@ -216,15 +216,19 @@ class Model:
         except (ModelError, OSError, SafetensorError) as error:
             raise BadRequestError(f"{folder} cannot be read: {error}") from error
         self.check_present()
-        missing = dict(self.parameters()).keys() - loaded.keys()
-        if missing:
-            raise BadRequestError(f"{folder} is of another model: it lacks the weights {sorted(missing)[:3]}")
+        missing_names = dict(self.parameters()).keys() - loaded.keys()
+        if missing_names:
+            raise BadRequestError(f"{folder} is of another model: it lacks the weights {sorted(missing_names)[:3]}")
         self.load_weights(list(loaded.items()))
 
     def _read(self, folder: Path) -> dict[str, Tensor]:
         if (folder / "config.json").exists():
             state = load_model(folder, self._model.dtype).state_dict()
-            return {name: each.of(state[each.weight]) for name, each in self._tensors.items() if each.weight in state}
+            return {
+                name: weight.of(state[weight.weight])
+                for name, weight in self._tensors.items()
+                if weight.weight in state
+            }
         files = sorted(folder.glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

@@ -56,21 +56,21 @@ class SamplingOptions:
         Raises:
             BadRequestError: a value cannot be used; the message names it.
         """
-        given = dict(params or {})
+        values = dict(params or {})
         for name, neutral in _NEUTRAL.items():
-            if given.pop(name, neutral[0]) not in neutral:
+            if values.pop(name, neutral[0]) not in neutral:
                 raise BadRequestError(f"sampling_params.{name}={params[name]!r}: not supported by the embedded engine")  # type: ignore[index]
-        unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
+        unknown = sorted(values.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise BadRequestError(f"sampling_params.{unknown[0]} is unknown")
-        given = {name: value for name, value in given.items() if value is not None}
-        stop = given.get("stop", ())
+        values = {name: value for name, value in values.items() if value is not None}
+        stop = values.get("stop", ())
         try:
-            given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-            given["stop_token_ids"] = frozenset(given.get("stop_token_ids", ()))
+            values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+            values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
         except TypeError as error:
             raise BadRequestError(f"sampling_params.stop and stop_token_ids must be lists: {error}") from error
-        options = cls(**given)
+        options = cls(**values)
         options._check()
         return options
 
@@ -177,22 +177,24 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
         raise BadRequestError("stream=true: not supported by the embedded engine")
     batch = isinstance(ids[0], list)
     prompts = ids if batch else [ids]
-    params = _each(body, "sampling_params", len(prompts), batch)
-    rids = _each(body, "rid", len(prompts), batch)
+    params = _value_per_prompt(body, "sampling_params", len(prompts), batch)
+    rids = _value_per_prompt(body, "rid", len(prompts), batch)
     if batch and isinstance(body.get("rid"), str):
         rids = [f"{body['rid']}_{index}" for index in range(len(prompts))]
-    logprobs = _each(body, "return_logprob", len(prompts), batch)
-    starts = _each(body, "logprob_start_len", len(prompts), batch)
-    given = zip(prompts, params, rids, logprobs, starts, strict=True)
+    logprobs = _value_per_prompt(body, "return_logprob", len(prompts), batch)
+    starts = _value_per_prompt(body, "logprob_start_len", len(prompts), batch)
+    prompt_fields = zip(prompts, params, rids, logprobs, starts, strict=True)
     experts_from = int(body.get("routed_experts_start_len") or 0) if body.get("return_routed_experts") else None
-    inputs = [_input(prompt, param, rid, wanted, start) for prompt, param, rid, wanted, start in given]
+    inputs = [_input(prompt, param, rid, logprob, start) for prompt, param, rid, logprob, start in prompt_fields]
     adapter = body.get("lora_path")
     if adapter is not None and not isinstance(adapter, str):
         raise BadRequestError(f"lora_path={adapter!r}: the embedded engine takes one name for all prompts")
     key = body.get("extra_key")
     if key is not None and not isinstance(key, str):
         raise BadRequestError(f"extra_key={key!r}: the embedded engine takes one string for all prompts")
-    return [replace(each, experts_from=experts_from, adapter=adapter, extra_key=key) for each in inputs], batch
+    return [
+        replace(generate_input, experts_from=experts_from, adapter=adapter, extra_key=key) for generate_input in inputs
+    ], batch
 
 
 def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:
@@ -212,7 +214,7 @@ def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> Gen
     return GenerateInput(prompt, SamplingOptions.parse(options), name, True, start)
 
 
-def _each(body: Mapping[str, Any], name: str, count: int, batch: bool) -> list[Any]:
+def _value_per_prompt(body: Mapping[str, Any], name: str, count: int, batch: bool) -> list[Any]:
     value = body.get(name)
     if not (batch and isinstance(value, list)):
         return [value] * count

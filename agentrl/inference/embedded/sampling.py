@@ -28,7 +28,7 @@ def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], l
     if bool(greedy.all()):
         ids = logits_BV.argmax(-1)
     else:
-        ids = _draw(_filtered(logprobs_BV.exp(), requests), _uniforms(requests))
+        ids = _draw(_apply_top_k_top_p(logprobs_BV.exp(), requests), _uniforms(requests))
         ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
     chosen = logprobs_BV.gather(1, ids[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
@@ -42,19 +42,19 @@ def prompt_logprobs(logits_TV: Tensor, token_ids: NDArray[np.int32]) -> list[flo
     Raises:
         FloatingPointError: the model's logits are not finite.
     """
-    wanted = torch.from_numpy(token_ids.astype(np.int64))
-    chosen = logits_TV.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
+    ids_T = torch.from_numpy(token_ids.astype(np.int64))
+    chosen = logits_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
-    found: list[float] = chosen.tolist()
-    return found
+    logprobs: list[float] = chosen.tolist()
+    return logprobs
 
 
 def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Sample by the inverse cumulative distribution, in float64 so that rare tokens keep their probability."""
     sums_BV = probabilities_BV.cumsum(-1, dtype=torch.float64)
-    wanted = uniforms_B[:, None] * sums_BV[:, -1:]
-    return torch.searchsorted(sums_BV, wanted, right=True)[:, 0].clamp_(max=probabilities_BV.shape[1] - 1)
+    targets_B1 = uniforms_B[:, None] * sums_BV[:, -1:]
+    return torch.searchsorted(sums_BV, targets_B1, right=True)[:, 0].clamp_(max=probabilities_BV.shape[1] - 1)
 
 
 def _uniforms(requests: Sequence[Request]) -> Tensor:
@@ -63,7 +63,7 @@ def _uniforms(requests: Sequence[Request]) -> Tensor:
     return torch.from_numpy(uniforms(seeds_B, positions_B))
 
 
-def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
+def _apply_top_k_top_p(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
     """Set the probabilities that top-k and top-p exclude to zero."""
     size = probabilities_BV.shape[1]
     rows = [row for row, r in enumerate(requests) if r.options.top_p < 1 or 0 < r.options.top_k < size]
@@ -74,8 +74,8 @@ def _filtered(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
     values, order = probabilities_BV[rows].sort(descending=True, stable=True)
     values = values.masked_fill((torch.arange(size) >= top_k) & (top_k > 0), 0.0)
     # As in SGLang: top-k first, then the smallest set whose share of the remaining probability reaches top-p.
-    before = values.cumsum(-1) - values
-    values = values.masked_fill(before >= top_p * values.sum(-1, keepdim=True), 0.0)
-    result = probabilities_BV.clone()
-    result[rows] = torch.zeros_like(values).scatter_(1, order, values)
-    return result
+    preceding = values.cumsum(-1) - values
+    values = values.masked_fill(preceding >= top_p * values.sum(-1, keepdim=True), 0.0)
+    filtered_BV = probabilities_BV.clone()
+    filtered_BV[rows] = torch.zeros_like(values).scatter_(1, order, values)
+    return filtered_BV

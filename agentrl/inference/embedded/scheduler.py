@@ -66,50 +66,50 @@ class Scheduler:
 
     # Requests
 
-    def submit(self, given: GenerateInput) -> Request:
+    def submit(self, prompt: GenerateInput) -> Request:
         """Queue a request; its ``done`` resolves when it ends.
 
         Raises:
             BadRequestError: the model can never serve it.
         """
-        count, context = len(given.token_ids), self.model.context
-        if not count or not all(isinstance(token, int) for token in given.token_ids):
+        count, context = len(prompt.token_ids), self.model.context
+        if not count or not all(isinstance(token, int) for token in prompt.token_ids):
             raise BadRequestError("input_ids must be a list of token ids, or of such lists")
         if count >= context:
             raise BadRequestError(
                 f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
             )
-        limit = given.options.max_new_tokens if given.score_from is None else 0
+        limit = prompt.options.max_new_tokens if prompt.score_from is None else 0
         if count + limit > context:
             raise BadRequestError(
                 f"{count} tokens of input and max_new_tokens={limit} exceed the model's maximum context "
                 f"length of {context} tokens: they are {count + limit} tokens."
             )
-        if given.experts_from is not None and not (self.model.has_experts and 0 <= given.experts_from <= count):
+        if prompt.experts_from is not None and not (self.model.has_experts and 0 <= prompt.experts_from <= count):
             raise BadRequestError(
-                f"routed_experts_start_len={given.experts_from} with {count} input_ids: the model has no experts that can be "
+                f"routed_experts_start_len={prompt.experts_from} with {count} input_ids: the model has no experts that can be "
                 "returned, or the prompt no such token"
             )
-        outside = next((token for token in given.token_ids if not 0 <= token < self.model.vocabulary), None)
+        outside = next((token for token in prompt.token_ids if not 0 <= token < self.model.vocabulary), None)
         if outside is not None:
             raise BadRequestError(f"token id {outside} is outside the vocabulary of {self.model.vocabulary}")
-        options = given.options
+        options = prompt.options
         # As in SGLang, no token ends a request with ignore_eos.
         ends: frozenset[int] = frozenset() if options.ignore_eos else options.stop_token_ids | self.model.end_ids
         request = Request(
-            prompt=np.array(given.token_ids, np.int32),
+            prompt=np.array(prompt.token_ids, np.int32),
             options=options,
-            rid=given.rid,
-            logprobs_wanted=given.logprobs,
+            rid=prompt.rid,
+            logprobs_wanted=prompt.logprobs,
             done=asyncio.get_running_loop().create_future(),
             limit=limit,
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
-            score_from=given.score_from,
-            experts_from=given.experts_from,
-            adapter=None if given.adapter is None else self.adapters.get(given.adapter),
-            extra_key=given.extra_key,
+            score_from=prompt.score_from,
+            experts_from=prompt.experts_from,
+            adapter=None if prompt.adapter is None else self.adapters.get(prompt.adapter),
+            extra_key=prompt.extra_key,
         )
         self._waiting.append(request)
         self._wake.set()
@@ -209,10 +209,10 @@ class Scheduler:
             order += [indices[at] for at in inner]
         return parts[0] if len(parts) == 1 else torch.cat(parts), order
 
-    def _score(self, logits: Tensor, requests: list[Request], kept: list[int]) -> tuple[Tensor, list[Request]]:
+    def _score(self, logits: Tensor, requests: list[Request], logit_counts: list[int]) -> tuple[Tensor, list[Request]]:
         """End the requests that are scored; return the logits of the others' next tokens, and the others."""
         sampled: list[tuple[Tensor, Request]] = []
-        for rows, request in zip(torch.split(logits, kept), requests, strict=True):
+        for rows, request in zip(torch.split(logits, logit_counts), requests, strict=True):
             if request.score_from is None:
                 sampled.append((rows, request))
                 continue
@@ -243,9 +243,9 @@ class Scheduler:
                 self.model.cache.copy(assigned.source, slot, cached)
             request.slot = slot
             request.cached = cached if request.cached < 0 else request.cached
-            kept = 1 if request.score_from is None else len(tokens) - request.score_from
-            logits -= kept * self.model.vocabulary
-            segments.append(Segment(slot, cached, tokens[cached:], kept))
+            logit_count = 1 if request.score_from is None else len(tokens) - request.score_from
+            logits -= logit_count * self.model.vocabulary
+            segments.append(Segment(slot, cached, tokens[cached:], logit_count))
             budget -= len(tokens) - cached
             self._running.append(request)
         self._waiting.extendleft(reversed(deferred))

@@ -23,9 +23,9 @@ class StopMatcher:
     def texts(self) -> list[str]:
         """Return the text of each token decoded alone; computed at the first call."""
         if self._texts is None:
-            known = min(self._vocabulary, len(self._tokenizer))
-            decoded = self._tokenizer.batch_decode([[token] for token in range(known)], skip_special_tokens=False)
-            self._texts = decoded + [""] * (self._vocabulary - known)
+            token_count = min(self._vocabulary, len(self._tokenizer))
+            decoded = self._tokenizer.batch_decode([[token] for token in range(token_count)], skip_special_tokens=False)
+            self._texts = decoded + [""] * (self._vocabulary - token_count)
         return self._texts
 
     def _may_complete(self, stops: tuple[str, ...]) -> NDArray[np.bool_]:

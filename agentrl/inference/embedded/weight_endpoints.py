@@ -47,13 +47,13 @@ class WeightEndpoints:
         self._scheduler.begin_update()
         self._staging.discard()
         await self._scheduler.wait_idle()
-        return _updated()
+        return _success_reply()
 
     async def end_update(self, body: Body) -> Response:
         """Admit requests again."""
         self._staging.discard()
         self._scheduler.end_update()
-        return _updated()
+        return _success_reply()
 
     async def update_from_tensor(self, body: Body) -> Response:
         """Load the tensors in the body; begin and end are optional, as in SGLang before 0.5.23."""
@@ -62,11 +62,11 @@ class WeightEndpoints:
             await self._staging.stage_changes(
                 read_named(serialized), _version(body), last=_is_last(body), flush=_flushes(body)
             )
-            return _updated()
+            return _success_reply()
         check_load_format(body)
         named = read_bucket(serialized)
         await self._staging.stage(named, _version(body), last=_is_last(body), flush=_flushes(body))
-        return _updated()
+        return _success_reply()
 
     async def update_from_disk(self, body: Body) -> Response:
         """Load the weights of the folder ``model_path``."""
@@ -76,23 +76,23 @@ class WeightEndpoints:
         async with self._scheduler.update(_version(body), flush=_flushes(body)):
             self._staging.forget()
             self._scheduler.model.load_folder(Path(folder))
-        return _updated()
+        return _success_reply()
 
     async def init_group(self, body: Body) -> Response:
         """Join a process group in which weights are broadcast."""
         await self._staging.join_group(body)
-        return _updated()
+        return _success_reply()
 
     async def update_from_distributed(self, body: Body) -> Response:
         """Load tensors that rank 0 of a process group broadcasts; otherwise as `update_from_tensor`."""
         named = await self._staging.receive_broadcast(body)
         await self._staging.stage(named, _version(body), last=_is_last(body), flush=_flushes(body))
-        return _updated()
+        return _success_reply()
 
     async def destroy_group(self, body: Body) -> Response:
         """Leave a process group."""
         await self._staging.leave_group(body.get("group_name"))
-        return _updated()
+        return _success_reply()
 
     async def load_adapter(self, body: Body) -> Response:
         """Load a LoRA adapter, which requests name as ``lora_path``."""
@@ -103,17 +103,17 @@ class WeightEndpoints:
         named = read_bucket(body.get("serialized_named_tensors") or [])
         check_sums(named, body.get("expected_checksums") or {})
         self._scheduler.adapters.add(name, self._scheduler.model.merged(config, named))
-        return _updated()
+        return _success_reply()
 
     async def unload_adapter(self, body: Body) -> Response:
         """Unload a LoRA adapter; requests in progress keep it."""
         self._scheduler.adapters.remove(body.get("lora_name"))
-        return _updated()
+        return _success_reply()
 
     async def update_version(self, body: Body) -> Response:
         """Set the version that the engine reports; weights stay."""
         self._scheduler.version = str(body.get("new_version"))
-        return _updated()
+        return _success_reply()
 
     async def check_weights(self, body: Body) -> Response:
         """Return the checksum of each weight."""
@@ -137,5 +137,5 @@ def _is_last(body: Body) -> bool:
     return _flushes(body) or body.get("weight_version") is not None
 
 
-def _updated() -> Response:
+def _success_reply() -> Response:
     return json_reply({"success": True, "message": "Success", "num_paused_requests": 0})

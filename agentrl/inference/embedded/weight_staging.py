@@ -12,8 +12,8 @@ from torch import Tensor
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.distributed.flat_bucket import bytes_of, views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import HeldWeights, WeightChangesError
+from agentrl.distributed.flat_bucket import total_bytes, views
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import ReceivedWeights, WeightChangesError
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.inference.embedded.weights import check_load_format
@@ -33,7 +33,7 @@ class WeightStaging:
         """Stage weights for the model of ``scheduler``."""
         self._scheduler = scheduler
         self._staged: dict[str, Tensor] = {}
-        self._held = HeldWeights()
+        self._held = ReceivedWeights()
         self._groups: dict[str, BroadcastGroup] = {}
 
     def discard(self) -> None:
@@ -65,20 +65,20 @@ class WeightStaging:
         """
         weights = dict(self._scheduler.model.parameters())
         try:
-            found, after = self._held.receive(named)
+            changes, new_name = self._held.receive(named)
         except (WeightChangesError, KeyError, TypeError, ValueError) as error:
             raise BadRequestError(str(error)) from error
-        self._scheduler.model.check_weights([(part.name, torch.Size(part.shape)) for part, _, _ in found])
-        whole = []
-        for part, indices, values in found:
-            tensor = weights[part.name].detach().clone()
+        self._scheduler.model.check_weights([(header.name, torch.Size(header.shape)) for header, _, _ in changes])
+        changed_weights = []
+        for header, indices, values in changes:
+            tensor = weights[header.name].detach().clone()
             if indices is None:
-                tensor.copy_(values.view(part.shape))
+                tensor.copy_(values.view(header.shape))
             else:
                 tensor.view(-1)[indices] = values.to(tensor.dtype)
-            whole.append((part.name, tensor))
-        await self._stage(whole, version, last=last, flush=flush)
-        self._held.name = after
+            changed_weights.append((header.name, tensor))
+        await self._stage(changed_weights, version, last=last, flush=flush)
+        self._held.name = new_name
 
     async def _stage(
         self, named: Sequence[tuple[str, Tensor]], version: str | None, *, last: bool, flush: bool
@@ -164,7 +164,7 @@ def _allocate(body: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Tensor]]
             TensorSpec(str(name), str(dtype), tuple(int(size) for size in shape))
             for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
         ]
-        flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+        flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
         return flat, views(specs, flat)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadRequestError(f"names, dtypes and shapes: {type(error).__name__} {error}") from error

@@ -32,8 +32,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if (module, name) not in _ALLOWED:
             raise BadRequestError(f"serialized_named_tensors holds {module}.{name}: tensors only, pickled by value")
         return _ALLOWED[module, name]
@@ -45,15 +45,15 @@ def check_load_format(body: Mapping[str, Any]) -> None:
     Raises:
         BadRequestError: it has another ``load_format``.
     """
-    if (found := body.get("load_format")) != LOAD_FORMAT:
-        raise BadRequestError(f"load_format={found!r}: the embedded engine supports {LOAD_FORMAT} only")
+    if (load_format := body.get("load_format")) != LOAD_FORMAT:
+        raise BadRequestError(f"load_format={load_format!r}: the embedded engine supports {LOAD_FORMAT} only")
 
 
 def read_named(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Return the tensors of a list of names and tensors; see `read_bucket`."""
-    found = _read(serialized)
+    pairs = _read(serialized)
     try:
-        return [(str(name), tensor) for name, tensor in found if isinstance(tensor, Tensor)]
+        return [(str(name), tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
     except (TypeError, ValueError) as error:
         raise BadRequestError(f"serialized_named_tensors holds no named tensors: {error}") from error
 
@@ -68,8 +68,8 @@ def read_bucket(serialized: Sequence[str]) -> list[tuple[str, Tensor]]:
     try:
         flat = bucket["flattened_tensor"]
         return [
-            (str(one.name), flat[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape))
-            for one in bucket["metadata"]
+            (str(entry.name), flat[entry.start_idx : entry.end_idx].view(entry.dtype).reshape(entry.shape))
+            for entry in bucket["metadata"]
         ]
     except Exception as error:  # its parts may be anything
         raise BadRequestError(f"serialized_named_tensors cannot be read: {type(error).__name__}: {error}") from error

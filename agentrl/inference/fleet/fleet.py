@@ -150,16 +150,16 @@ class Fleet:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of engine restarts, and metrics of the prefix cache since the last call."""
-        before, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
+        previous_tokens, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
         self._reported_tokens = total
-        prompt, cached = total[0] - before[0], total[1] - before[1]
+        prompt, cached = total[0] - previous_tokens[0], total[1] - previous_tokens[1]
         metrics = {"rollout/engine_restarts": float(self._health.restarts)} | self._concurrency.metrics()
         metrics |= {"rollout/cache_hit": cached / prompt} if prompt else {}
         clients: list[GenerationClient] = [*self._retired, *(engine.client for engine in self._engines)]
         clients += [] if self._sglang_router is None else [self._sglang_router]
         if discarded := sum(client.discarded_tokens for client in clients):
-            known, self._reported_discarded = self._reported_discarded, discarded
-            metrics["async/discarded_tokens"] = float(discarded - known)
+            previously_discarded, self._reported_discarded = self._reported_discarded, discarded
+            metrics["async/discarded_tokens"] = float(discarded - previously_discarded)
         return metrics | age_metrics([client.prefix_ages for client in clients if client.prefix_ages is not None])
 
     # Engines

@@ -174,21 +174,21 @@ class HealthMonitor:
 
     async def _until_hung(self, engine: Engine) -> str:
         every = self._config.health_interval_s
-        now = asyncio.get_running_loop().time
-        answered = now()
+        clock = asyncio.get_running_loop().time
+        answered = clock()
         while True:
             _, limit = self._silence_limit(engine)
             await asyncio.sleep(min(every, limit / 2))
-            if await self._answers(engine, answered + limit - now()):
-                answered = now()
+            if await self._answers(engine, answered + limit - clock()):
+                answered = clock()
                 continue
             key, limit = self._silence_limit(engine)  # it may have begun to receive weights
-            if now() >= answered + limit:
+            if clock() >= answered + limit:
                 # This process itself may have been busy for so long: check once more.
                 if not await self._answers(engine, min(every, limit)):
                     tail = await asyncio.to_thread(_tail, engine)
                     return f"it has not answered at {engine.client.url} for sampler.{key}={limit:g} s{tail}"
-                answered = now()
+                answered = clock()
 
     def _silence_limit(self, engine: Engine) -> tuple[str, float]:
         """Return the key and the seconds for which an engine may be silent now."""

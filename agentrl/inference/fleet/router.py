@@ -135,8 +135,8 @@ class RoutedSampler:
             timeout.reschedule(now)
         for entry in slot.waiting:
             heapq.heappush(self._waiting, entry)
-        for other in self._slots.values():
-            self._fill(other)
+        for remaining_slot in self._slots.values():
+            self._fill(remaining_slot)
 
     def limit_engine(self, name: str, max_running: int) -> None:
         """Change the limit of concurrent requests of one engine; unknown names are ignored."""

@@ -200,17 +200,17 @@ class SGLangRouter(GenerationClient):
         retry_at: dict[str, float] = {}
         begun, dropped = time.monotonic(), False
         with waiting("engine", _NAME, "to update its workers"):
-            while (listed := await self._workers.listed()).keys() != (wanted := self._urls()):
-                for url in listed.keys() - wanted:
+            while (worker_ids := await self._workers.listed()).keys() != (engine_urls := self._urls()):
+                for url in worker_ids.keys() - engine_urls:
                     dropped = True
-                    await self._workers.remove(listed[url])
-                for url in wanted - listed.keys():
+                    await self._workers.remove(worker_ids[url])
+                for url in engine_urls - worker_ids.keys():
                     if time.monotonic() >= retry_at.get(url, 0.0):
                         retry_at[url] = time.monotonic() + _RETRY_ADD_S
                         await self._workers.add(url)
                 if time.monotonic() - begun > self._config.start_timeout_s:
                     raise EngineError(
-                        f"sglang-router has the workers {sorted(listed)} instead of {sorted(wanted)} after "
+                        f"sglang-router has the workers {sorted(worker_ids)} instead of {sorted(engine_urls)} after "
                         f"sampler.start_timeout_s={self._config.start_timeout_s:g} s. {self._tail()}"
                     )
                 await asyncio.sleep(_POLL_S)
@@ -218,7 +218,7 @@ class SGLangRouter(GenerationClient):
             # Requests of an engine that is killed fail. Those of an attached engine that hangs would wait forever, and
             # only the router knows which they are: all requests are sent again.
             self._close()
-        self._open_for_requests(len(wanted))
+        self._open_for_requests(len(engine_urls))
 
     def _urls(self) -> set[str]:
         return {engine.url.rstrip("/") for engine in self._engines.values()}

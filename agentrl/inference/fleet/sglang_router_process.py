@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
 from agentrl.core.errors import EngineError
 from agentrl.core.extras import require
-from agentrl.inference.client.http import EngineHttp, json_of
+from agentrl.inference.client.http import EngineHttp, read_json
 from agentrl.inference.launch.processes import GUARD, EngineProcess, command_flags
 
 _OPTIONS: dict[str, Any] = {
@@ -74,7 +74,7 @@ class Workers:
     async def listed(self) -> dict[str, str]:
         """Return the router's id of each engine that it sends requests to, by URL."""
         async with self._http.request("GET", "/workers", once=True) as reply:
-            return {worker["url"]: worker["id"] for worker in (await json_of(reply))["workers"]}
+            return {worker["url"]: worker["id"] for worker in (await read_json(reply))["workers"]}
 
     async def add(self, url: str) -> None:
         """Request that an engine is added."""

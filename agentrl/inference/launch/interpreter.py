@@ -51,8 +51,8 @@ class Interpreter:
             raise ConfigError(f"{key} is not a working Python interpreter: {error}") from error
         if probe.returncode != 0:
             raise ConfigError(f"{key} is not a working Python interpreter:\n{probe.stderr[-500:]}")
-        found = json.loads(probe.stdout.splitlines()[-1])
-        return cls(python, bool(found["sglang"]), bool(found["gpu"]), bool(found["kernels"]))
+        packages = json.loads(probe.stdout.splitlines()[-1])
+        return cls(python, bool(packages["sglang"]), bool(packages["gpu"]), bool(packages["kernels"]))
 
     def require_sglang(self, chosen: bool) -> None:
         """Raise if SGLang is not installed.

@@ -124,8 +124,8 @@ class EngineSpec:
         """Return the options of SGLang, which by itself would hold a float32 model in float16."""
         options: dict[str, Any] = {"trust_remote_code": True} if self.trust_remote_code else {}
         if self.config.device == "cuda":
-            found = read_dtype(self.model)
-            options["dtype"] = found if found in ("bfloat16", "float16") else "bfloat16"
+            model_dtype = read_dtype(self.model)
+            options["dtype"] = model_dtype if model_dtype in ("bfloat16", "float16") else "bfloat16"
         if self.returns_experts:
             options["enable_return_routed_experts"] = True
         return options | self.config.sglang_options
@@ -177,8 +177,8 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in names[:count]]
 
 
-def engine_gpus(number: int, each: int, gpus: Sequence[str]) -> list[str]:
-    """Return the GPUs of engine ``number``: the last ``each`` for engine 0, the ``each`` before them for engine 1, and so on.
+def engine_gpus(number: int, gpu_count: int, gpus: Sequence[str]) -> list[str]:
+    """Return the ``gpu_count`` GPUs of engine ``number``: the last ones for engine 0, those before them for engine 1, and so on.
 
     A learner on the same machine uses the first GPUs. If there are fewer GPUs than engines need, engines share them.
 
@@ -186,11 +186,11 @@ def engine_gpus(number: int, each: int, gpus: Sequence[str]) -> list[str]:
         ConfigError: one engine needs more GPUs than there are.
 
     """
-    blocks = len(gpus) // each
+    blocks = len(gpus) // gpu_count
     if not blocks:
         raise ConfigError(
-            f"an engine needs {each} GPUs (sampler.sglang.tp_size, pp_size and dp_size), and this machine has {len(gpus)}: "
-            "lower them"
+            f"an engine needs {gpu_count} GPUs (sampler.sglang.tp_size, pp_size and dp_size), and this machine has "
+            f"{len(gpus)}: lower them"
         )
-    end = len(gpus) - number % blocks * each
-    return list(gpus[end - each : end])
+    end = len(gpus) - number % blocks * gpu_count
+    return list(gpus[end - gpu_count : end])

@@ -202,12 +202,12 @@ def launch_sglang(
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]
-    with held_port(host, port, key="sampler.port") as held:
+    with held_port(host, port, key="sampler.port") as port_number:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
-        command = [*guard, *server, "--host", host, "--port", str(held)]
+        command = [*guard, *server, "--host", host, "--port", str(port_number)]
         startup_log = StartupLog(log)
         child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
-        engine = EngineProcess(f"http://{host}:{held}", child, grace_s=0.0)
+        engine = EngineProcess(f"http://{host}:{port_number}", child, grace_s=0.0)
         try:
             _wait_healthy(engine, startup_log, options, timeout_s)
         except BaseException:
@@ -226,8 +226,8 @@ def _flags_and_environment(
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if not interpreter.gpu and not interpreter.kernels:
             env |= cpu_sglang.environment()
-            flags |= _dashed(cpu_sglang.OPTIONS)
-    flags |= _dashed(options)
+            flags |= _with_dashes(cpu_sglang.OPTIONS)
+    flags |= _with_dashes(options)
     if LOADER in (flags.get("custom-weight-loader") or []):
         env["PYTHONPATH"] = _with_loader(env.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
     return flags, env
@@ -277,16 +277,16 @@ def _startup_error(
         return ConfigError(f"{refused}. The end of its log {startup_log.log}:\n{startup_log.tail(3)}")
     phase = startup_log.phase.words
     if code is None:
-        what = (
+        message = (
             f"SGLang does not answer after {timeout_s:g} s, {phase}; raise sampler.start_timeout_s if it needs longer"
         )
     elif code < 0:
-        what = f"SGLang ended while {phase} (signal {signal.Signals(-code).name})"
+        message = f"SGLang ended while {phase} (signal {signal.Signals(-code).name})"
     else:
-        what = f"SGLang ended while {phase} (exit status {code})"
+        message = f"SGLang ended while {phase} (exit status {code})"
     reason = startup_log.out_of_memory(code, host_peak) or last_error(startup_log.text)
     cause = f": {reason}" if reason else ""
-    return EngineError(f"{what}{cause}. The end of its log {startup_log.log}:\n{startup_log.tail()}")
+    return EngineError(f"{message}{cause}. The end of its log {startup_log.log}:\n{startup_log.tail()}")
 
 
 def _resident_bytes(pid: int) -> int:
@@ -300,7 +300,7 @@ def _resident_bytes(pid: int) -> int:
     return total
 
 
-def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_dashes(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name.replace("_", "-"): value for name, value in options.items()}
 
 

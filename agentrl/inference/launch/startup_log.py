@@ -87,15 +87,15 @@ class StartupLog:
 
     def wrong_option(self, options: Mapping[str, Any]) -> str | None:
         """Return a message with the configuration key of an option that the server refused, or None."""
-        if found := _UNKNOWN.search(self.text):
-            names = re.findall(r"--([\w-]+)", found[1].partition(" could match")[0])
-            keys = ", ".join(f"sampler.sglang.{_as_configured(name, options)}" for name in names) or found[1]
-            return f"{keys}: SGLang refuses it ({found[0].removeprefix('error: ')})"
-        if found := _VALUE.search(self.text):
-            names = [name.lstrip("-") for name in found[1].split("/")]
-            given = {_as_configured(name, options) for name in names} & set(options)
-            name = min(given) if given else names[0].replace("-", "_")
-            return f"sampler.sglang.{name}: SGLang refuses its value ({found[2]})"
+        if match := _UNKNOWN.search(self.text):
+            names = re.findall(r"--([\w-]+)", match[1].partition(" could match")[0])
+            keys = ", ".join(f"sampler.sglang.{_as_configured(name, options)}" for name in names) or match[1]
+            return f"{keys}: SGLang refuses it ({match[0].removeprefix('error: ')})"
+        if match := _VALUE.search(self.text):
+            names = [name.lstrip("-") for name in match[1].split("/")]
+            configured_names = {_as_configured(name, options) for name in names} & set(options)
+            name = min(configured_names) if configured_names else names[0].replace("-", "_")
+            return f"sampler.sglang.{name}: SGLang refuses its value ({match[2]})"
         return None
 
     def out_of_memory(self, exit_code: int | None, host_peak: int) -> str | None:
@@ -118,21 +118,21 @@ class StartupLog:
         # A scheduler process that fails also kills its parent by SIGKILL, but logs a traceback before.
         silent = exit_code == -9 and "Traceback" not in self.text and "SIGQUIT" not in self.text
         if silent or _HOST_OOM.search(self.text):
-            what = (
+            remedy = (
                 "lower sampler.sglang.max_total_tokens, or give the machine more"
                 if phase >= StartupPhase.CACHE
                 else ("the machine has too little for the model")
             )
             seen = f"; its measured peak was {host_peak / _GIB:.1f} GiB" if host_peak else ""
             sure = "ran out of host memory" if not silent else "was killed by SIGKILL, as a host out of memory does,"
-            return f"the server {sure} while {phase.words}{seen}: {what}"
+            return f"the server {sure} while {phase.words}{seen}: {remedy}"
         return None
 
 
 def last_error(text: str) -> str | None:
     """Return the last line of a log that names an exception."""
-    found = _ERROR_LINE.findall(text)
-    return str(found[-1])[:500] if found else None
+    error_lines = _ERROR_LINE.findall(text)
+    return str(error_lines[-1])[:500] if error_lines else None
 
 
 def _as_configured(name: str, options: Mapping[str, Any]) -> str:
@@ -142,7 +142,7 @@ def _as_configured(name: str, options: Mapping[str, Any]) -> str:
 
 def _memory_sizes(text: str) -> str:
     """Return the memory sizes in an error message."""
-    named = {
+    patterns = {
         "it tried to allocate {}": rf"Tried to allocate {_SIZE}",
         "the GPU has {}": rf"total capacity of {_SIZE}",
         "{} were free": rf"of which {_SIZE} is free",
@@ -150,6 +150,6 @@ def _memory_sizes(text: str) -> str:
         "{} of it PyTorch's": rf"Of the allocated memory {_SIZE} is allocated by PyTorch",
         "mem_fraction_static was {}": r"mem.fraction.static=([\d.]*\d)",
     }
-    found = [(words, re.search(pattern, text)) for words, pattern in named.items()]
-    sizes = ", ".join(words.format(match[1]) for words, match in found if match)
+    matches = [(words, re.search(pattern, text)) for words, pattern in patterns.items()]
+    sizes = ", ".join(words.format(match[1]) for words, match in matches if match)
     return f" ({sizes})" if sizes else ""

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from agentrl.core.errors import LearnerError
 from agentrl.core.file_modes import give_default_mode
-from agentrl.distributed.base import TensorSpec, spec_of
-from agentrl.distributed.flat_bucket import broadcast_as_one, bytes_of, packed, views
+from agentrl.distributed.base import TensorSpec, tensor_spec
+from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment, total_bytes, views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, WeightChangesError, encode
 from agentrl.learner.base import WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
@@ -36,14 +36,14 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
     """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket."""
     parts: list[tuple[list[TensorSpec], int]] = []
     for spec in specs:
-        size = bytes_of(spec)
+        size = total_bytes(spec)
         if parts and parts[-1][1] + size <= bucket_bytes:
             chosen, before = parts[-1]
             chosen.append(spec)
             parts[-1] = (chosen, before + size)
         else:
             parts.append(([spec], size))
-    return [Plan(packed(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
+    return [Plan(order_by_alignment(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
 
 
 SentWeights = dict[str, tuple[str, torch.Tensor]]
@@ -146,7 +146,7 @@ class NamedTensors:
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes."""
-        return [spec_of(*item) for item in self.tensors.items()]
+        return [tensor_spec(*item) for item in self.tensors.items()]
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors, cast."""

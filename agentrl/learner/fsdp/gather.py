@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.learner import LoraConfig
 from agentrl.core.lineup import MAIN
-from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.lora import activate
@@ -164,7 +164,7 @@ class MergedWeights:
     def specs(self) -> list[TensorSpec]:
         """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
         trained = [tensor for tensor in self.tensors.values() if tensor.weight in self.base]
-        return [TensorSpec(each.name, spec_of("", self.base[each.weight]).dtype, each.shape) for each in trained]
+        return [TensorSpec(each.name, tensor_spec("", self.base[each.weight]).dtype, each.shape) for each in trained]
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]], present: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Write Hugging Face tensors, or some of `adapters`, into tensors on their device; see `gather_weights`, and `get`."""
@@ -222,7 +222,7 @@ class AdapterWeights:
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes of the adapters."""
-        return [spec_of(name, self._adapters[inner]) for name, inner in self._names.items()]
+        return [tensor_spec(name, self._adapters[inner]) for name, inner in self._names.items()]
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write adapters into tensors; see `WeightSource.gather`."""

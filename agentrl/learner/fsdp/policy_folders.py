@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from agentrl.config.learner import LoraConfig
-from agentrl.distributed.base import spec_of
+from agentrl.distributed.base import tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.weights import local, part_of
 from agentrl.models.peft_folder import ADAPTERS, write_peft_config
@@ -39,7 +39,7 @@ class PolicyFolders:
         for policy, names in weights.exported.items():
             assert config is not None, "it has adapters"
             adapters = {name: weights.adapters[inner] for name, inner in names.items()}
-            specs = [spec_of(*each) for each in adapters.items()]
+            specs = [tensor_spec(*each) for each in adapters.items()]
             writer = WeightWriter(folder / policy, specs, single=ADAPTERS)
             if dist.get_rank() == 0:
                 (folder / policy).mkdir(parents=True)

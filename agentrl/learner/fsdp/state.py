@@ -39,7 +39,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.background import in_background
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
-from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
@@ -95,7 +95,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     """Begin to write the copies of `saved_tensors` into ``folder``, and return when this rank's part is there. Collective."""
     weights = named_tensors(rank.model.hf)
     tensors = rank.merged.tensors.values()
-    specs = [TensorSpec(each.name, spec_of("", weights[each.weight]).dtype, each.shape) for each in tensors]
+    specs = [TensorSpec(each.name, tensor_spec("", weights[each.weight]).dtype, each.shape) for each in tensors]
     writer = WeightWriter(folder / "model", specs)
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from agentrl.core.errors import ModelError
-from agentrl.distributed.base import TensorSpec, spec_of
+from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import views
 from agentrl.learner.export.bucket import Plan, plan_buckets
 from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, model_weights
@@ -126,7 +126,7 @@ class ModelWeights:
                     self._write(name, out, present)
                 continue
             outs = dict(pairs)
-            for plan in plan_buckets([spec_of(*pair) for pair in pairs], _PART_BYTES):
+            for plan in plan_buckets([tensor_spec(*pair) for pair in pairs], _PART_BYTES):
                 self._gather(plan, outs, group, present)
 
     def _gather(

@@ -3,13 +3,13 @@ import sys
 
 import pytest
 
-from agentrl.distributed.network_interface import NAME, gloo_on, interface_of
+from agentrl.distributed.network_interface import NAME, find_interface, gloo_on
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the loopback has another name")
 def test_gloo_takes_the_network_of_an_address_for_a_while(monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
-    assert interface_of("127.0.0.1") == "lo"
+    assert find_interface("127.0.0.1") == "lo"
     with gloo_on("127.0.0.1"):
         assert os.environ[NAME] == "lo"
     assert NAME not in os.environ

@@ -10,7 +10,7 @@ import torch
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed import flat_bucket
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.distributed.flat_bucket import bytes_of, views
+from agentrl.distributed.flat_bucket import total_bytes, views
 from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 
@@ -40,7 +40,7 @@ def joined(learner: WeightExporter, threads: ThreadPoolExecutor) -> BroadcastGro
 
 
 def receive(place: BroadcastGroup, bucket) -> list[torch.Tensor]:
-    flat = torch.zeros(bytes_of(*bucket.specs), dtype=torch.uint8)
+    flat = torch.zeros(total_bytes(*bucket.specs), dtype=torch.uint8)
     place.broadcast([flat])
     return [tensor for _, tensor in views(bucket.specs, flat)]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.distributed.base import TensorSpec
-from agentrl.distributed.flat_bucket import ALIGNMENT, bytes_of, views
+from agentrl.distributed.flat_bucket import ALIGNMENT, total_bytes, views
 from agentrl.learner.export.bucket import plan_buckets
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
@@ -28,8 +28,8 @@ def test_buckets_hold_every_weight_once_and_in_order(specs: list[TensorSpec], li
     rest = list(specs)
     for plan in plans:
         assert set(plan.specs) == set(rest[: len(plan.specs)]), "buckets follow each other in the order of the weights"
-        assert [s for s in plan.specs if bytes_of(s) % ALIGNMENT == 0] == [
-            s for s in rest[: len(plan.specs)] if bytes_of(s) % ALIGNMENT == 0
+        assert [s for s in plan.specs if total_bytes(s) % ALIGNMENT == 0] == [
+            s for s in rest[: len(plan.specs)] if total_bytes(s) % ALIGNMENT == 0
         ], "and so do weights of usual sizes in a bucket"
         rest = rest[len(plan.specs) :]
     assert rest == []

@@ -12,7 +12,7 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 
 from agentrl.core.errors import LearnerError
-from agentrl.distributed.base import spec_of
+from agentrl.distributed.base import tensor_spec
 from agentrl.distributed.flat_bucket import serialize, views
 from agentrl.learner.export.bucket import plan_buckets
 from agentrl.learner.export.cuda_ipc import SharedMemory, SharedTensor
@@ -48,7 +48,7 @@ class OpenedHere(pickle.Unpickler):
 
 
 def opened_bucket() -> tuple[OpenedHere, Any]:
-    [plan] = plan_buckets([spec_of(*item) for item in WEIGHTS.items()], 1 << 20)
+    [plan] = plan_buckets([tensor_spec(*item) for item in WEIGHTS.items()], 1 << 20)
     flat = torch.zeros(plan.size + 100, dtype=torch.uint8)
     for name, view in views(plan.specs, flat):
         view.copy_(WEIGHTS[name])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
-from agentrl.distributed.base import spec_of
+from agentrl.distributed.base import tensor_spec
 from agentrl.models.export import export_model
 from agentrl.models.load import load_model
 from agentrl.models.weight_files import WeightFiles
@@ -52,7 +52,7 @@ def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -
         "c": torch.zeros(0, 4),
         "d": torch.arange(6).to(torch.bfloat16),
     }
-    writer = WeightWriter(tmp_path, [spec_of(*item) for item in tensors.items()])
+    writer = WeightWriter(tmp_path, [tensor_spec(*item) for item in tensors.items()])
     writer.create()
     writer.write("d", tensors["d"][4:], 4)
     writer.write("a", tensors["a"][3:], 3)
@@ -63,5 +63,5 @@ def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     files = WeightFiles(tmp_path, "model.path")
-    assert files.specs() == [spec_of(*item) for item in tensors.items()]
+    assert files.specs() == [tensor_spec(*item) for item in tensors.items()]
     assert torch.equal(files.read("a", (slice(2, 4), slice(0, 5))), tensors["a"][2:4])

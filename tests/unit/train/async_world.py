@@ -42,7 +42,7 @@ from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.self_play import SelfPlay
 from agentrl.train.trainer import Trainer
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 from tests.unit.episode.conftest import CHATML, renderer_of
 
 TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
@@ -143,16 +143,16 @@ def fleet_of(engines: Engines) -> Any:
 def sync_of(engines: Engines) -> Any:
     """A weight sync that takes half a second."""
 
-    async def push(learner: Any, some: Sequence[Any], version: int) -> Sent:
+    async def sync_weights(learner: Any, some: Sequence[Any], version: int) -> SyncedWeights:
         assert list(some) == [engines]
         engines.paused.append(f"push {version}")
         await asyncio.sleep(0.5)
         engines.version = version
         if version == engines.refused:
             raise EngineError("no memory")
-        return Sent(version, 0)
+        return SyncedWeights(version, 0)
 
-    return SimpleNamespace(push=push)
+    return SimpleNamespace(sync_weights=sync_weights)
 
 
 def make_source(

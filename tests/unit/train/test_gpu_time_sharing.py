@@ -18,7 +18,7 @@ from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.sampling import Sampling
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 
 
 class World:
@@ -58,10 +58,10 @@ class World:
 
     # The sync
 
-    async def push(self, learner: Any, engines: Any, version: int) -> Sent:
+    async def sync_weights(self, learner: Any, engines: Any, version: int) -> SyncedWeights:
         assert learner is self.learner
         self.log.append(f"push {version} to {' '.join(engine.name for engine in engines)}")
-        return Sent(self.weights, 3 << 20)
+        return SyncedWeights(self.weights, 3 << 20)
 
     async def aclose(self) -> None: ...
 
@@ -204,14 +204,14 @@ def test_a_lost_engine_does_not_stop_the_others() -> None:
             await source.release_gpus_for_training(world.learner, watch)
             if phase == "weights":
                 lost.dead = True
-            whole = world.push
+            whole = world.sync_weights
 
-            async def push(learner: Any, engines: Any, version: int) -> Sent:
+            async def sync_weights(learner: Any, engines: Any, version: int) -> SyncedWeights:
                 sent = await whole(learner, engines, version)
                 lost.dead = True
                 return sent
 
-            world.push = push  # type: ignore[method-assign]
+            world.sync_weights = sync_weights  # type: ignore[method-assign]
             await source.sync_weights(world.learner, 1, watch)
             engines = "e0 e1" if phase == "kv_cache" else "e1"
             wanted = ["e0 release"] * (phase != "release") + ["e1 release", "ended", "wake"]

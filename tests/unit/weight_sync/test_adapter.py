@@ -61,7 +61,7 @@ class Engine:
 def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> None:
     engines = [Engine(), Engine()]
     sync = AdapterSync(CONFIG, dtype=dtype, check="checksum")
-    asyncio.run(sync.push(Learner("down_proj", "gate_proj", "up_proj"), engines, 3))
+    asyncio.run(sync.sync_weights(Learner("down_proj", "gate_proj", "up_proj"), engines, 3))
     for engine in engines:
         assert engine.now == 3
         assert engine.found.ranks == 2
@@ -75,10 +75,12 @@ def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> N
 
 def test_engines_get_the_adapters_of_all_policies(tmp_path: Path) -> None:
     config, engine = LoraConfig(rank=2, policies=["first", "second"]), Engine()
-    sent = asyncio.run(AdapterSync(config).push(Learner("down_proj"), [engine], 3))
+    sent = asyncio.run(AdapterSync(config).sync_weights(Learner("down_proj"), [engine], 3))
     assert sent.bytes == 2 * 2 * 4 * 4
-    assert sent.fingerprint != asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj"), [engine], 3)).fingerprint
-    asyncio.run(AdapterSync(config).push(Learner("down_proj"), [engine], 3))
+    assert (
+        sent.fingerprint != asyncio.run(AdapterSync(CONFIG).sync_weights(Learner("down_proj"), [engine], 3)).fingerprint
+    )
+    asyncio.run(AdapterSync(config).sync_weights(Learner("down_proj"), [engine], 3))
     assert {name: float(one.tensors[0][1][0, 0]) for name, one in engine.all.items()} == {"first": 5, "second": 6}
     assert [*engine.all] == ["first", "second"]
     made = with_adapters(SamplerConfig(), config, make_model(tmp_path / "model"))
@@ -87,13 +89,13 @@ def test_engines_get_the_adapters_of_all_policies(tmp_path: Path) -> None:
 
 def test_an_engine_that_refuses_is_named() -> None:
     with pytest.raises(EngineError, match=r"engine 1 of 2, adapters of version 3: HTTP 400: LoRA is not enabled"):
-        asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj"), [Engine(), Engine(refuse=True)], 3))
+        asyncio.run(AdapterSync(CONFIG).sync_weights(Learner("down_proj"), [Engine(), Engine(refuse=True)], 3))
 
 
 def test_a_learner_without_adapters_sends_nothing() -> None:
     engine = Engine()
     with pytest.raises(LearnerError, match=r"no adapters; set weights\.adapters=merged"):
-        asyncio.run(AdapterSync(CONFIG).push(Learner(), [engine], 3))
+        asyncio.run(AdapterSync(CONFIG).sync_weights(Learner(), [engine], 3))
     assert engine.found is None
 
 
@@ -101,8 +103,8 @@ def test_an_engine_of_another_version_is_named() -> None:
     engine = Engine()
     engine.version = lambda: asyncio.sleep(0, 2)  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="samples with version 2, but 3 was sent"):
-        asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj"), [engine], 3))
-    asyncio.run(AdapterSync(CONFIG, check="none").push(Learner("down_proj"), [engine], 3))
+        asyncio.run(AdapterSync(CONFIG).sync_weights(Learner("down_proj"), [engine], 3))
+    asyncio.run(AdapterSync(CONFIG, check="none").sync_weights(Learner("down_proj"), [engine], 3))
 
 
 def test_part_of_the_layers_that_sglang_joins_is_refused(tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_part_of_the_layers_that_sglang_joins_is_refused(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"gate_proj has an adapter and \S+\.up_proj has none.*weights\.adapters=merged"
     ):
-        asyncio.run(AdapterSync(CONFIG).push(Learner("down_proj", "gate_proj"), [Engine()], 3))
+        asyncio.run(AdapterSync(CONFIG).sync_weights(Learner("down_proj", "gate_proj"), [Engine()], 3))
     folder = make_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"v_proj has an adapter and \S+\.q_proj has none"):
         with_adapters(SamplerConfig(), LoraConfig(target=["*.v_proj"]), folder)

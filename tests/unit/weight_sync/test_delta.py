@@ -15,7 +15,7 @@ from torch import nn
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import (
     Changes,
-    HeldWeights,
+    ReceivedWeights,
     WeightChangesError,
     encode,
     load,
@@ -24,7 +24,7 @@ from agentrl.distributed.sglang_loader.agentrl_weight_delta import (
     serialize,
 )
 from agentrl.inference.embedded.weights import read_named
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 from agentrl.weight_sync.registry import make_sync
 from tests.unit.weight_sync.test_sync import BucketLearner, RecordingEngine
 
@@ -139,26 +139,26 @@ def test_only_changes_are_sent_to_engines_that_have_the_last_weights() -> None:
         for engine in which:
             assert engine.weights == {name: tensor.tolist() for name, tensor in learner.named.items()}
 
-    async def push(version: int, *which: RecordingEngine) -> Sent:
-        sent = await sync.push(learner, which, version)  # type: ignore[arg-type]
+    async def sync_weights(version: int, *which: RecordingEngine) -> SyncedWeights:
+        sent = await sync.sync_weights(learner, which, version)  # type: ignore[arg-type]
         check(*which)
         return sent
 
     async def play() -> None:
-        assert (await push(1, *engines)).bytes == 12_000
+        assert (await sync_weights(1, *engines)).bytes == 12_000
         learner.named["w1"][500] = 1.0
-        assert (await push(2, *engines)).bytes == 2 + 4, "two bytes for the place"
+        assert (await sync_weights(2, *engines)).bytes == 2 + 4, "two bytes for the place"
         # A restarted engine gets all weights of the same version, and the others still get changes.
         engines[1] = RecordingEngine()
-        assert (await push(2, engines[1])).bytes == 12_000
+        assert (await sync_weights(2, engines[1])).bytes == 12_000
         learner.named["w2"][0] = 2.0
-        assert (await push(3, *engines)).bytes == 1 + 4
+        assert (await sync_weights(3, *engines)).bytes == 1 + 4
         # An engine that reports another version was restarted at the same address.
         engines[0].now, engines[0].held.name = 0, None
         learner.named["w0"][0] = 3.0
-        assert (await push(4, *engines)).bytes == 12_000
+        assert (await sync_weights(4, *engines)).bytes == 12_000
         learner.named["w0"][0] = 4.0
-        assert (await push(5, *engines)).bytes == 1 + 4
+        assert (await sync_weights(5, *engines)).bytes == 1 + 4
 
     asyncio.run(play())
 
@@ -168,15 +168,15 @@ def test_an_engine_with_other_weights_is_an_error_and_gets_all_of_them_next() ->
     sync = make_sync("delta", bucket_bytes=9, folder=Path())
 
     async def play() -> None:
-        await sync.push(learner, [engine], 1)  # type: ignore[arg-type]
+        await sync.sync_weights(learner, [engine], 1)  # type: ignore[arg-type]
         engine.held.name = "others"
         learner.named["w0"][0] = 1.0
         with pytest.raises(WeightChangesError, match="send all weights first"):
-            await sync.push(learner, [engine], 2)  # type: ignore[arg-type]
-        assert (await sync.push(learner, [engine], 2)).bytes == 12_000  # type: ignore[arg-type]
+            await sync.sync_weights(learner, [engine], 2)  # type: ignore[arg-type]
+        assert (await sync.sync_weights(learner, [engine], 2)).bytes == 12_000  # type: ignore[arg-type]
         learner.named["w0"][0] = float("nan")
         with pytest.raises(LearnerError, match="w0 has a number that is not finite"):
-            await sync.push(learner, [engine], 3)  # type: ignore[arg-type]
+            await sync.sync_weights(learner, [engine], 3)  # type: ignore[arg-type]
 
     asyncio.run(play())
 
@@ -186,11 +186,11 @@ def test_other_weights_of_the_same_version_are_sent_whole_until_a_new_version() 
     sync = make_sync("delta", bucket_bytes=9, folder=Path())
 
     async def play() -> None:
-        await sync.push(learner, engines[:1], 1)  # type: ignore[arg-type]
+        await sync.sync_weights(learner, engines[:1], 1)  # type: ignore[arg-type]
         learner.named["w0"][0] = 1.0
-        await sync.push(learner, engines[1:], 1)  # type: ignore[arg-type]
+        await sync.sync_weights(learner, engines[1:], 1)  # type: ignore[arg-type]
         learner.named["w0"][1] = 1.0
-        assert (await sync.push(learner, engines, 2)).bytes == 12_000  # type: ignore[arg-type]
+        assert (await sync.sync_weights(learner, engines, 2)).bytes == 12_000  # type: ignore[arg-type]
         for engine in engines:
             assert engine.weights["w0"] == learner.named["w0"].tolist()
 
@@ -198,7 +198,7 @@ def test_other_weights_of_the_same_version_are_sent_whole_until_a_new_version() 
 
 
 def test_a_bucket_of_another_sync_is_refused() -> None:
-    held = HeldWeights()
+    held = ReceivedWeights()
     whole, [_, pieces] = torch.ones(3), encode("w", torch.ones(3), None)  # type: ignore[misc]
     changes = Changes([encode("w", whole, None)[0]], torch.cat(pieces))  # type: ignore[index]
 

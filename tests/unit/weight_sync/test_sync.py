@@ -19,15 +19,15 @@ from safetensors.torch import load_file
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.distributed.flat_bucket import bytes_of, serialize_tensors, views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import HeldWeights
+from agentrl.distributed.flat_bucket import serialize_tensors, total_bytes, views
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import ReceivedWeights
 from agentrl.inference.embedded.weights import read_bucket, read_named
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.sglang_gpu_checksum import GpuChecksum
 from agentrl.models.weight_checksum import fingerprint, raw_bytes, tensor_checksum
-from agentrl.weight_sync.base import Sent
+from agentrl.weight_sync.base import SyncedWeights
 from agentrl.weight_sync.checksum import Checksums
 from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
 
@@ -66,7 +66,7 @@ class RecordingEngine:
         self.number = 0
         self.kind = "sha256"
         self.handles: list[str] = []
-        self.held = HeldWeights()
+        self.held = ReceivedWeights()
         self.updates = self.groups = self
 
     async def from_tensors(
@@ -123,7 +123,7 @@ class RecordingEngine:
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         if self.refuse in [spec.name for spec in specs]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
-        flat = torch.empty(bytes_of(*specs), dtype=torch.uint8)
+        flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
         await asyncio.to_thread(self.group.broadcast, [flat])
         await self.from_tensors(views(specs, flat), version, last=last)
 
@@ -152,7 +152,7 @@ WANTED = {"w0": [1.0, 1.0], "w1": [2.0, 2.0], "w2": [3.0, 3.0]}
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_every_engine_gets_every_tensor_and_reports_its_version(tmp_path, transport):
     learner, engines = BucketLearner(), [RecordingEngine(), RecordingEngine()]
-    asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).push(learner, engines, 7))
+    asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).sync_weights(learner, engines, 7))
     assert learner.requested == [(99, None)]
     for engine in engines:
         assert engine.weights == WANTED
@@ -165,11 +165,11 @@ def test_every_engine_gets_every_tensor_and_reports_its_version(tmp_path, transp
 def test_what_was_sent_has_another_fingerprint_if_one_weight_changes(tmp_path, transport):
     learner, weight = BucketLearner(), torch.tensor([1.0, 2.0])
 
-    async def play() -> list[Sent]:
+    async def play() -> list[SyncedWeights]:
         sync, found = make_sync(transport, bucket_bytes=99, folder=tmp_path), []
         for values in ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0001]):
             weight.copy_(torch.tensor(values))
-            found.append(await sync.push(learner, [RecordingEngine()], 7))
+            found.append(await sync.sync_weights(learner, [RecordingEngine()], 7))
         await sync.aclose()
         return found
 
@@ -197,7 +197,7 @@ def words(data) -> list[bytes]:
 
 def test_only_the_last_bucket_is_flagged():
     engine = RecordingEngine()
-    asyncio.run(make_sync("tensor", bucket_bytes=9, folder=Path()).push(BucketLearner(), [engine], 1))
+    asyncio.run(make_sync("tensor", bucket_bytes=9, folder=Path()).sync_weights(BucketLearner(), [engine], 1))
     assert engine.events == ["w0", "w1", "w2 last", "version"]
 
 
@@ -215,7 +215,7 @@ def test_a_refusal_names_engine_and_phase(tmp_path, transport, phase):
     engines = [RecordingEngine(), RecordingEngine(refuse="w1")]
     sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
     with pytest.raises(EngineError, match=rf"engine 1 of 2,? {phase}.*HTTP 400"):
-        asyncio.run(sync.push(BucketLearner(), engines, 3))
+        asyncio.run(sync.sync_weights(BucketLearner(), engines, 3))
     assert engines[0].weights["w0"] == [1.0, 1.0]  # the healthy one was waited for
     assert not list(tmp_path.iterdir())
 
@@ -225,14 +225,16 @@ def test_an_engine_that_still_samples_with_old_weights_is_found(tmp_path, transp
     engines = [RecordingEngine(), RecordingEngine(stuck=True)]
     sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
     with pytest.raises(EngineError, match=r"engine 1 of 2, .*version 0, but 4 was sent"):
-        asyncio.run(sync.push(BucketLearner(), engines, 4))
+        asyncio.run(sync.sync_weights(BucketLearner(), engines, 4))
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_a_learner_that_fails_in_between_leaves_the_version_as_it_was(tmp_path, transport):
     engine = RecordingEngine()
     with pytest.raises(LearnerError, match="rank 1 died"):
-        asyncio.run(make_sync(transport, bucket_bytes=9, folder=tmp_path).push(BucketLearner(fail_at=2), [engine], 5))
+        asyncio.run(
+            make_sync(transport, bucket_bytes=9, folder=tmp_path).sync_weights(BucketLearner(fail_at=2), [engine], 5)
+        )
     assert engine.now == 0
     assert not any("last" in event for event in engine.events)
     assert not list(tmp_path.iterdir())
@@ -245,18 +247,18 @@ def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
     learner = BucketLearner()
 
     async def play() -> None:
-        await sync.push(learner, engines, 1)
+        await sync.sync_weights(learner, engines, 1)
         first = engines[0].group
-        await sync.push(learner, engines, 2)
+        await sync.sync_weights(learner, engines, 2)
         assert engines[0].group is first
-        await sync.push(learner, engines[:1], 3)
+        await sync.sync_weights(learner, engines[:1], 3)
         second = engines[0].group
         assert second is not first
         learner.fail_at = 2
         with pytest.raises(LearnerError):
-            await sync.push(learner, engines[:1], 4)
+            await sync.sync_weights(learner, engines[:1], 4)
         learner.fail_at = None
-        await sync.push(learner, engines[:1], 5)
+        await sync.sync_weights(learner, engines[:1], 5)
         assert engines[0].group is not second
         await sync.aclose()
         await sync.aclose()
@@ -283,7 +285,7 @@ def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
 
     engine = Noting()
     sync = make_sync(transport, bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
-    asyncio.run(sync.push(BucketLearner(), [engine], 2))  # the engine holds them in float32
+    asyncio.run(sync.sync_weights(BucketLearner(), [engine], 2))  # the engine holds them in float32
     assert engine.dtypes == {"torch.bfloat16"}
     assert engine.weights == WANTED
 
@@ -302,11 +304,11 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
     engines = [Two(), Two()]
     engines[0].number = 1  # the engine of number 0 is lost
     sync = make_sync("ipc", bucket_bytes=9, folder=Path(), check="none")
-    asyncio.run(sync.push(Ranked(), engines[:1], 1))
+    asyncio.run(sync.sync_weights(Ranked(), engines[:1], 1))
     assert [read_bucket([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
     engines[1].number = 2
     with pytest.raises(EngineError, match=r"2 GPUs from the learner's rank 4 on, which has 4.*placement.mode=colocate"):
-        asyncio.run(sync.push(Ranked(), engines[1:], 1))
+        asyncio.run(sync.sync_weights(Ranked(), engines[1:], 1))
 
 
 def test_a_learner_that_cannot_send_is_what_is_blamed():
@@ -322,7 +324,7 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
     engines = [RecordingEngine(), RecordingEngine()]
     sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
     with pytest.raises(LearnerError, match="it sleeps"):
-        asyncio.run(sync.push(Sleeping(), engines, 1))
+        asyncio.run(sync.sync_weights(Sleeping(), engines, 1))
     assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
 
 
@@ -356,7 +358,7 @@ def test_an_engine_that_fails_before_the_learner_begins_to_send_is_what_is_blame
     learner = Late()
     sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
     with pytest.raises(EngineError, match=r"engine 0 of 1 .*, bucket 1: cannot load w0"):
-        asyncio.run(sync.push(learner, [Failing()], 1))
+        asyncio.run(sync.sync_weights(learner, [Failing()], 1))
 
 
 class LargeLearner(WeightExporter):
@@ -396,7 +398,7 @@ def test_a_large_bucket_is_announced_while_engines_load_the_one_before():
     sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
 
     async def play() -> None:
-        await sync.push(LargeLearner(), engines, 1)
+        await sync.sync_weights(LargeLearner(), engines, 1)
         await sync.aclose()
 
     asyncio.run(play())
@@ -407,7 +409,7 @@ def test_a_bucket_that_fails_while_the_next_one_is_sent_is_named():
     engines = [SlowEngine(), SlowEngine(fail="w1")]
     sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
     with pytest.raises(EngineError, match=r"engine 1 of 2 .*, bucket 2: cannot load w1"):
-        asyncio.run(sync.push(LargeLearner(), engines, 1))
+        asyncio.run(sync.sync_weights(LargeLearner(), engines, 1))
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_checks(check, checks, kind):
     engine = RecordingEngine()
     engine.kind = kind
     sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
-    asyncio.run(sync.push(BucketLearner(), [engine], 1))
+    asyncio.run(sync.sync_weights(BucketLearner(), [engine], 1))
     assert engine.events.count("version") == checks
     engine.weights["w1"] = [2.0, 2.5]
 
@@ -427,10 +429,10 @@ def test_checks(check, checks, kind):
 
     engine.from_tensors = keep  # type: ignore[method-assign]
     if check != "checksum":
-        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+        asyncio.run(sync.sync_weights(BucketLearner(), [engine], 2))
         return
     with pytest.raises(EngineError, match=r"engine 0 of 1, check of the weights: .*1 of 3 weights differ: w1"):
-        asyncio.run(sync.push(BucketLearner(), [engine], 2))
+        asyncio.run(sync.sync_weights(BucketLearner(), [engine], 2))
 
 
 def test_checksums_know_how_engines_keep_weights():

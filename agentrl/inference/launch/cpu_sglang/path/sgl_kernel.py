@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     if name.startswith("__"):
         raise AttributeError(name)
 
-    def missing(*arguments: object, **named: object) -> NoReturn:
+    def raise_not_implemented(*arguments: object, **named: object) -> NoReturn:
         raise NotImplementedError(f"sgl_kernel.{name} is not among agentrl's stand-ins for SGLang's kernels on a CPU")
 
-    return missing
+    return raise_not_implemented

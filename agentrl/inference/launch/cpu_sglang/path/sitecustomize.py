@@ -51,13 +51,13 @@ def _define_operators() -> None:
     library = new("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(name + _SCHEMA)
-    _kept.append(library)
+    _libraries.append(library)
 
 
 def _ignore_pinning() -> None:
     import torch
 
-    def unpinned(create: Any) -> Any:
+    def ignore_pin_memory(create: Any) -> Any:
         @functools.wraps(create)
         def call(*arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
             return create(*arguments, **named)
@@ -65,18 +65,18 @@ def _ignore_pinning() -> None:
         return call
 
     for name in ("tensor", "zeros", "empty"):
-        setattr(torch, name, unpinned(getattr(torch, name)))
+        setattr(torch, name, ignore_pin_memory(getattr(torch, name)))
     setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010 - mypy refuses the assignment
 
 
-_kept: list[object] = []
+_libraries: list[object] = []
 """Keeps libraries alive: their operators are removed when they are garbage-collected."""
 
 
 def _run_hidden_module() -> None:
     """Run the ``sitecustomize`` of the distribution or the user that this one hides, if there is one."""
-    here = Path(__file__).parent
-    path = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
+    folder = Path(__file__).parent
+    path = [entry for entry in sys.path if Path(entry or ".").resolve() != folder.resolve()]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
