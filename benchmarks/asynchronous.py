@@ -26,9 +26,10 @@ from agentrl.core.env import AsyncEnv, Step
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Message, Rollout, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing.virtual_time import run_virtual
@@ -184,14 +185,20 @@ class Simulation:
             self._plans, split.engines, bench.engine, bench.token_scale, token_id, renderer.end_token_id
         )
         self._runner = EpisodeRunner(
-            env_factory=_PlannedEnv,
-            renderer=renderer,
-            sampler=self._engines.sampler,
-            tool_clients={},
-            limits=Limits(max_turns=10**6, max_tokens=10**9, max_seconds=1e9, max_new_tokens=10**9),
-            sampling=SamplingParams(max_new_tokens=10**9),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=self._concurrency,
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=_PlannedEnv,
+                        renderer=renderer,
+                        sampler=self._engines.sampler,
+                        tool_clients={},
+                        limits=Limits(max_turns=10**6, max_tokens=10**9, max_seconds=1e9, max_new_tokens=10**9),
+                        sampling=SamplingParams(max_new_tokens=10**9),
+                    )
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(self._concurrency),
         )
         self._learner_s = 0.0
         self._pending: dict[str, float] = {}

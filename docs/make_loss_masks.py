@@ -17,9 +17,10 @@ from agentrl import Env, Message, Task, tool  # noqa: E402
 from agentrl.config.render import RenderConfig  # noqa: E402
 from agentrl.config.rollout import FailureConfig  # noqa: E402
 from agentrl.core.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
+from agentrl.episode.context import EpisodeContext  # noqa: E402
 from agentrl.episode.failure_policy import FailurePolicy  # noqa: E402
 from agentrl.episode.limits import Limits  # noqa: E402
-from agentrl.episode.runner import EpisodeRunner  # noqa: E402
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots  # noqa: E402
 from agentrl.render.registry import make_renderer  # noqa: E402
 from agentrl.testing import ScriptedSampler  # noqa: E402
 from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
@@ -57,14 +58,20 @@ def run_episode() -> list[Row]:
     end = (renderer.end_token_id,)
     answers = [(*renderer.encode(text), *(() if text == RESPONSES[1] else end)) for text in RESPONSES]
     runner = EpisodeRunner(
-        env_factory=Sums,
-        renderer=renderer,
-        sampler=ScriptedSampler(answers, version=7),
-        tool_clients={},
-        limits=Limits(8, 4096, 30.0, 128),
-        sampling=SamplingParams(max_new_tokens=128),
-        failure=FailurePolicy(FailureConfig()),
-        max_concurrency=1,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=Sums,
+                    renderer=renderer,
+                    sampler=ScriptedSampler(answers, version=7),
+                    tool_clients={},
+                    limits=Limits(8, 4096, 30.0, 128),
+                    sampling=SamplingParams(max_new_tokens=128),
+                )
+            )
+        },
+        FailurePolicy(FailureConfig()),
+        EpisodeSlots(1),
     )
     (rollout,) = asyncio.run(runner.run(Task("sums", (Message("user", "What is 17 × 23?"),)), 1, "sums-0"))
     return rollout.rows

@@ -1,4 +1,4 @@
-"""Shared resources of all episodes of a run: renderer, sampler, tools, limits."""
+"""Shared resources of all episodes of a task source: renderer, sampler, tools, limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EnvFactory = Callable[[], Env | MultiAgentEnv]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """Resources that all episodes of a run share."""
+    """Resources that all episodes of a task source share."""
 
     env_factory: EnvFactory
     renderer: Renderer
@@ -35,7 +35,7 @@ class EpisodeContext:
     limits: Limits
     sampling: SamplingParams
     """Parameters of every turn; ``max_new_tokens`` is reduced to what the limits leave, a turn's stop strings are added."""
-    pool: Executor | None
+    pool: Executor | None = None
     """Threads for the synchronous methods of environments; None calls them in the event loop's thread, for one episode at
     a time."""
     policy: str = "main"
@@ -56,15 +56,15 @@ class EpisodeContext:
                 client_of(self.tool_clients, tool.server, tool.name)
         return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)
 
-    def author_failure(self, what: str, error: Exception) -> EnvironmentFailure:
+    def author_failure(self, function: str, error: Exception) -> EnvironmentFailure:
         """Return the failure for an exception of an author's code, with its line. Its traceback is logged once a line.
 
         Args:
-            what: raised it, such as ``Guess.step``.
+            function: that raised it, such as ``Guess.step``.
             error: the exception.
         """
-        failure = EnvironmentFailure(f"{what} raised {describe(error)}")
-        if (place := place_of(error)) not in self.logged:
-            self.logged.add(place)
+        failure = EnvironmentFailure(f"{function} raised {describe(error)}")
+        if (line := place_of(error)) not in self.logged:
+            self.logged.add(line)
             _log.warning("%s; further tracebacks of this line are not shown", failure, exc_info=error)
         return failure

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.lineup import Lineup
-from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task, source_of
-from agentrl.core.tool import CallTool, Tool, ToolClient
-from agentrl.core.types import Failure, Rollout, SamplingParams, StopReason
+from agentrl.core.tool import CallTool
+from agentrl.core.types import Failure, Rollout, StopReason
 from agentrl.data.jobs import Job
 from agentrl.episode.chat import Agent
-from agentrl.episode.context import EnvFactory, EpisodeContext
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
-from agentrl.episode.limits import Limits
 from agentrl.episode.multi_agent_episode import MultiAgentEpisode
 from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
-from agentrl.render.base import Renderer
 from agentrl.rewards.base import Grader
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
@@ -37,72 +33,63 @@ _STARTS = 64
 """Episodes that begin in one iteration of the event loop: the start of thousands must not hold it up for seconds."""
 
 
-class EpisodeRunner:
-    """Runs episodes of one policy in one kind of environment, or with `of_sources` in several.
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """How the episodes of one task source run."""
 
-    Args:
-        env_factory: builds an environment for one episode.
-        renderer: renders and parses the policy's chat format.
-        sampler: samples turns.
-        tool_clients: by registered name, for tools with a server.
-        limits: limits of every episode.
-        sampling: sampling parameters of every turn.
-        failure: decides what a failed episode becomes.
-        max_concurrency: episodes that run at the same time, and threads for synchronous environment methods.
-        generate: runs the episodes in place of an environment.
-        grader: gives the rollouts of `run_many` their reward, except for dropped ones.
-        served: the servers' tools by name, as the policy may call them.
-        lineup: who plays, if the environment has several agents; None if it has one.
-    """
+    context: EpisodeContext
+    """Environment, renderer, sampler, tools and limits. The runner sets its pool."""
+    generate: Generate | None = None
+    """Runs the episodes in place of an environment."""
+    grader: Grader | None = None
+    """Gives the rollouts of `EpisodeRunner.run_many` their reward, except for dropped ones."""
+    lineup: Lineup | None = None
+    """Who plays, if the environment has several agents; None if it has one."""
 
-    def __init__(
-        self,
-        *,
-        env_factory: EnvFactory,
-        renderer: Renderer,
-        sampler: Sampler,
-        tool_clients: Mapping[str, ToolClient],
-        limits: Limits,
-        sampling: SamplingParams,
-        failure: FailurePolicy,
-        max_concurrency: int,
-        generate: Generate | None = None,
-        grader: Grader | None = None,
-        served: Mapping[str, Tool] | None = None,
-        lineup: Lineup | None = None,
-    ) -> None:
-        # Threads are started as they are needed and end with the runner.
-        pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
-        self._context = EpisodeContext(
-            env_factory, renderer, sampler, tool_clients, limits, sampling, pool, served=served or {}
-        )
-        self._failure = failure
-        self._generate = generate
-        self._grader = grader
-        self._lineup = lineup
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._by_source: Mapping[str, EpisodeRunner] = {}
-
-    @classmethod
-    def of_sources(cls, runners: Mapping[str, EpisodeRunner]) -> EpisodeRunner:
-        """Return a runner of the jobs of a mixed run: each job has environment, limits, tools and grader of its source.
-
-        Args:
-            runners: by source. All jobs share the limit on concurrency and the failure policy of the first.
-        """
-        joined = copy.copy(next(iter(runners.values())))
-        joined._by_source = runners
-        return joined
-
-    def _of(self, job: Job) -> EpisodeRunner:
-        """Return the runner of a job's source."""
-        return self._by_source[source_of(job.task.id)] if self._by_source else self
+    @property
+    def grades_groups(self) -> bool:
+        """Whether the rollouts of a task are graded in one call."""
+        return self.grader is not None and self.grader.group
 
     @property
     def has_single_rollouts(self) -> bool:
         """Whether each episode is one rollout, with the id of its job."""
-        runners = self._by_source.values() or [self]
-        return all(one._generate is None and one._lineup is None for one in runners)
+        return self.generate is None and self.lineup is None
+
+
+class EpisodeSlots:
+    """The limit on concurrent episodes, and the threads in which synchronous methods of their environments run."""
+
+    def __init__(self, max_concurrency: int) -> None:
+        """Let ``max_concurrency`` episodes run at the same time."""
+        self.semaphore = asyncio.Semaphore(max_concurrency)
+        # Threads are started as they are needed and end with the runners.
+        self.pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
+
+
+class EpisodeRunner:
+    """Runs the episodes of one policy.
+
+    Args:
+        settings: by task source; ``""`` in a run with one environment.
+        failure: decides what a failed episode becomes.
+        slots: limit the concurrent episodes of all sources; several runners may share them.
+    """
+
+    def __init__(self, settings: Mapping[str, EpisodeSettings], failure: FailurePolicy, slots: EpisodeSlots) -> None:
+        self._by_source = {
+            name: replace(source, context=replace(source.context, pool=slots.pool)) for name, source in settings.items()
+        }
+        self._failure = failure
+        self._slots = slots
+
+    def _settings(self, job: Job) -> EpisodeSettings:
+        return self._by_source["" if "" in self._by_source else source_of(job.task.id)]
+
+    @property
+    def has_single_rollouts(self) -> bool:
+        """Whether each episode is one rollout, with the id of its job."""
+        return all(settings.has_single_rollouts for settings in self._by_source.values())
 
     def with_sampling(
         self,
@@ -113,20 +100,26 @@ class EpisodeRunner:
         max_new_tokens: int | None = None,
         ignore_eos: bool = False,
     ) -> EpisodeRunner:
-        """Return a runner with these sampling parameters that shares everything else, the limit on concurrency included.
+        """Return a runner with these sampling parameters and the same slots.
 
         Its engines return no experts. Without ``max_new_tokens`` the limit of this runner stays.
         """
-        tokens = max_new_tokens or self._context.limits.max_new_tokens
-        changes: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "ignore_eos": ignore_eos}
-        return self._with(tokens, changes | {"max_new_tokens": tokens, "experts_from": None})
-
-    def _with(self, tokens: int, changes: Mapping[str, Any]) -> EpisodeRunner:
-        other, context = copy.copy(self), self._context
-        limits = replace(context.limits, max_new_tokens=tokens)
-        other._context = replace(context, limits=limits, sampling=replace(context.sampling, **changes))
-        other._by_source = {name: one._with(tokens, changes) for name, one in self._by_source.items()}
-        return other
+        by_source = {}
+        for name, settings in self._by_source.items():
+            context = settings.context
+            tokens = max_new_tokens or context.limits.max_new_tokens
+            sampling = replace(
+                context.sampling,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                ignore_eos=ignore_eos,
+                max_new_tokens=tokens,
+                experts_from=None,
+            )
+            limits = replace(context.limits, max_new_tokens=tokens)
+            by_source[name] = replace(settings, context=replace(context, limits=limits, sampling=sampling))
+        return EpisodeRunner(by_source, self._failure, self._slots)
 
     async def run(self, task: Task, seed: int, rollout_id: str) -> list[Rollout]:
         """Run one episode, with retries, and return its rollouts, not graded.
@@ -154,7 +147,7 @@ class EpisodeRunner:
             on_done: gets each rollout once it has its reward.
             on_ended: called when an episode has ended, before it is graded.
             check_dropped: see `check_dropped`, which is called with the rollouts.
-            saved: saves episodes of an environment of one agent between turns; they go on from their saved states.
+            saved: saves episodes of an environment of one agent between turns; they resume from their saved states.
 
         A grader of single rollouts is called as each episode ends, one of groups when all episodes of a task have ended;
         until then the tool sessions of these episodes stay open. So with a grader of groups a tool server holds up to
@@ -174,8 +167,8 @@ class EpisodeRunner:
                     episodes[-1][1].add_done_callback(lambda _: on_ended())
                     if number % _STARTS == 0:
                         await asyncio.sleep(0)
-                for together in self._graded_together(episodes):
-                    group.create_task(self._grade(together, tools, on_done))
+                for batch in self._split_by_grading(episodes):
+                    group.create_task(self._grade(batch, tools, on_done))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first ended the others
         finally:
@@ -193,24 +186,24 @@ class EpisodeRunner:
         The tool sessions of its last attempt stay open for grading if there is a grader and ``open_tools``, which then
         gets them by the job's ``rollout_id``.
         """
-        source = self._of(job)
-        context, generate, lineup = source._context, source._generate, job.lineup or source._lineup
-        async with self._slots:
-            begun, env_state = _begun(job, saved) if source.has_single_rollouts else (None, None)
-            for attempt in itertools.count(0 if begun is None else begun.attempt):
-                state = begun or EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
-                if generate is not None:
+        settings = self._settings(job)
+        context, lineup = settings.context, job.lineup or settings.lineup
+        async with self._slots.semaphore:
+            saved_state, env_state = _load_saved(job, saved) if settings.has_single_rollouts else (None, None)
+            for attempt in itertools.count(0 if saved_state is None else saved_state.attempt):
+                state = saved_state or EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
+                if settings.generate is not None:
                     agent = Agent(context, job.task, state)
                     tools, raised = agent.tools, None
-                    async with _closed_on_error(tools):
-                        rollouts = await run_custom_loop(generate, context, agent)
+                    async with _close_on_error(tools):
+                        rollouts = await run_custom_loop(settings.generate, context, agent)
                 elif lineup is not None:
                     rollouts, tools, raised = await _play(MultiAgentEpisode(context, job.task, state, lineup))
                 else:
                     episode = Episode(context, job.task, state, env_state, saved=saved)
                     tools, failure, raised = episode.tools, None, None
                     try:
-                        async with _closed_on_error(tools):
+                        async with _close_on_error(tools):
                             reason = await episode.run()
                     except EpisodeError as error:
                         failure, reason, raised = error.as_failure(), StopReason.FAILED, error
@@ -220,7 +213,7 @@ class EpisodeRunner:
                     rollouts = [rollout]
                 failure = rollouts[0].failure
                 action = self._failure.decide(failure, attempt) if failure is not None else "train"
-                if action == "train" and source._grader is not None and open_tools is not None:
+                if action == "train" and settings.grader is not None and open_tools is not None:
                     open_tools[job.rollout_id] = tools
                     return rollouts
                 await tools.close()
@@ -233,17 +226,17 @@ class EpisodeRunner:
                     for rollout in rollouts:
                         rollout.dropped = rollout.dropped or action == "drop"
                     return rollouts
-                begun = env_state = None
+                saved_state = env_state = None
         raise AssertionError("the loop returns or raises")
 
-    def _graded_together(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:
-        """Return the episodes in groups that are graded in one call: single ones, or all of a task in the jobs' order."""
-        together: dict[str | int, list[_RunningEpisode]] = {}
+    def _split_by_grading(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:
+        """Return the episodes in batches that are graded in one call: single ones, or all of a task in the jobs' order."""
+        batches: dict[str | int, list[_RunningEpisode]] = {}
         for number, episode in enumerate(episodes):
-            grader = self._of(episode[0])._grader
-            whole = grader is not None and grader.group
-            together.setdefault(episode[0].task.id if whole else number, []).append(episode)
-        return list(together.values())
+            job = episode[0]
+            key = job.task.id if self._settings(job).grades_groups else number
+            batches.setdefault(key, []).append(episode)
+        return list(batches.values())
 
     async def _grade(
         self,
@@ -252,28 +245,28 @@ class EpisodeRunner:
         on_done: Callable[[Rollout], None] | None,
     ) -> None:
         """Wait for the episodes, grade their rollouts and end their tool sessions."""
-        grader = self._of(episodes[0][0])._grader
+        settings = self._settings(episodes[0][0])
         rollouts: list[Rollout] = []
         scoring: dict[str, CallTool] = {}
         for job, episode in episodes:
-            ended = await episode
-            rollouts += ended
+            job_rollouts = await episode
+            rollouts += job_rollouts
             if job.rollout_id in tools:
-                scoring |= {rollout.rollout_id: tools[job.rollout_id].run_scoring_call for rollout in ended}
-        batches = [rollouts] if grader is not None and grader.group else [[one] for one in rollouts]
+                scoring |= {rollout.rollout_id: tools[job.rollout_id].run_scoring_call for rollout in job_rollouts}
+        batches = [rollouts] if settings.grades_groups else [[rollout] for rollout in rollouts]
         try:
             for batch in batches:
                 graded = [rollout for rollout in batch if not rollout.dropped]
-                if grader is not None and graded:
-                    others = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
-                    with waiting("reward of rollout", graded[0].rollout_id, others):
-                        await grader.grade(graded, scoring)
+                if settings.grader is not None and graded:
+                    detail = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
+                    with waiting("reward of rollout", graded[0].rollout_id, detail):
+                        await settings.grader.grade(graded, scoring)
                 if on_done is not None:
                     for rollout in batch:
                         on_done(rollout)
         finally:
-            ours = [tools.pop(job.rollout_id) for job, _ in episodes if job.rollout_id in tools]
-            await asyncio.gather(*(runner.close() for runner in ours))
+            runners = [tools.pop(job.rollout_id) for job, _ in episodes if job.rollout_id in tools]
+            await asyncio.gather(*(runner.close() for runner in runners))
 
     def check_dropped(self, rollouts: Sequence[Rollout]) -> None:
         """Check the number of dropped episodes.
@@ -290,14 +283,14 @@ class EpisodeRunner:
             )
 
 
-def _begun(job: Job, saved: SavedStates | None) -> tuple[EpisodeState | None, dict[str, Any] | None]:
+def _load_saved(job: Job, saved: SavedStates | None) -> tuple[EpisodeState | None, dict[str, Any] | None]:
     """Return the saved states of an episode and of its environment, if there are any."""
     state = None if saved is None else saved.load(job.rollout_id, job.task.id)
     return (None, None) if state is None else EpisodeState.from_dict(state)
 
 
 @asynccontextmanager
-async def _closed_on_error(tools: ToolRunner) -> AsyncIterator[None]:
+async def _close_on_error(tools: ToolRunner) -> AsyncIterator[None]:
     """End the tool sessions of an attempt that raises: it is not graded."""
     try:
         yield
@@ -310,7 +303,7 @@ async def _play(episode: MultiAgentEpisode) -> tuple[list[Rollout], ToolRunner, 
     """Run an episode of several agents. Return its rollouts, what runs its tools, and what ended it, if it failed."""
     failure, raised = None, None
     try:
-        async with _closed_on_error(episode.tools):
+        async with _close_on_error(episode.tools):
             await episode.run()
     except EpisodeError as error:
         failure, raised = error.as_failure(), error

@@ -16,10 +16,11 @@ from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
 from agentrl.data.task_sources import TaskSources
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
@@ -58,12 +59,13 @@ class Services:
             sampler: in place of the engines.
 
         """
-        runners = {name: self._runner(name, each, sampler) for name, each in self.config.by_source().items()}
-        return EpisodeRunner.of_sources(runners) if self.config.sources else runners[""]
+        sources = self.config.by_source()
+        settings = {name: self._episode_settings(name, config, sampler) for name, config in sources.items()}
+        rollout = next(iter(sources.values())).rollout
+        return EpisodeRunner(settings, FailurePolicy(rollout.failure), EpisodeSlots(rollout.concurrency))
 
-    def _runner(self, source: str, config: Config, sampler: Sampler | None) -> EpisodeRunner:
+    def _episode_settings(self, source: str, config: Config, sampler: Sampler | None) -> EpisodeSettings:
         rollout, options = config.rollout, config.sampler
-        generate = load_generate(rollout.generate) if rollout.generate is not None else None
         sampling = SamplingParams(
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
@@ -78,19 +80,20 @@ class Services:
             max_seconds=rollout.max_seconds,
             max_new_tokens=options.max_new_tokens,
         )
-        return EpisodeRunner(
+        context = EpisodeContext(
             env_factory=partial(make_any_env, config.env.name, config.env.options),
             renderer=self.renderer,
             sampler=sampler or self.fleet.sampler,
             tool_clients=self.tools.clients_of(source),
             limits=limits,
             sampling=sampling,
-            failure=FailurePolicy(rollout.failure),
-            max_concurrency=rollout.concurrency,
-            generate=generate,
-            grader=make_grader(config.reward),
             served=self.tools.offered[source],
-            lineup=make_lineup(config.env, {name: fleet.sampler for name, fleet in self.frozen.items()}),
+        )
+        return EpisodeSettings(
+            context,
+            load_generate(rollout.generate) if rollout.generate is not None else None,
+            make_grader(config.reward),
+            make_lineup(config.env, {name: fleet.sampler for name, fleet in self.frozen.items()}),
         )
 
     def check(self) -> None:

@@ -10,9 +10,10 @@ from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.tool import ToolClient
 from agentrl.core.types import Rollout, SamplingParams
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing.sampler import Script, ScriptedSampler
 
 
@@ -53,14 +54,20 @@ def play_episode(
     renderer = make_renderer(load_tokenizer(resolve_model(model)))
     stop = dict.fromkeys(("sampler", "environment", "tool", "sandbox", "task"), "stop")
     runner = EpisodeRunner(
-        env_factory=env_factory,
-        renderer=renderer,
-        sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
-        tool_clients=tool_clients or {},
-        limits=Limits(max_turns, max_tokens, max_seconds=60.0, max_new_tokens=max_tokens),
-        sampling=SamplingParams(max_new_tokens=max_tokens),
-        failure=FailurePolicy(FailureConfig.model_validate(stop)),
-        max_concurrency=1,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env_factory,
+                    renderer=renderer,
+                    sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
+                    tool_clients=tool_clients or {},
+                    limits=Limits(max_turns, max_tokens, max_seconds=60.0, max_new_tokens=max_tokens),
+                    sampling=SamplingParams(max_new_tokens=max_tokens),
+                )
+            )
+        },
+        FailurePolicy(FailureConfig.model_validate(stop)),
+        EpisodeSlots(1),
     )
     (rollout,) = asyncio.run(runner.run(task, seed, task.id))
     return rollout

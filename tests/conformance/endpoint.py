@@ -18,9 +18,10 @@ from agentrl.config.tasks import EndpointConfig
 from agentrl.core.lineup import EndpointSeat, Lineup
 from agentrl.core.types import FailureKind, Rollout, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 from tests.unit.episode.conftest import CHATML, renderer_of
 
@@ -32,11 +33,22 @@ async def play(engine: Engine, seats: dict[str, Any]) -> Rollout:
     """Return the rollout of an episode of ``solver_critic`` in which the engine samples the policy; failed ones are dropped."""
     client = engine.client()
     runner = EpisodeRunner(
-        env_factory=SolverCriticEnv, renderer=renderer_of(CHATML), sampler=client, tool_clients={},
-        limits=Limits(4, 400, 60.0, 8), sampling=SamplingParams(max_new_tokens=8),
-        failure=FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1.0)), max_concurrency=1,
-        lineup=Lineup(seats, opponent="endpoint:model"),
-    )  # fmt: skip
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=SolverCriticEnv,
+                    renderer=renderer_of(CHATML),
+                    sampler=client,
+                    tool_clients={},
+                    limits=Limits(4, 400, 60.0, 8),
+                    sampling=SamplingParams(max_new_tokens=8),
+                ),
+                lineup=Lineup(seats, opponent="endpoint:model"),
+            )
+        },
+        FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1.0)),
+        EpisodeSlots(1),
+    )
     try:
         [rollout] = await runner.run_many([Job(SolverCriticEnv.example_task(), 3, "episode")])
     finally:

@@ -14,9 +14,10 @@ from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.models.load import load_tokenizer
@@ -56,14 +57,20 @@ def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) ->
     async def play() -> None:
         client = SGLangClient(url, timeout_s=60)
         runner = EpisodeRunner(
-            env_factory=Stops,
-            renderer=make_renderer(load_tokenizer(model)),
-            sampler=client,
-            tool_clients={},
-            limits=Limits(max_turns=2, max_tokens=256, max_seconds=60, max_new_tokens=8),
-            sampling=SamplingParams(max_new_tokens=8),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=2,
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=Stops,
+                        renderer=make_renderer(load_tokenizer(model)),
+                        sampler=client,
+                        tool_clients={},
+                        limits=Limits(max_turns=2, max_tokens=256, max_seconds=60, max_new_tokens=8),
+                        sampling=SamplingParams(max_new_tokens=8),
+                    )
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(2),
         )
         with Watchdog(1.0, said.append):
             job = Job(Task("t", (Message("user", "hello"),)), 0, "5/1/0")

@@ -16,10 +16,11 @@ from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.types import FinishReason, ForkReason, Generation, MaskReason, Provenance, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.trajectory import Trajectory
 from agentrl.sft.demonstrate import demonstrate
@@ -46,15 +47,21 @@ def build(renderer, script, generate=None, env=Env, **limits):
     sampler = Keeping(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=3)
     given = {"max_turns": 20, "max_tokens": 4096, "max_seconds": 30.0, "max_new_tokens": 64} | limits
     return EpisodeRunner(
-        env_factory=env,
-        renderer=renderer,
-        sampler=sampler,
-        tool_clients={},
-        limits=Limits(**given),
-        sampling=SamplingParams(max_new_tokens=given["max_new_tokens"], seed=5, temperature=0.7),
-        failure=FailurePolicy(FailureConfig(max_failed_share=1)),
-        max_concurrency=4,
-        generate=generate,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients={},
+                    limits=Limits(**given),
+                    sampling=SamplingParams(max_new_tokens=given["max_new_tokens"], seed=5, temperature=0.7),
+                ),
+                generate=generate,
+            )
+        },
+        FailurePolicy(FailureConfig(max_failed_share=1)),
+        EpisodeSlots(4),
     ), sampler
 
 
@@ -379,12 +386,12 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
 
     async def run(turns):
         runner, _ = build(renderer, script[:turns], env=Summing)
-        first = Episode(runner._context, TASK, EpisodeState("e", 1))
+        first = Episode(runner._by_source[""].context, TASK, EpisodeState("e", 1))
         with pytest.raises(AssertionError, match="wants more"):
             await first.run()
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
         rest, _ = build(renderer, lambda asked: script[turns + asked.turn], env=Summing)
-        await Episode(rest._context, TASK, state, env_state).run()
+        await Episode(rest._by_source[""].context, TASK, state, env_state).run()
         return state
 
     for turns in range(1, 5):

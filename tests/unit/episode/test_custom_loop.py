@@ -20,10 +20,11 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailure
 from agentrl.core.types import FailureKind, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import load_generate, needed_tools
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.rewards import exact_match
 from agentrl.testing import ScriptedSampler
 
@@ -107,16 +108,22 @@ def build(
     client = client or LocalSearch()
     given = {"max_turns": 8, "max_tokens": 4096, "max_seconds": 30.0, "max_new_tokens": 128} | limits
     runner = EpisodeRunner(
-        env_factory=env,
-        renderer=renderer,
-        sampler=sampler,
-        tool_clients={"search": client},
-        limits=Limits(**given),
-        sampling=SamplingParams(max_new_tokens=given["max_new_tokens"], seed=5),
-        failure=FailurePolicy(failure or FailureConfig(max_failed_share=1)),
-        max_concurrency=8,
-        generate=generate,
-        grader=grader,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients={"search": client},
+                    limits=Limits(**given),
+                    sampling=SamplingParams(max_new_tokens=given["max_new_tokens"], seed=5),
+                ),
+                generate=generate,
+                grader=grader,
+            )
+        },
+        FailurePolicy(failure or FailureConfig(max_failed_share=1)),
+        EpisodeSlots(8),
     )
     return runner, sampler, client
 

@@ -15,9 +15,10 @@ from agentrl.core.errors import RunStopped
 from agentrl.core.task import Task
 from agentrl.core.types import FailureKind, Message, Rollout, SamplingParams, ToolResults
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
 
 TASK = Task("t", (Message("user", "Hi?"),))
@@ -26,15 +27,23 @@ NEXT = (Message("user", "go on"),)
 
 def runner(renderer, env, *, action="drop", generate=None) -> EpisodeRunner:
     return EpisodeRunner(
-        env_factory=env,
-        renderer=renderer,
-        sampler=ScriptedSampler(["a", "b", "c"], encode=renderer.encode, end_token_id=renderer.end_token_id),
-        tool_clients={},
-        limits=Limits(max_turns=3, max_tokens=512, max_seconds=30.0, max_new_tokens=16),
-        sampling=SamplingParams(max_new_tokens=16),
-        failure=FailurePolicy(FailureConfig(environment=action, max_failed_share=1.0)),
-        max_concurrency=4,
-        generate=generate,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=ScriptedSampler(
+                        ["a", "b", "c"], encode=renderer.encode, end_token_id=renderer.end_token_id
+                    ),
+                    tool_clients={},
+                    limits=Limits(max_turns=3, max_tokens=512, max_seconds=30.0, max_new_tokens=16),
+                    sampling=SamplingParams(max_new_tokens=16),
+                ),
+                generate=generate,
+            )
+        },
+        FailurePolicy(FailureConfig(environment=action, max_failed_share=1.0)),
+        EpisodeSlots(4),
     )
 
 

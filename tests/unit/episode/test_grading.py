@@ -10,9 +10,10 @@ from agentrl.core.errors import RunStopped
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
 
 
@@ -48,16 +49,22 @@ def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
 
     async def play():
         runner = EpisodeRunner(
-            env_factory=Env,
-            renderer=renderer,
-            sampler=ScriptedSampler([]),
-            tool_clients={},
-            limits=Limits(8, 4096, 30.0, 128),
-            sampling=SamplingParams(),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=8,
-            generate=generate,
-            grader=grader,
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=Env,
+                        renderer=renderer,
+                        sampler=ScriptedSampler([]),
+                        tool_clients={},
+                        limits=Limits(8, 4096, 30.0, 128),
+                        sampling=SamplingParams(),
+                    ),
+                    generate=generate,
+                    grader=grader,
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(8),
         )
         made = [Job(Task(name[0], (Message("user", "hi"),)), 0, name) for name in jobs]
         return await runner.run_many(made, lambda one: done.append((one.rollout_id, one.reward)))

@@ -20,9 +20,10 @@ from agentrl.core.errors import RunStopped, SamplerError, UnknownNameError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
 from agentrl.core.types import FailureKind, ForkReason, Provenance, SamplingParams, StopReason
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
 
 
@@ -54,10 +55,22 @@ def runner_of(env, renderer, script=(), *, lineup=None, concurrency=8, max_turns
     if not isinstance(script, ScriptedSampler):
         sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id)
     made = EpisodeRunner(
-        env_factory=env, renderer=renderer, sampler=sampler, tool_clients={}, limits=Limits(max_turns, 4096, seconds, 96),
-        sampling=SamplingParams(max_new_tokens=96, seed=0), failure=FailurePolicy(FailureConfig(**failure)),
-        max_concurrency=concurrency, lineup=lineup or Lineup(),
-    )  # fmt: skip
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients={},
+                    limits=Limits(max_turns, 4096, seconds, 96),
+                    sampling=SamplingParams(max_new_tokens=96, seed=0),
+                ),
+                lineup=lineup or Lineup(),
+            )
+        },
+        FailurePolicy(FailureConfig(**failure)),
+        EpisodeSlots(concurrency),
+    )
     return made, sampler
 
 
@@ -139,7 +152,9 @@ def test_a_thousand_concurrent_episodes_of_scripted_players_replay(renderer):
             task = replace(env.example_task(), id=f"{name}/example")
             lineup = Lineup(seats, opponent="fixed")
             jobs += [Job(task, seed, f"{name}/{seed}", lineup=lineup) for seed in range(0, count, every)]
-        rollouts = asyncio.run(EpisodeRunner.of_sources(runners).run_many(jobs))
+        settings = {name: runner._by_source[""] for name, runner in runners.items()}
+        first = runners["tictactoe"]
+        rollouts = asyncio.run(EpisodeRunner(settings, first._failure, first._slots).run_many(jobs))
         assert list(dict.fromkeys(one.episode for one in rollouts)) == [job.rollout_id for job in jobs]
         assert {(one.opponent, one.failure) for one in rollouts} == {("fixed", None)}
         return {one.rollout_id: (one.prompt, one.turns, one.seat_rewards, one.metrics, one.seats) for one in rollouts}

@@ -11,9 +11,10 @@ from agentrl.core.task import Task
 from agentrl.core.tool import tool
 from agentrl.core.types import FailureKind, Message, Rewrite, Rollout, SamplingParams, StopReason
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
 from tests.unit.episode.conftest import CHATML, renderer_of
@@ -54,14 +55,20 @@ def run(renderer: ChatRenderer, says: str, prompts: Sequence[Message]) -> list[R
     """Run an episode for each prompt; the policy says the same in each, and then ``done``."""
     script = [says, "done"]
     runner = EpisodeRunner(
-        env_factory=Asks,
-        renderer=renderer,
-        sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
-        tool_clients={},
-        limits=Limits(4, 100_000, max_seconds=30.0, max_new_tokens=1000),
-        sampling=SamplingParams(max_new_tokens=1000),
-        failure=FailurePolicy(FailureConfig(max_failed_share=1)),
-        max_concurrency=2,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=Asks,
+                    renderer=renderer,
+                    sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
+                    tool_clients={},
+                    limits=Limits(4, 100_000, max_seconds=30.0, max_new_tokens=1000),
+                    sampling=SamplingParams(max_new_tokens=1000),
+                )
+            )
+        },
+        FailurePolicy(FailureConfig(max_failed_share=1)),
+        EpisodeSlots(2),
     )
     jobs = [Job(Task(f"t{number}", (prompt,)), 0, f"e{number}") for number, prompt in enumerate(prompts)]
     return asyncio.run(runner.run_many(jobs))

@@ -26,10 +26,11 @@ from agentrl.core.types import (
     ToolStatus,
 )
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.episode.state import EpisodeState
 from agentrl.testing import ScriptedSampler
 from benchmarks.episode_runner import RolloutTimes, bench_rollout
@@ -120,15 +121,21 @@ def build(
     sampler = cls(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
     given = {"max_turns": 8, "max_tokens": 4096, "max_seconds": 30.0, "max_new_tokens": 128} | limits
     runner = EpisodeRunner(
-        env_factory=env,
-        renderer=renderer,
-        sampler=sampler,
-        tool_clients=clients or {},
-        limits=Limits(**given),
-        sampling=sampling or SamplingParams(max_new_tokens=128),
-        failure=FailurePolicy(failure or FailureConfig()),
-        max_concurrency=concurrency,
-        served=served,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients=clients or {},
+                    limits=Limits(**given),
+                    sampling=sampling or SamplingParams(max_new_tokens=128),
+                    served=served or {},
+                )
+            )
+        },
+        FailurePolicy(failure or FailureConfig()),
+        EpisodeSlots(concurrency),
     )
     return runner, sampler
 
@@ -629,12 +636,12 @@ def test_an_environments_close_is_called(renderer):
 def test_an_episode_does_not_go_on_at_another_temperature(renderer):
     async def run():
         first, _ = build(renderer, ["a"], max_turns=1)
-        episode = Episode(first._context, task(), EpisodeState("e", 1))
+        episode = Episode(first._by_source[""].context, task(), EpisodeState("e", 1))
         assert await episode.run() is StopReason.MAX_TURNS
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await episode.snapshot())))
         colder = build(renderer, ["a", "bb"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
         with pytest.raises(ValueError, match=r"at temperature 1 cannot continue at 0\.5.*sampler\.temperature=1"):
-            await Episode(colder._context, task(), state, env_state).run()
+            await Episode(colder._by_source[""].context, task(), state, env_state).run()
         (row,) = state.trajectory.rows("t0", "e")
         assert row.temperature == 1.0
 
@@ -657,13 +664,13 @@ def test_an_episode_goes_on_from_its_state(renderer):
 
     async def run():
         first, _ = build(renderer, script[:2], max_turns=2)
-        episode = Episode(first._context, task(), EpisodeState("e", 1))
+        episode = Episode(first._by_source[""].context, task(), EpisodeState("e", 1))
         assert await episode.run() is StopReason.MAX_TURNS
         saved = json.loads(json.dumps(await episode.snapshot()))
         state, env_state = EpisodeState.from_dict(saved)
         rest, sampler = build(renderer, script)
         sampler._turns["e"] = 2
-        assert await Episode(rest._context, task(), state, env_state).run() is StopReason.TERMINATED
+        assert await Episode(rest._by_source[""].context, task(), state, env_state).run() is StopReason.TERMINATED
         return state
 
     state = asyncio.run(run())

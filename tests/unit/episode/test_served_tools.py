@@ -24,9 +24,10 @@ from agentrl.core.types import (
     ToolStatus,
 )
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.rewards.grader import RewardGrader
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import ScriptedSampler
@@ -103,17 +104,23 @@ def task(name="t"):
 def build(renderer, script, client, *, env=Coding, grader=None, failure=None, generate=None, cls=ScriptedSampler):
     sampler = cls(script, encode=renderer.encode, end_token_id=renderer.end_token_id)
     runner = EpisodeRunner(
-        env_factory=env,
-        renderer=renderer,
-        sampler=sampler,
-        tool_clients={"python": client} if client else {},
-        limits=Limits(8, 4096, 30.0, 512),
-        sampling=SamplingParams(max_new_tokens=512),
-        failure=FailurePolicy(failure or FailureConfig(max_failed_share=1.0)),
-        max_concurrency=8,
-        grader=grader,
-        generate=generate,
-        served={"run_code": IN_RUN},
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=env,
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients={"python": client} if client else {},
+                    limits=Limits(8, 4096, 30.0, 512),
+                    sampling=SamplingParams(max_new_tokens=512),
+                    served={"run_code": IN_RUN},
+                ),
+                generate=generate,
+                grader=grader,
+            )
+        },
+        FailurePolicy(failure or FailureConfig(max_failed_share=1.0)),
+        EpisodeSlots(8),
     )
     return runner, sampler
 

@@ -1,6 +1,7 @@
 """Episodes of several sources at once: each has environment, limits and grader of its source."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -48,13 +49,19 @@ def jobs(count: int) -> list[Job]:
     ]
 
 
+def joined(first: EpisodeRunner, second: EpisodeRunner, grader: Doubled | None = None) -> EpisodeRunner:
+    """A runner of two sources, with the slots of the first."""
+    settings = {"a": first._by_source[""], "b": replace(second._by_source[""], grader=grader)}
+    return EpisodeRunner(settings, first._failure, first._slots)
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_job_runs_as_its_source_says(renderer, turns):
     first, sampler = build(renderer, ["x"] * 2, Same, max_turns=1, concurrency=3)
     second, _ = build(renderer, ["x"] * 2, Other, max_turns=turns)
-    second._grader = grader = Doubled()
+    grader = Doubled()
     done: list[str] = []
-    runner = EpisodeRunner.of_sources({"a": first, "b": second})
+    runner = joined(first, second, grader)
     given = jobs(3)
     rollouts = asyncio.run(runner.run_many(given, lambda rollout: done.append(rollout.rollout_id)))
     assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in given]
@@ -69,7 +76,7 @@ def test_a_job_runs_as_its_source_says(renderer, turns):
 
 def test_sampling_parameters_change_for_all_sources(renderer):
     (first, one), (second, two) = (build(renderer, ["x"] * 2, env, max_turns=1) for env in (Same, Other))
-    runner = EpisodeRunner.of_sources({"a": first, "b": second})
+    runner = joined(first, second)
     changed = runner.with_sampling(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7)
     asyncio.run(changed.run_many(jobs(1)))
     assert {(asked.params.temperature, asked.params.max_new_tokens) for asked in one.requests + two.requests} == {

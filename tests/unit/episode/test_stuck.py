@@ -9,9 +9,10 @@ from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.obs.watchdog import Watchdog
 from agentrl.rewards.grader import make_grader
 from agentrl.testing import ScriptedSampler
@@ -53,16 +54,22 @@ def reports(renderer, script, *, generate=None, reward=None, silent=False):
         gate = asyncio.Event() if silent else None
         sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, gate=gate)
         runner = EpisodeRunner(
-            env_factory=Talk,
-            renderer=renderer,
-            sampler=sampler,
-            tool_clients={"search": Silent()},
-            limits=Limits(max_turns=8, max_tokens=4096, max_seconds=30.0, max_new_tokens=128),
-            sampling=SamplingParams(max_new_tokens=128),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=4,
-            generate=generate,
-            grader=make_grader(RewardConfig(function=reward)) if reward else None,
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=Talk,
+                        renderer=renderer,
+                        sampler=sampler,
+                        tool_clients={"search": Silent()},
+                        limits=Limits(max_turns=8, max_tokens=4096, max_seconds=30.0, max_new_tokens=128),
+                        sampling=SamplingParams(max_new_tokens=128),
+                    ),
+                    generate=generate,
+                    grader=make_grader(RewardConfig(function=reward)) if reward else None,
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(4),
         )
         with Watchdog(STUCK_S, said.append):
             job = Job(Task("t", (Message("user", "task"),)), 0, "3/0/1")

@@ -13,9 +13,10 @@ from agentrl.core.env import Env
 from agentrl.core.errors import RunStopped
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Prompt, Rollout, SamplingParams
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.evaluation.evaluate import evaluate, jobs_of
 from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks
@@ -70,14 +71,20 @@ def play(
 
     sampler = ScriptedSampler(script, gate=gate)
     runner = EpisodeRunner(
-        env_factory=OneTurn,
-        renderer=Plain(),
-        sampler=sampler,
-        tool_clients={},
-        limits=Limits(max_turns=4, max_tokens=100, max_seconds=30.0, max_new_tokens=20),
-        sampling=SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.5, seed=3),
-        failure=FailurePolicy(FailureConfig.model_validate(failure or {})),
-        max_concurrency=concurrency,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=OneTurn,
+                    renderer=Plain(),
+                    sampler=sampler,
+                    tool_clients={},
+                    limits=Limits(max_turns=4, max_tokens=100, max_seconds=30.0, max_new_tokens=20),
+                    sampling=SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.5, seed=3),
+                )
+            )
+        },
+        FailurePolicy(FailureConfig.model_validate(failure or {})),
+        EpisodeSlots(concurrency),
     )
 
     async def main() -> list[SetResult]:

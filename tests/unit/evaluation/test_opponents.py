@@ -15,9 +15,10 @@ from agentrl.core.registry import make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Message, Prompt, Rollout, SamplingParams, StopReason
 from agentrl.data.task_sources import open_tasks
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.evaluation.evaluate import evaluate, jobs_of
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.opponents import eval_lineups, games_report
@@ -94,15 +95,21 @@ class Plain:
 
 def play(*some):
     runner = EpisodeRunner(
-        env_factory=partial(make_any_env, "kuhn_poker", {}),
-        renderer=Plain(),
-        sampler=ScriptedSampler(lambda _: [BET, END]),
-        tool_clients={},
-        limits=Limits(max_turns=4, max_tokens=100, max_seconds=30.0, max_new_tokens=20),
-        sampling=SamplingParams(max_new_tokens=20),
-        failure=FailurePolicy(FailureConfig()),
-        max_concurrency=1,
-        lineup=Lineup(),
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=partial(make_any_env, "kuhn_poker", {}),
+                    renderer=Plain(),
+                    sampler=ScriptedSampler(lambda _: [BET, END]),
+                    tool_clients={},
+                    limits=Limits(max_turns=4, max_tokens=100, max_seconds=30.0, max_new_tokens=20),
+                    sampling=SamplingParams(max_new_tokens=20),
+                ),
+                lineup=Lineup(),
+            )
+        },
+        FailurePolicy(FailureConfig()),
+        EpisodeSlots(1),
     )
     return asyncio.run(evaluate(some, runner))
 

@@ -17,9 +17,10 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConversationError
 from agentrl.core.task import Task
 from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Provenance, SamplingParams
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.registry import FORMATS, make_renderer
 from agentrl.testing import ScriptedSampler
 from tests.unit.render.conversations import Script, scripts, turns_of, well_formed
@@ -202,14 +203,20 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
 def play(renderer, sampler, script):
     numbers = count()
     runner = EpisodeRunner(
-        env_factory=lambda: Says(script),
-        renderer=renderer,
-        sampler=sampler,
-        tool_clients={},
-        limits=Limits(6, 100_000, max_seconds=60.0, max_new_tokens=100_000),
-        sampling=SamplingParams(max_new_tokens=100_000),
-        failure=FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("environment", "task"), "stop"))),
-        max_concurrency=1,
+        {
+            "": EpisodeSettings(
+                EpisodeContext(
+                    env_factory=lambda: Says(script),
+                    renderer=renderer,
+                    sampler=sampler,
+                    tool_clients={},
+                    limits=Limits(6, 100_000, max_seconds=60.0, max_new_tokens=100_000),
+                    sampling=SamplingParams(max_new_tokens=100_000),
+                )
+            )
+        },
+        FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("environment", "task"), "stop"))),
+        EpisodeSlots(1),
     )
     task, found = Task(f"t{next(numbers)}", script.first), []
 

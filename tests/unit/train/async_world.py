@@ -25,9 +25,10 @@ from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, SamplingParams
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.order import TaskOrder
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
@@ -164,15 +165,21 @@ def make_source(
 ) -> Sampling:
     def runner(*, sampler: Sampler | None = None) -> EpisodeRunner:
         return EpisodeRunner(
-            env_factory=env,
-            renderer=RENDERER,
-            sampler=sampler or engines,
-            tool_clients={},
-            limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
-            sampling=SamplingParams(max_new_tokens=50, seed=0),
-            failure=FailurePolicy(config.rollout.failure),
-            max_concurrency=config.rollout.concurrency,
-            lineup=None if env is Turns else Lineup(),
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=env,
+                        renderer=RENDERER,
+                        sampler=sampler or engines,
+                        tool_clients={},
+                        limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+                        sampling=SamplingParams(max_new_tokens=50, seed=0),
+                    ),
+                    lineup=None if env is Turns else Lineup(),
+                )
+            },
+            FailurePolicy(config.rollout.failure),
+            EpisodeSlots(config.rollout.concurrency),
         )
 
     fleet, sync = fleet_of(engines), sync_of(engines)

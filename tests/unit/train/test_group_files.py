@@ -15,9 +15,10 @@ from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Message, Rollout, Row, RowKey, SamplingParams, StopReason
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.obs.rollouts import RolloutFile, read_rollouts
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.groups import run_group
@@ -117,15 +118,21 @@ def test_rewards_of_a_grader_of_groups_are_in_the_journal_and_in_the_rollout_fil
     async def run() -> list[Rollout]:
         sampler = ScriptedSampler(lambda _: "yes", encode=RENDERER.encode, end_token_id=RENDERER.end_token_id)
         runner = EpisodeRunner(
-            env_factory=OneTurn,
-            renderer=RENDERER,
-            sampler=sampler,
-            tool_clients={},
-            limits=Limits(max_turns=9, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
-            sampling=SamplingParams(max_new_tokens=50, seed=0),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=4,
-            grader=Ranks(),
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=OneTurn,
+                        renderer=RENDERER,
+                        sampler=sampler,
+                        tool_clients={},
+                        limits=Limits(max_turns=9, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+                        sampling=SamplingParams(max_new_tokens=50, seed=0),
+                    ),
+                    grader=Ranks(),
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(4),
         )
         journal.admitted(0, 0)
         return await run_group(journal, runner, 0, jobs, on_done=file.write)

@@ -17,9 +17,10 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Rollout, SamplingParams
 from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
@@ -83,14 +84,20 @@ def run(
 
     async def main() -> list[Rollout]:
         runner = EpisodeRunner(
-            env_factory=env,
-            renderer=RENDERER,
-            sampler=sampler,
-            tool_clients={},
-            limits=Limits(max_turns=9, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
-            sampling=SamplingParams(max_new_tokens=50, seed=0),
-            failure=FailurePolicy(FailureConfig()),
-            max_concurrency=1,
+            {
+                "": EpisodeSettings(
+                    EpisodeContext(
+                        env_factory=env,
+                        renderer=RENDERER,
+                        sampler=sampler,
+                        tool_clients={},
+                        limits=Limits(max_turns=9, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
+                        sampling=SamplingParams(max_new_tokens=50, seed=0),
+                    )
+                )
+            },
+            FailurePolicy(FailureConfig()),
+            EpisodeSlots(1),
         )
         journal.admitted(0, 0)
         return await run_group(journal, runner, 0, JOBS)
