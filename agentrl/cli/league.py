@@ -12,10 +12,10 @@ from rich.table import Table
 
 from agentrl.core.extras import install_command, installed
 from agentrl.obs.console import make_console
-from agentrl.selfplay.games import POLICY, WinTable
-from agentrl.selfplay.league_log import last_evaluation, read_league
-from agentrl.selfplay.league_plot import plot_league, shown_players
-from agentrl.selfplay.ratings import Ratings
+from agentrl.self_play.games import POLICY, WinTable
+from agentrl.self_play.league_log import last_evaluation, read_league
+from agentrl.self_play.league_plot import plot_league, shown_players
+from agentrl.self_play.ratings import Ratings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
 from agentrl.evaluation.evaluate import evaluate
-from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
@@ -25,6 +24,7 @@ from agentrl.runtime.checks import check_engine, check_episodes
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import Services
+from agentrl.self_play.game_scores import open_game_scores
 
 
 async def evaluate_policy(

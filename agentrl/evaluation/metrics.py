@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import Estimate, estimate, mean, pass_at_k, pass_ks
-from agentrl.evaluation.opponents import game_metrics
+from agentrl.self_play.games import game_metrics
 
 
 def rollout_means(rollouts: Sequence[Rollout]) -> dict[str, float]:

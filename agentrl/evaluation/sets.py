@@ -14,7 +14,7 @@ from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
 from agentrl.data.task_sources import TaskSources, named, of_source, read_split
 from agentrl.data.tasks import read_tasks
-from agentrl.evaluation.opponents import eval_lineups
+from agentrl.self_play.opponents import eval_lineups
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from agentrl.data.task_sources import of_source
 from agentrl.inference.fleet.sglang_router_process import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
-from agentrl.runtime.lineups import make_lineup
+from agentrl.runtime.roles import check_roles, make_lineup
 from agentrl.runtime.run_tools import run_services
-from agentrl.selfplay.check import check_roles, check_self_play
+from agentrl.self_play.check import check_self_play
 
 
 def check_episodes(config: Config) -> None:

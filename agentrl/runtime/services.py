@@ -23,13 +23,13 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.reserved_engines import frozen_fleets
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.models.load import load_tokenizer, read_routing, read_vocab_size
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
-from agentrl.runtime.lineups import make_lineup
-from agentrl.runtime.reserved_engines import frozen_fleets
+from agentrl.runtime.roles import make_lineup
 from agentrl.runtime.tool_servers import ToolServers
 
 _NEW_OBJECTS = 100_000

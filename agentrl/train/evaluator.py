@@ -11,15 +11,15 @@ from pathlib import Path
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.evaluation.evaluate import OnDone, evaluate
-from agentrl.evaluation.exploitability import GameScores
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.reserved_engines import reserved_fleet
 from agentrl.runtime.services import Services
-from agentrl.train.self_play import SelfPlay
+from agentrl.self_play.game_scores import GameScores
+from agentrl.self_play.training import SelfPlay
 from agentrl.weight_sync.base import WeightSync
 
 
@@ -116,14 +116,15 @@ class Evaluator:
                 runner = self.services.runner(sampler=None if self.engines is None else self.engines.fleet.sampler)
                 results = await evaluate(self.sets, runner, done)
                 if self.game_scores is not None and self.self_play is not None:
-                    snapshots = await self.self_play.snapshot_strategies(self.game_scores)
-                    self._standing |= self.game_scores.pool_metrics(snapshots)
+                    self._standing |= await self.self_play.pool_metrics(self.game_scores)
         finally:
             self.running = False
         if file is not None:
             await asyncio.to_thread(file.finish)
         if self.self_play is not None:
-            self.self_play.on_evaluated(step, results)
+            self.self_play.on_evaluated(
+                step, {one.eval_set.full_name: one.rollouts for one in results if one.eval_set.lineups}
+            )
         return results
 
     def standing(self) -> dict[str, float]:

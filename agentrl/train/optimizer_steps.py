@@ -135,9 +135,9 @@ def baselines_from_state(state: Mapping[str, Any]) -> Baselines:
 
 
 def baseline_metrics(baselines: Baselines) -> dict[str, float]:
-    """Return each baseline, as ``selfplay/baseline/ROLE/OPPONENTS``, in a mixed run with the source before the role."""
+    """Return each baseline, as ``self_play/baseline/ROLE/OPPONENTS``, in a mixed run with the source before the role."""
     return {
-        "/".join(["selfplay/baseline", *filter(None, [source, *key.split("/")])]): one.value
+        "/".join(["self_play/baseline", *filter(None, [source, *key.split("/")])]): one.value
         for source, some in baselines.items()
         for key, one in some.items()
     }

@@ -12,14 +12,14 @@ from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import open_tasks, order_of, read_splits
-from agentrl.evaluation.exploitability import open_game_scores
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import open_services
+from agentrl.self_play.game_scores import open_game_scores
+from agentrl.self_play.training import open_self_play
 from agentrl.train.evaluator import Evaluator, open_eval_engines
-from agentrl.train.open_self_play import open_self_play
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.replay import RecordedRollouts, Replay, sample_check
 from agentrl.train.rollout_source import RolloutSource
@@ -70,8 +70,11 @@ async def open_sampling(
     evaluator.game_scores = open_game_scores(config, services.renderer, services.fleet.vocabulary.size)
     eval_sync = _weight_sync(config, folder, config.weights.transport, dtype)
     evaluator.engines = await open_eval_engines(config, folder, model, services, eval_sync, exits)
-    evaluator.self_play = await open_self_play(config, folder, model, services, exits, dtype, resume_after)
+    evaluator.self_play = await open_self_play(
+        config, folder, model, services.fleet.vocabulary, exits, dtype, resume_after
+    )
     if evaluator.self_play is not None:
+        services.reserved += evaluator.self_play.engines.fleets
         untaken = {group.position: group.opponent for group in records.journal.untaken}
         evaluator.self_play.restore(state["source"].get("self_play"), untaken)
     source = Sampling(

@@ -19,12 +19,12 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services
+from agentrl.self_play.training import SelfPlay
 from agentrl.train.evaluator import EvalEngines, Evaluator
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.pipeline.scheduler import GroupScheduler
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
-from agentrl.train.self_play import SelfPlay
 from agentrl.weight_sync.base import SyncedWeights, WeightSync
 from agentrl.weight_sync.engines import paused
 

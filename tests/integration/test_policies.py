@@ -22,7 +22,7 @@ from agentrl.models.peft_folder import read_peft, write_peft
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.selfplay.best_response import Strategy, exploitability, legal_actions
+from agentrl.self_play.best_response import Strategy, exploitability, legal_actions
 
 pytest.importorskip("peft")
 WORDS = [

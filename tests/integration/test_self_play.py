@@ -91,7 +91,7 @@ def test_what_it_writes(resumed: Resumed) -> None:
     *_, last = metrics(resumed.folder)
     for name in ("random/reward", "random/score", "nash/score", "exploitability", "pool_exploitability", "rating"):
         assert f"eval/{name}" in last, name
-    assert {"train/reward/role=first", "rollout/illegal/role=second", "selfplay/score/role=second"} <= set(
+    assert {"train/reward/role=first", "rollout/illegal/role=second", "self_play/score/role=second"} <= set(
         metrics(resumed.folder)[0]
     )
     done = here("league", "run", cwd=resumed.folder.parent)

@@ -14,6 +14,7 @@ from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.obs.waiting import waiting
+from agentrl.self_play.training import SelfPlay
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.filtering import Filtering
 from agentrl.train.pipeline.groups import run_group
@@ -21,7 +22,6 @@ from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import Consumer, TaskPosition
-from agentrl.train.self_play import SelfPlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class GroupScheduler:
             if self._restored:
                 position: int | None = self._restored.popleft()
             elif (position := self.admission.admit(self.version)) is not None:
-                opponent = "" if self.self_play is None else self.self_play.choose(position)
+                opponent = "" if self.self_play is None else self.self_play.choose_opponent(position)
                 self.journal.admitted(position, self.version, opponent)
             if position is None:
                 break
@@ -280,7 +280,7 @@ class GroupScheduler:
         """Give the body the episodes of a group with their players, unless all of them are over."""
         if self.self_play is None or self.journal.is_finished(position):
             return nullcontext(jobs)
-        return self.self_play.seated(position, jobs)
+        return self.self_play.assign_players(position, jobs)
 
     async def _run_group(self, position: int, jobs: list[Job]) -> None:
         def ended() -> None:

@@ -21,12 +21,13 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.evaluation.evaluate import evaluate, jobs_of
 from agentrl.evaluation.metrics import compute_metrics
-from agentrl.evaluation.opponents import eval_lineups, games_report
 from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
-from agentrl.selfplay.check import check_self_play
-from agentrl.selfplay.league import League
-from agentrl.selfplay.league_log import LeagueLog, last_evaluation, read_league
+from agentrl.self_play.check import check_self_play
+from agentrl.self_play.games import games_report
+from agentrl.self_play.league import League
+from agentrl.self_play.league_log import LeagueLog, last_evaluation, read_league
+from agentrl.self_play.opponents import eval_lineups
 from agentrl.testing import ScriptedSampler
 from agentrl.train.run_outputs import curve_keys
 

@@ -34,6 +34,7 @@ from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_sta
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.evaluator import Evaluator
@@ -41,7 +42,6 @@ from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
-from agentrl.train.self_play import SelfPlay
 from agentrl.train.trainer import Trainer
 from agentrl.weight_sync.base import SyncedWeights
 from tests.unit.episode.conftest import CHATML, renderer_of

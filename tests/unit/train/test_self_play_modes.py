@@ -19,14 +19,14 @@ from agentrl.core.types import Generation, Message, Prompt, Rollout, SamplingPar
 from agentrl.learner.checkpoints import latest_checkpoint, read_state
 from agentrl.obs.journal import read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
-from agentrl.selfplay.games import POLICY
-from agentrl.selfplay.league import League
-from agentrl.selfplay.league_log import LeagueLog
-from agentrl.selfplay.pool import snapshot_name
+from agentrl.self_play.games import POLICY
+from agentrl.self_play.league import League
+from agentrl.self_play.league_log import LeagueLog
+from agentrl.self_play.pool import snapshot_name
+from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
+from agentrl.self_play.training import SelfPlay, players_by_seat
 from agentrl.testing import FakeLearner
 from agentrl.train.pipeline.records import RunRecords
-from agentrl.train.self_play import SNAPSHOTS, SelfPlay, players_of
-from agentrl.train.snapshot_engines import OpponentEngine, SnapshotEngines
 from agentrl.train.trainer import Trainer
 from tests.unit.train.async_world import Engines, fleet_of, make_config, steps, train
 from tests.unit.train.test_journal import Killed, kill_at
@@ -107,16 +107,15 @@ class Run:
         given = self.config.self_play
         assert given is not None
         fleets = [fleet_of(SnapshotEngine(number, self.played)) for number in range(self.engines)]
+        snapshots = SnapshotFolder(self.folder)
         found = SelfPlay(
             config=given,
             league=League(given, 0),
             agents=Duel.possible_agents,
             tasks=self.config.rollout.batch_size,
-            folder=self.folder,
-            engines=SnapshotEngines([OpponentEngine(fleet, self.folder / SNAPSHOTS) for fleet in fleets]),
+            snapshots=snapshots,
+            engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
             log=LeagueLog(self.folder, after),
-            bucket_bytes=1 << 20,
-            dtype=None,
         )
         if "source" in state:
             found.league.load(state["source"]["self_play"])
@@ -144,11 +143,11 @@ class Run:
         for step, rollouts in self.rollouts().items():
             batch = journal.batches[step]
             names = {journal.groups[position].opponent for position in (*batch.positions, *batch.dropped)}
-            assert {next((one for one in players_of(each) if one != POLICY), POLICY) for each in rollouts} == names
+            assert {next((one for one in players_by_seat(each) if one != POLICY), POLICY) for each in rollouts} == names
             for one in rollouts:
                 if one.opponent == "past":
                     past += 1
-                    assert self.played[one.episode] in players_of(one)
+                    assert self.played[one.episode] in players_by_seat(one)
             again.league, again.opponents, again.log = league, {}, LeagueLog(self.folder / "again", None)
             again.on_step_trained(step, (), rollouts)
             league.add_snapshot(step)

@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> No
     given = config("algo.advantage.name=rae", "train.save_every=1")
     whole = trainer(tmp_path / "whole", given, FakeLearner())
     asyncio.run(whole.run())
-    assert [row["selfplay/baseline"] for row in steps(tmp_path / "whole")]
+    assert [row["self_play/baseline"] for row in steps(tmp_path / "whole")]
     cut = trainer(tmp_path / "cut", given, FakeLearner(), refuse=2)
     with pytest.raises(EngineError):
         asyncio.run(cut.run())

@@ -1,36 +1,13 @@
-"""Checks of ``self_play``, and of roles that the algorithm names, against the environment, before anything is started."""
+"""Check of the section ``self_play`` against the environment, before anything is started."""
 
 from __future__ import annotations
 
-from agentrl.config.algo import ADVANTAGES, HierarchicalGrpoAdvantage, parse_options
 from agentrl.config.schema import Config
 from agentrl.config.self_play import FIXED
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.multi_agent_env import MultiAgentEnv
-
-
-def check_roles(config: Config, env: EnvBase) -> None:
-    """Check that an environment has the roles that the advantage estimator names.
-
-    Raises:
-        ConfigError: it has no such role.
-
-    """
-    if config.algo.advantage.name != "hierarchical_grpo":
-        return
-    options = parse_options("algo.advantage", config.algo.advantage, ADVANTAGES)
-    assert isinstance(options, HierarchicalGrpoAdvantage), "its name says so"
-    if not isinstance(env, MultiAgentEnv):
-        raise ConfigError(
-            f"algo.advantage.name=hierarchical_grpo, and env.name={config.env.name} has one agent, without roles; "
-            "set algo.advantage.name=grpo"
-        )
-    known = {env.role_of(agent) for agent in env.possible_agents}
-    for role in options.within_episode:
-        if role not in known:
-            raise unknown_name(f"role of {config.env.name}", role, known, "algo.advantage.options.within_episode")
 
 
 def check_self_play(config: Config, env: EnvBase) -> None:

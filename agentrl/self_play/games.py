@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.config.self_play import MIRROR
 from agentrl.core.types import Rollout
 
 POLICY = "policy"
@@ -118,3 +119,36 @@ class WinTable:
     def from_state(cls, rows: Sequence[Sequence[Any]]) -> WinTable:
         """Return the table of `state`."""
         return cls({(str(a), str(b), int(seat)): Record(*map(float, counts)) for a, b, seat, *counts in rows})
+
+
+def game_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return score (1 for a win, 0.5 for a draw), win, draw and loss of a game; empty if it failed."""
+    if rollout.failure is not None or not rollout.seat_rewards:
+        return {}
+    score = rollout_score(rollout)
+    return {"score": score, "win": float(score == 1), "draw": float(score == 0.5), "loss": float(score == 0)}
+
+
+def games_report(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return results of the policy's games (see `WinTable.state`) and its mean reward by seat, JSON-able.
+
+    Args:
+        rollouts: of a set with opponents; failed ones are left out.
+
+    """
+    played = [one for one in rollouts if one.failure is None and one.seat_rewards]
+    results, games = WinTable(), {one.episode: _game(one) for one in played}
+    results.add(games.values())
+    by_seat: dict[int, list[float]] = {}
+    for one in played:
+        by_seat.setdefault(one.seat, []).append(one.reward)
+    return {
+        "results": [row for row in results.state() if row[0] == POLICY],
+        "reward": {str(seat): sum(some) / len(some) for seat, some in sorted(by_seat.items())},
+    }
+
+
+def _game(rollout: Rollout) -> Game:
+    other = POLICY if rollout.opponent == MIRROR else rollout.opponent
+    players = tuple(POLICY if seat == rollout.seat else other for seat in range(len(rollout.seat_rewards)))
+    return Game(rollout.episode, players, rollout.seat_rewards)

@@ -11,7 +11,7 @@ import orjson
 from agentrl.core.atomic_files import replacing
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
-from agentrl.selfplay.league import League
+from agentrl.self_play.league import League
 
 FILE = "league.jsonl"
 

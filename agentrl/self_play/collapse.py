@@ -10,7 +10,7 @@ import numpy as np
 
 from agentrl.config.self_play import MIRROR, AlarmConfig
 from agentrl.core.types import Rollout
-from agentrl.selfplay.games import rollout_score
+from agentrl.self_play.games import rollout_score
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
-from agentrl.selfplay.check import check_roles, check_self_play
-from agentrl.selfplay.games import POLICY, Game, WinTable
-from agentrl.selfplay.league import League
-from agentrl.selfplay.league_log import LeagueLog, read_league
-from agentrl.selfplay.league_plot import MOST_PLAYERS, plot_league, shown_players
-from agentrl.selfplay.ratings import Ratings
+from agentrl.runtime.roles import check_roles
+from agentrl.self_play.check import check_self_play
+from agentrl.self_play.games import POLICY, Game, WinTable
+from agentrl.self_play.league import League
+from agentrl.self_play.league_log import LeagueLog, read_league
+from agentrl.self_play.league_plot import MOST_PLAYERS, plot_league, shown_players
+from agentrl.self_play.ratings import Ratings
 
 CONFIG = SelfPlayConfig(mix={"mirror": 1, "past": 1, "fixed:random": 1}, pool=PoolConfig(snapshot_every=2, keep=3))
 
@@ -60,12 +61,12 @@ def test_a_step_has_ratings_scores_and_asymmetry_as_metrics():
     league = trained(0)
     found, warnings = league.record(*played(1))
     assert warnings == []
-    assert found["selfplay/score/random"] == 1.0
-    assert found["selfplay/score/past"] == 0.0
-    assert found["selfplay/asymmetry"] == 1.0
-    assert found["selfplay/score/role=first"] == pytest.approx(2 / 3), "two wins and a loss"
-    assert found["selfplay/score/role=second"] == 0.5
-    assert (found["selfplay/mirror_reward/first"], found["selfplay/mirror_reward/second"]) == (1.0, -1.0)
+    assert found["self_play/score/random"] == 1.0
+    assert found["self_play/score/past"] == 0.0
+    assert found["self_play/asymmetry"] == 1.0
+    assert found["self_play/score/role=first"] == pytest.approx(2 / 3), "two wins and a loss"
+    assert found["self_play/score/role=second"] == 0.5
+    assert (found["self_play/mirror_reward/first"], found["self_play/mirror_reward/second"]) == (1.0, -1.0)
     assert league.ratings.ranking() == ["step_000000", POLICY, "fixed:random"]
 
 

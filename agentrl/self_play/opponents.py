@@ -1,4 +1,4 @@
-"""Who plays in the episodes of a step: classes of opponents by share of the tasks, and the policy's seat."""
+"""Who plays against the policy: in the episodes of a training step, by share of the tasks, and in evaluations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.config.self_play import MIRROR, PAST, SelfPlayConfig, is_fixed
-from agentrl.selfplay.games import POLICY
+from agentrl.config.schema import Config
+from agentrl.config.self_play import ENDPOINT, FIXED, MIRROR, PAST, SelfPlayConfig, is_fixed, label
+from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import make_any_env
+from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
+from agentrl.self_play.games import POLICY
 
 _MIX = 0x6D6978
 """Keeps these random numbers apart from others of the same seed and step."""
@@ -82,3 +87,34 @@ def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: i
         mine = (task + sample) % seats if config.swap_seats else 0
         found.append(Seating(kind, tuple(POLICY if seat == mine else opponent for seat in range(seats))))
     return found
+
+
+def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
+    """Return who plays the episodes of each task, by the name of the opponent in metrics.
+
+    Against a scripted player or an endpoint each seat of the policy has a lineup. There is none
+    without ``self_play.eval.opponents``.
+    """
+    if config.self_play is None or not config.self_play.eval.opponents:
+        return {}
+    env = make_any_env(config.env.name, config.env.options)
+    assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
+    given, agents, policies = config.self_play, env.possible_agents, config.env.policy_of
+    return {label(one): _lineups(given, one, agents, policies) for one in given.eval.opponents}
+
+
+def _lineups(
+    config: SelfPlayConfig, opponent: str, agents: Sequence[str], policies: Mapping[str, str]
+) -> tuple[Lineup, ...]:
+    if opponent == MIRROR:
+        return (Lineup(opponent=MIRROR, policies=policies),)
+    seat = fixed_seat(opponent, config)
+    return tuple(Lineup({other: seat for other in agents if other != mine}, opponent, policies) for mine in agents)
+
+
+def fixed_seat(opponent: str, config: SelfPlayConfig) -> Seat:
+    """Return who plays the seats of an opponent that does not learn: ``fixed:NAME`` or ``endpoint:NAME``."""
+    if opponent.startswith(ENDPOINT):
+        name = opponent.removeprefix(ENDPOINT)
+        return EndpointSeat(OpenAiEndpoint(config.endpoints[name]), name)
+    return ScriptedSeat(opponent.removeprefix(FIXED))

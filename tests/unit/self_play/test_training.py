@@ -12,14 +12,14 @@ from agentrl.core.lineup import EndpointSeat, PolicySeat, ScriptedSeat
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FailureKind, Rollout, SeatRecord, StopReason
 from agentrl.data.jobs import Job
-from agentrl.evaluation.exploitability import PlayedStrategy
 from agentrl.learner.checkpoints import STATE
 from agentrl.models.weight_files import WeightFiles
-from agentrl.selfplay.league import League
-from agentrl.selfplay.league_log import LeagueLog, read_league
+from agentrl.self_play.game_scores import PlayedStrategy
+from agentrl.self_play.league import League
+from agentrl.self_play.league_log import LeagueLog, read_league
+from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
+from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner
-from agentrl.train.self_play import SelfPlay
-from agentrl.train.snapshot_engines import OpponentEngine, SnapshotEngines
 
 TASKS = 8
 
@@ -66,19 +66,19 @@ class FakeFleet:
         self.restarted = sync
 
 
-def self_play(folder, mix=None, *, engines=2, endpoints=None, **pool):
-    given = SelfPlayConfig(
+def self_play(folder, mix=None, *, engines=2, endpoints=None, lora=None, **pool):
+    section = SelfPlayConfig(
         mix=mix or {"mirror": 1, "past": 2, "fixed:random": 1}, engines=engines, pool=PoolConfig(**pool),
         endpoints=endpoints or {},
     )  # fmt: skip
     fleets = [FakeFleet(f"sampler {number}") for number in range(engines)]
-    found = SelfPlay(
-        config=given, league=League(given, 5), agents=["player_0", "player_1"], tasks=TASKS, folder=folder,
-        engines=SnapshotEngines([OpponentEngine(fleet, folder / "snapshots") for fleet in fleets]),
+    snapshots = SnapshotFolder(folder, lora=lora)
+    play = SelfPlay(
+        config=section, league=League(section, 5), agents=["player_0", "player_1"], tasks=TASKS, snapshots=snapshots,
+        engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
         log=LeagueLog(folder, None),
-        bucket_bytes=1 << 20, dtype=None,
     )  # fmt: skip
-    return found, fleets
+    return play, fleets
 
 
 def jobs(position, samples=2):
@@ -91,15 +91,15 @@ def seats_of(play, step):
     """The episodes of the groups of a step with their players; all groups are admitted, and then run at the same time."""
 
     async def group(position):
-        async with play.seated(position, jobs(position)) as seated:
+        async with play.assign_players(position, jobs(position)) as played_jobs:
             await asyncio.sleep(0)
-            return seated
+            return played_jobs
 
     async def main():
         positions = range((step - 1) * TASKS, step * TASKS)
         for position in positions:
-            play.choose(position)
-        return [job for seated in await asyncio.gather(*map(group, positions)) for job in seated]
+            play.choose_opponent(position)
+        return [job for group_jobs in await asyncio.gather(*map(group, positions)) for job in group_jobs]
 
     return asyncio.run(main())
 
@@ -143,13 +143,13 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
     play, fleets = self_play(tmp_path, snapshot_every=1)
     for step in range(2):
         asyncio.run(play.on_weights(learner(), step))
-    seated = []
+    episodes = []
     for step in (1, 2):
-        seated += seats_of(play, step)
+        episodes += seats_of(play, step)
     loaded = [engine.loaded for fleet in fleets for engine in fleet.live]
     assert sorted(loaded) == [[("step_000000", 0)], [("step_000001", 1)]], "kept in the second step"
     kinds = set()
-    for job in seated:
+    for job in episodes:
         seats = job.lineup.seats
         kinds.add(job.lineup.opponent)
         if job.lineup.opponent == "mirror":
@@ -164,19 +164,21 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
         else:
             assert seat == ScriptedSeat("random")
     assert kinds == {"mirror", "past", "fixed:random"}
-    swapped = [{agent for job in seated[at : at + 2] for agent in job.lineup.seats} for at in range(0, len(seated), 2)]
+    swapped = [
+        {agent for job in episodes[at : at + 2] for agent in job.lineup.seats} for at in range(0, len(episodes), 2)
+    ]
     assert set(map(frozenset, swapped)) == {frozenset(), frozenset(play.agents)}, "both seats in every task"
 
 
 def test_a_model_at_an_endpoint_is_an_opponent_that_is_rated(tmp_path):
     endpoints = {"big": {"url": "http://127.0.0.1:1/v1", "model": "big-model"}}
     play, _ = self_play(tmp_path, {"endpoint:big": 1.0}, endpoints=endpoints)
-    seated = seats_of(play, 1)
-    assert {job.lineup.opponent for job in seated} == {"endpoint:big"}
-    assert {seat.name for job in seated for seat in job.lineup.seats.values()} == {"big"}
-    assert all(isinstance(seat, EndpointSeat) for job in seated for seat in job.lineup.seats.values())
-    play.on_step_trained(1, range(TASKS), rollouts_of(seated))
-    assert "selfplay/score/big" in play.metrics()
+    episodes = seats_of(play, 1)
+    assert {job.lineup.opponent for job in episodes} == {"endpoint:big"}
+    assert {seat.name for job in episodes for seat in job.lineup.seats.values()} == {"big"}
+    assert all(isinstance(seat, EndpointSeat) for job in episodes for seat in job.lineup.seats.values())
+    play.on_step_trained(1, range(TASKS), rollouts_of(episodes))
+    assert "self_play/score/big" in play.metrics()
     assert "endpoint:big" in play.league.ratings.table
 
 
@@ -195,10 +197,10 @@ def seat_record(lineup, agent):
     return SeatRecord(agent, agent, player.name, isinstance(player, PolicySeat) and player.trained, ())
 
 
-def rollouts_of(seated):
+def rollouts_of(episodes):
     """A win of the first seat in each episode; the last episode failed."""
     found = []
-    for job in seated:
+    for job in episodes:
         for seat, agent in enumerate(("player_0", "player_1")):
             if agent not in job.lineup.seats:
                 found.append(
@@ -218,7 +220,7 @@ def rollouts_of(seated):
                         seats=tuple(seat_record(job.lineup, one) for one in ("player_0", "player_1")),
                     )
                 )
-    last = seated[-1].rollout_id
+    last = episodes[-1].rollout_id
     for one in found:
         if one.episode == last:
             one.failure = Failure(FailureKind.SAMPLER, "SamplerError", "gone")
@@ -236,7 +238,7 @@ def test_a_step_is_recorded_once_it_is_trained(tmp_path):
     assert play.opponents == {}
     games = sum(one.games for one in play.league.results.records.values()) / 2
     assert games == 15, "one of sixteen failed"
-    assert play.metrics()["selfplay/asymmetry"] == 1.0
+    assert play.metrics()["self_play/asymmetry"] == 1.0
     [row] = read_league(tmp_path)
     assert (row["step"], row["ratings"]) == (1, play.league.ratings.state())
 
@@ -254,14 +256,17 @@ class FakeScores:
     async def strategy_of(self, fleet):
         return PlayedStrategy({"played by": {fleet.live[0].loaded[-1][0]: 1.0}}, 0.0)
 
+    def pool_metrics(self, snapshots):
+        return {name: 0.0 for strategy in snapshots for name in strategy.moves["played by"]}
+
 
 def test_each_snapshot_of_the_pool_is_scored_once(tmp_path):
     play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=2)
     for step in range(3):
         asyncio.run(play.on_weights(learner(), step))
         play.begin_evaluation()
-        found = asyncio.run(play.snapshot_strategies(FakeScores()))
-        assert [list(one.moves["played by"]) for one in found] == [[name] for name in play.league.pool.names]
+        metrics = asyncio.run(play.pool_metrics(FakeScores()))
+        assert list(metrics) == play.league.pool.names
     assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000002"]
 
 
@@ -273,8 +278,7 @@ def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
     for step in (1, 2):
         asyncio.run(play.on_weights(learner(), step))
     assert names(tmp_path) == ["step_000000", "step_000002"], "it is scored later"
-    [found] = asyncio.run(play.snapshot_strategies(FakeScores()))
-    assert [*found.moves["played by"]] == ["step_000000"]
+    assert list(asyncio.run(play.pool_metrics(FakeScores()))) == ["step_000000"]
     asyncio.run(play.on_weights(learner(), 3))
     assert names(tmp_path) == ["step_000003"]
 
@@ -282,7 +286,7 @@ def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
 def test_a_snapshot_stays_on_disk_as_long_as_a_group_plays_it(tmp_path):
     play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
     asyncio.run(play.on_weights(learner(), 0))
-    assert play.choose(3) == "step_000000"
+    assert play.choose_opponent(3) == "step_000000"
     for step in (1, 2):
         asyncio.run(play.on_weights(learner(), step))
     assert names(tmp_path) == ["step_000000", "step_000002"]
@@ -298,7 +302,7 @@ def test_an_engine_changes_its_snapshot_for_the_first_that_waits(tmp_path):
     order = []
 
     async def use(snapshot, turns):
-        async with play.engines.holding(snapshot):
+        async with play.engines.engine_with(snapshot):
             order.append(snapshot)
             for _ in range(turns):
                 assert play.engines.engines[0].snapshot == snapshot
@@ -316,7 +320,7 @@ def test_without_engines_no_snapshot_is_scored(tmp_path):
     play, _ = self_play(tmp_path, {"mirror": 1.0})
     play.league.add_snapshot(0)  # of a run that is resumed with another mix
     play.engines = SnapshotEngines([])
-    assert asyncio.run(play.snapshot_strategies(FakeScores())) == []
+    assert asyncio.run(play.pool_metrics(FakeScores())) == {}
 
 
 def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
@@ -330,14 +334,13 @@ def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
 
 def test_a_snapshot_of_several_policies_has_the_adapters_of_each_and_its_agents_play_them(tmp_path):
     lora = LoraConfig(rank=2, policies=["a", "b"])
-    play, fleets = self_play(tmp_path, {"past": 1}, engines=1, snapshot_every=1)
-    play.lora, play.policies = lora, {"player_0": "a", "player_1": "b"}
-    play.engines.engines[0].policies = lora.policies
+    play, fleets = self_play(tmp_path, {"past": 1}, engines=1, lora=lora, snapshot_every=1)
+    play.policies = {"player_0": "a", "player_1": "b"}
     asyncio.run(play.on_weights(AdapterLearner(), 0))
-    seated = seats_of(play, 1)
+    episodes = seats_of(play, 1)
     [adapters] = fleets[0].live[0].adapters
     assert {name: float(one.tensors[0][1][0, 0]) for name, one in adapters.items()} == {"a": 97, "b": 98}
-    for job in seated:
+    for job in episodes:
         seats = {agent: job.lineup.seat(agent, "") for agent in play.agents}
         assert {agent: seat.policy for agent, seat in seats.items()} == play.policies
         assert sorted((seat.trained, seat.sampler) for seat in seats.values()) == [(False, "sampler 0"), (True, None)]

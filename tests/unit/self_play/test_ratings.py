@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from agentrl.selfplay.games import POLICY, Game
-from agentrl.selfplay.ratings import START_SIGMA, Rating, Ratings
+from agentrl.self_play.games import POLICY, Game
+from agentrl.self_play.ratings import START_SIGMA, Rating, Ratings
 
 STRENGTHS = {"step_000000": -1.5, "step_000020": -0.5, "step_000040": 0.2, "step_000060": 0.9, "fixed:perfect": 1.8}
 

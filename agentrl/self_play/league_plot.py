@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.selfplay.games import POLICY, Record, WinTable
-from agentrl.selfplay.ratings import Ratings
+from agentrl.self_play.games import POLICY, Record, WinTable
+from agentrl.self_play.ratings import Ratings
 
 MOST_PLAYERS = 12
 """Most players in a legend and in a win matrix: the policy, and those with the most games."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.selfplay.games import Game
+from agentrl.self_play.games import Game
 
 if TYPE_CHECKING:
     from openskill.models import PlackettLuce

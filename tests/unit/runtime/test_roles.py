@@ -9,7 +9,7 @@ from agentrl.config.tasks import EnvConfig
 from agentrl.core.errors import ConfigError, ModelError, UnknownNameError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
 from agentrl.models.reference_policy import pin_frozen, resolve_frozen
-from agentrl.runtime.lineups import make_lineup
+from agentrl.runtime.roles import make_lineup
 
 
 def lineup(name, options=None, **roles):

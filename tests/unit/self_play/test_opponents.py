@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agentrl.config.self_play import SelfPlayConfig
-from agentrl.selfplay.games import POLICY
-from agentrl.selfplay.seating import Seating, group_seatings, step_opponents, task_opponents
+from agentrl.self_play.games import POLICY
+from agentrl.self_play.opponents import Seating, group_seatings, step_opponents, task_opponents
 
 MIX = {"mirror": 0.5, "past": 0.3, "fixed:random": 0.2}
 

@@ -20,7 +20,7 @@ from agentrl.core.types import Message
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.render.renderer import ChatRenderer
-from agentrl.selfplay.best_response import Strategy, average_strategies, exploitability, legal_actions
+from agentrl.self_play.best_response import Strategy, average_strategies, exploitability, legal_actions
 
 
 class Scorer(Protocol):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.config.load import load_config
+from agentrl.inference.fleet import reserved_engines
 from agentrl.inference.fleet.fleet import Fleet
-from agentrl.runtime import reserved_engines
+from agentrl.self_play.training import open_self_play
 from agentrl.train.evaluator import open_eval_engines
-from agentrl.train.open_self_play import open_self_play
 
 GAME = ["env.name=kuhn_poker", "sampler.engines=2"]
 
@@ -42,7 +42,7 @@ def opened(folder, *words, evaluation=False):
 
     async def main():
         async with AsyncExitStack() as exits:
-            play = await open_self_play(config, folder, folder, services, exits, None, None)
+            play = await open_self_play(config, folder, folder, services.fleet.vocabulary, exits, None, None)
             if evaluation:
                 sync = SimpleNamespace(aclose=lambda: asyncio.sleep(0))
                 await open_eval_engines(config, folder, folder, services, sync, exits)
@@ -67,6 +67,6 @@ def test_engines_of_snapshots_and_of_evaluations_have_separate_gpus(tmp_path, st
 )  # fmt: skip
 def test_a_snapshot_has_adapters_if_engines_get_nothing_else(tmp_path, started, words, policies):
     play = opened(tmp_path, "self_play.engines=1", *words)
-    assert [list(one.policies) for one in play.engines.engines] == [policies]
-    assert (play.lora is not None) is bool(policies)
+    assert [engine.folder for engine in play.engines.engines] == [play.snapshots]
+    assert ([] if play.snapshots.lora is None else play.snapshots.lora.policies) == policies
     assert set(play.policies.values()) == set(policies or ["main"])

@@ -10,11 +10,11 @@ import numpy as np
 
 from agentrl.config.self_play import PAST, SelfPlayConfig, is_fixed, label
 from agentrl.core.types import Rollout
-from agentrl.selfplay.collapse import CollapseAlarm, step_play
-from agentrl.selfplay.games import POLICY, Game, WinTable, rollout_score
-from agentrl.selfplay.pool import OpponentPool, snapshot_name, step_of
-from agentrl.selfplay.ratings import Ratings
-from agentrl.selfplay.seating import step_opponents
+from agentrl.self_play.collapse import CollapseAlarm, step_play
+from agentrl.self_play.games import POLICY, Game, WinTable, rollout_score
+from agentrl.self_play.opponents import step_opponents
+from agentrl.self_play.pool import OpponentPool, snapshot_name, step_of
+from agentrl.self_play.ratings import Ratings
 
 POLICY_CHANGE = 0.3
 """Standard deviation of the change of the policy's strength in a step of training, on the scale of ratings."""
@@ -78,24 +78,24 @@ class League:
         play = step_play(rollouts)
         rating = self.ratings.of(POLICY)
         found = {
-            "selfplay/rating": rating.mu,
-            "selfplay/rating_sigma": rating.sigma,
-            "selfplay/snapshots": float(len(self.pool.steps)),
+            "self_play/rating": rating.mu,
+            "self_play/rating_sigma": rating.sigma,
+            "self_play/snapshots": float(len(self.pool.steps)),
         }
         if play.scores:
-            found["selfplay/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
+            found["self_play/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
         for role, reward in play.rewards.items():
-            found[f"selfplay/mirror_reward/{role}"] = reward
+            found[f"self_play/mirror_reward/{role}"] = reward
         for role in sorted({one.role for one in rollouts}):
             by_role = [rollout_score(one) for one in rollouts if one.role == role]
-            found[f"selfplay/score/role={role}"] = float(np.mean(by_role))
+            found[f"self_play/score/role={role}"] = float(np.mean(by_role))
         scores: dict[str, list[float]] = {}
         for game in games:
             for seat, other in pairs_of_policy(game):
                 opponent = game.players[other]
                 kind = label(opponent) if is_fixed(opponent) else PAST
                 scores.setdefault(kind, []).append(game.score(seat, other))
-        found |= {f"selfplay/score/{kind}": float(np.mean(some)) for kind, some in sorted(scores.items())}
+        found |= {f"self_play/score/{kind}": float(np.mean(some)) for kind, some in sorted(scores.items())}
         return found, self.alarm.update(play)
 
     def state(self) -> dict[str, Any]:

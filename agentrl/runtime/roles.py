@@ -1,11 +1,14 @@
-"""Who plays in a run, as ``env.roles`` says."""
+"""Roles of a run against its environment: who plays them by ``env.roles``, and those that the algorithm names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from agentrl.config.algo import ADVANTAGES, HierarchicalGrpoAdvantage, parse_options
+from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig, RoleConfig
+from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.lineup import MAIN, EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
@@ -51,6 +54,28 @@ def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyT
     )
     _check_trained(config, env, lineup)
     return lineup
+
+
+def check_roles(config: Config, env: EnvBase) -> None:
+    """Check that an environment has the roles that the advantage estimator names.
+
+    Raises:
+        ConfigError: it has no such role.
+
+    """
+    if config.algo.advantage.name != "hierarchical_grpo":
+        return
+    options = parse_options("algo.advantage", config.algo.advantage, ADVANTAGES)
+    assert isinstance(options, HierarchicalGrpoAdvantage), "its name says so"
+    if not isinstance(env, MultiAgentEnv):
+        raise ConfigError(
+            f"algo.advantage.name=hierarchical_grpo, and env.name={config.env.name} has one agent, without roles; "
+            "set algo.advantage.name=grpo"
+        )
+    known = {env.role_of(agent) for agent in env.possible_agents}
+    for role in options.within_episode:
+        if role not in known:
+            raise unknown_name(f"role of {config.env.name}", role, known, "algo.advantage.options.within_episode")
 
 
 def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:
