@@ -17,7 +17,7 @@ import psutil
 
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
-from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import EngineError
 from agentrl.data.task_sources import NoTasks
 from agentrl.models.load import read_vocab_size
@@ -71,7 +71,7 @@ def measure_concurrency(
     for concurrency in concurrencies:
         load = replace(bench, concurrency=concurrency, episodes=max(concurrency, _EPISODES))
         delay_s = concurrency * _TURN_S
-        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, held_port() as port:
+        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, reserve_port() as port:
             options = {"--port": port, "--vocabulary": read_vocab_size(source), "--delay-s": delay_s}
             words = [str(word) for pair in options.items() for word in pair]
             command = [sys.executable, str(Path(scripted_engine.__file__)), *words]

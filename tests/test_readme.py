@@ -27,10 +27,10 @@ def test_example_passes_the_environment_check(tmp_path: Path) -> None:
 
 
 CHECK = """
-from agentrl.core.registry import registered_tool
+from agentrl.core.registry import lookup_tool
 from agentrl.testing import check_tool
 import my_tools
-assert registered_tool("weather") is my_tools.weather
+assert lookup_tool("weather") is my_tools.weather
 check_tool(my_tools.weather, {"city": "Rome"})
 """
 

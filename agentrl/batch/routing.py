@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from agentrl.batch.microbatch import MicroBatch
-from agentrl.core.experts import Experts, no_experts, unknown
+from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 
 
 def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch.Tensor | None:
@@ -24,7 +24,7 @@ def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch
     like = next((experts for experts in rows if experts is not None), None)
     if like is None:
         return None
-    packed = no_experts(len(row_L), like)
+    packed = unknown_experts(len(row_L), like)
     for number, experts in enumerate(rows):
         if experts is not None:
             packed[row_L.numpy() == number] = experts
@@ -37,6 +37,6 @@ def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
     if not with_experts:
         return {}
     tokens = sum(int((batch.row_L >= 0).sum()) for batch in micro)
-    known = sum(int((~unknown(experts.numpy())).sum()) for _, experts in with_experts)
+    known = sum(int((~unknown_expert_mask(experts.numpy())).sum()) for _, experts in with_experts)
     size = sum(experts.nbytes for _, experts in with_experts)
     return {"batch/replayed_share": known / max(1, tokens), "batch/routing_mib": size / 2**20}

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.core.extras import install_command, installed
+from agentrl.core.extras import install_command, is_installed
 from agentrl.obs.console import make_console
 from agentrl.self_play.games import POLICY, WinTable
 from agentrl.self_play.league_log import last_evaluation, read_league
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     _print_asymmetry(console, ratings, results)
     if (evaluation := last_evaluation(arguments.run_dir)) is not None:
         console.print(_evaluation_table(evaluation))
-    if not installed("matplotlib"):
+    if not is_installed("matplotlib"):
         console.print(f"no plot: {install_command('matplotlib')}", markup=False, soft_wrap=True)
         return
     out = plot_league(rows, arguments.plot or arguments.run_dir / "league.png")

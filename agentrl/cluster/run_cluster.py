@@ -15,7 +15,7 @@ from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, store_bytes
 from agentrl.config.schema import Config
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -101,7 +101,7 @@ class RunCluster:
             LearnerError: a process of Ray has ended, or see `start_learners`.
 
         """
-        started = asyncio.wrap_future(in_background(self._start_ranks, "ranks"))
+        started = asyncio.wrap_future(run_in_daemon_thread(self._start_ranks, "ranks"))
         while not (await asyncio.wait([started], timeout=_LOOK_S))[0]:
             check_ray()
         return started.result()

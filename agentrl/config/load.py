@@ -14,7 +14,7 @@ from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError
-from agentrl.core.reading import one_line
+from agentrl.core.reading import flatten_message
 
 
 def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | None = None) -> Config:
@@ -44,7 +44,7 @@ def read_yaml(file: Path) -> Tree:
     except OSError as error:
         raise ConfigError(f"configuration {file}: {error.strerror or error}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"configuration {file}: {one_line(error)}") from None
+        raise ConfigError(f"configuration {file}: {flatten_message(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -17,7 +17,7 @@ from agentrl.config.load import read_yaml
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact, secret_part
-from agentrl.core.atomic_files import replacing, write_private
+from agentrl.core.atomic_files import write_atomically, write_private
 from agentrl.core.errors import ConfigError
 
 CONFIG = "config.yaml"
@@ -52,7 +52,7 @@ def save_config(config: Config, folder: Path) -> None:
         write_private(folder / SECRETS, _yaml(secrets))
     else:
         (folder / SECRETS).unlink(missing_ok=True)
-    with replacing(folder / CONFIG) as partial:
+    with write_atomically(folder / CONFIG) as partial:
         partial.write_text(_yaml(redact(tree)), encoding="utf-8")
 
 

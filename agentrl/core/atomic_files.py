@@ -17,23 +17,23 @@ def partial_path(folder: Path) -> Path:
     return folder.with_name(folder.name + PARTIAL)
 
 
-def publish(part: Path, folder: Path) -> None:
-    """Sync ``part`` to the disk and rename it to ``folder``; an older ``folder`` is replaced."""
-    for path in [*part.rglob("*"), part]:
+def publish(partial: Path, folder: Path) -> None:
+    """Sync ``partial`` to the disk and rename it to ``folder``; an older ``folder`` is replaced."""
+    for path in [*partial.rglob("*"), partial]:
         _sync(path)
     if folder.exists():
         old = folder.with_name(folder.name + ".old" + PARTIAL)
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
-        os.replace(part, folder)
+        os.replace(partial, folder)
         shutil.rmtree(old)
     else:
-        os.replace(part, folder)
+        os.replace(partial, folder)
     _sync(folder.parent)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which replaces the file ``path`` when the block ends without an error."""
     partial = partial_path(path)
     yield partial
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read (mode 0600), atomically; it holds secrets."""
-    with replacing(path) as partial:
+    with write_atomically(path) as partial:
         partial.unlink(missing_ok=True)
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(function: Callable[[], T], name: str) -> Future[T]:
+def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
     """Call a function in a new daemon thread ``name``; the future has its result or its error."""
     future: Future[T] = Future()
 

@@ -44,12 +44,11 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def held_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> Iterator[int]:
-    """Keep ``port`` (0: a free one, which is returned) from everything but a server that binds it by its number.
+def reserve_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> Iterator[int]:
+    """Reserve ``port`` (0: a free one) for a server that binds it by number, and yield it.
 
-    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server bind the
-    port, but does not choose it for a process that asks for any free one, which many do in the minutes until the server
-    binds it. Other systems would refuse the server too: there the port is only found.
+    Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server bind the port, but does not
+    give it to a process that binds port 0. Other systems would refuse the server too: there the port is not reserved.
 
     Args:
         host: name or IPv4 address of this machine.
@@ -60,27 +59,27 @@ def held_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> Iter
         PortInUseError: something else listens there.
 
     """
-    with socket.socket() as holder:
+    with socket.socket() as placeholder:
         # As servers do: a port whose last connections are only winding down is free.
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind((host, port))
+            placeholder.bind((host, port))
         except OSError as error:
             raise PortInUseError(
                 f"{key}={port} cannot be used on {host} ({error.strerror}): set {key} to a free port, or to 0"
             ) from error
-        held = int(holder.getsockname()[1])
+        bound_port = int(placeholder.getsockname()[1])
         if sys.platform != "linux":
-            holder.close()
-        yield held
+            placeholder.close()
+        yield bound_port
 
 
 def raise_file_limit() -> None:
     """Allow this process as many open files as its user may have, 65536 at most: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    new_limit = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < new_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 def exit_with_parent() -> None:
@@ -114,20 +113,20 @@ def exit_with_main_process() -> None:
 
     Its own end can wait forever: for its results to be read by the process that is gone.
     """
-    main = multiprocessing.parent_process()
-    assert main is not None, "this is no worker"
+    main_process = multiprocessing.parent_process()
+    assert main_process is not None, "this is no worker"
 
     def wait_and_end() -> None:
-        multiprocessing.connection.wait([main.sentinel])
+        multiprocessing.connection.wait([main_process.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_and_end, name="exit-with-main-process", daemon=True).start()
 
 
-def follow_main_process(worker: int) -> None:
-    """Leave signals to the process that started this worker of `multiprocessing`, and end with it.
+def init_worker_process(worker: int) -> None:
+    """Set up a worker of `multiprocessing`: it ignores signals that end the run, and ends with the main process.
 
-    A worker that is interrupted in its work could outlive it. ``worker`` is the worker's number.
+    A worker that handled them could outlive the main process. ``worker`` is the worker's number.
     """
     for number in (signal.SIGINT, *ENDING_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
@@ -140,7 +139,6 @@ class ChildProcess:
     def __init__(
         self, process: subprocess.Popen[bytes], pipe: int, log: Path, name: str, error: type[AgentrlError]
     ) -> None:
-        """Manage a running child and the write end of its pipe."""
         self._process = process
         self._pipe = pipe
         self._error = error
@@ -182,9 +180,9 @@ class ChildProcess:
                     pass_fds=(reading,),
                     start_new_session=True,
                 )
-        except OSError as fault:
+        except OSError as os_error:
             os.close(writing)
-            raise error(f"{name} does not start: {fault}") from fault
+            raise error(f"{name} does not start: {os_error}") from os_error
         finally:
             os.close(reading)
         return cls(process, writing, log, name, error)
@@ -201,10 +199,10 @@ class ChildProcess:
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             return self._process.poll()
         # WNOWAIT leaves the dead child unreaped until `stop`, so that its group's id is not reused.
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
+        exit_info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if exit_info is None:
             return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return exit_info.si_status if exit_info.si_code == os.CLD_EXITED else -exit_info.si_status
 
     def alive(self) -> bool:
         """Return whether the child runs."""
@@ -218,8 +216,8 @@ class ChildProcess:
         """Raise the child's error class, with the end of its log, unless the child runs."""
         code = self.exit_code()
         if code is not None:
-            how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-            raise self._error(f"{self.name} ended ({how}). The end of its log {self.log}:\n{self.log_tail()}")
+            outcome = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+            raise self._error(f"{self.name} ended ({outcome}). The end of its log {self.log}:\n{self.log_tail()}")
 
     def wait_healthy(self, url: str, timeout_s: float) -> None:
         """Block until ``GET url`` (the whole address, such as ``http://127.0.0.1:8000/health``) answers 200.
@@ -229,7 +227,7 @@ class ChildProcess:
 
         """
         deadline = time.monotonic() + timeout_s
-        while not answers(url):
+        while not is_healthy(url):
             try:
                 self.check()
                 if time.monotonic() > deadline:
@@ -270,11 +268,11 @@ class ChildProcess:
         self.stop()
 
 
-def answers(url: str) -> bool:
+def is_healthy(url: str) -> bool:
     """Return whether ``GET url`` answers 200 within a second."""
     try:
-        with _OPENER.open(url, timeout=1.0) as answer:
-            return bool(answer.status == 200)
+        with _OPENER.open(url, timeout=1.0) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, http.client.HTTPException, OSError):
         # Not listening yet, or not ready (an HTTP error status): the caller asks again.
         return False

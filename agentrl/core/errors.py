@@ -171,12 +171,12 @@ class RunStopped(AgentrlError):
     """The run was ended early on purpose; its state is saved."""
 
 
-def unknown_name(what: str, name: str, known: Iterable[str], key: str) -> UnknownNameError:
+def unknown_name(kind: str, name: str, registered: Iterable[str], key: str) -> UnknownNameError:
     """Return the error for an unknown ``name``: what it is, the nearest known one, and the key to change.
 
     Example: ``unknown_name("environment", "serch_r1", ["search_r1"], "--env")``.
     """
-    names = sorted(known)
+    names = sorted(registered)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return UnknownNameError(f"unknown {what} {name!r} ({key}).{hint} Known: {', '.join(names) or 'none'}.")
+    return UnknownNameError(f"unknown {kind} {name!r} ({key}).{hint} Known: {', '.join(names) or 'none'}.")

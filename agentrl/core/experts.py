@@ -11,17 +11,17 @@ from numpy.typing import DTypeLike, NDArray
 Experts = NDArray[np.uint8] | NDArray[np.int16]
 
 
-def unknown_number(dtype: DTypeLike) -> int:
-    """Return the number of no expert, for tokens whose experts are not known."""
+def unknown_expert(dtype: DTypeLike) -> int:
+    """Return the expert number that stands for "not known": the highest of the dtype."""
     return int(np.iinfo(np.dtype(dtype)).max)
 
 
-def unknown(experts: Experts) -> NDArray[np.bool_]:
-    """Return of which tokens ``[n]`` the experts are not known."""
-    found: NDArray[np.bool_] = experts[:, 0, 0] == unknown_number(experts.dtype)
-    return found
+def unknown_expert_mask(experts: Experts) -> NDArray[np.bool_]:
+    """Return ``[n]`` bools: whether the experts of each token are not known."""
+    mask: NDArray[np.bool_] = experts[:, 0, 0] == unknown_expert(experts.dtype)
+    return mask
 
 
-def no_experts(size: int, like: Experts) -> Experts:
-    """Return experts of ``size`` tokens of which none are known."""
-    return np.full((size, *like.shape[1:]), unknown_number(like.dtype), like.dtype)
+def unknown_experts(size: int, like: Experts) -> Experts:
+    """Return ``[size, layers, K]`` experts of tokens whose experts are not known, with the shape and dtype of ``like``."""
+    return np.full((size, *like.shape[1:]), unknown_expert(like.dtype), like.dtype)

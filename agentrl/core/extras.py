@@ -27,29 +27,29 @@ EXTRAS = {
 """The extra that installs a package, by the name under which it is imported."""
 
 
-def installed(package: str) -> bool:
-    """Return whether ``package`` can be imported; it is not."""
+def is_installed(package: str) -> bool:
+    """Return whether ``package`` can be imported, without importing it."""
     return find_spec(package) is not None
 
 
-def require(package: str, what: str) -> None:
+def require(package: str, feature: str) -> None:
     """Check that a package of an extra is installed, before it is imported.
 
     Args:
         package: a key of `EXTRAS`.
-        what: what needs it, with the key that asks for it, such as ``obs.rollout_format=parquet``.
+        feature: what needs it, with the key that asks for it, such as ``obs.rollout_format=parquet``.
 
     Raises:
-        MissingError: it is not; the message has the command that installs it.
+        MissingError: the package is not installed; the message has the command that installs it.
 
     """
-    if not installed(package):
-        raise not_installed(package, what)
+    if not is_installed(package):
+        raise not_installed_error(package, feature)
 
 
-def not_installed(package: str, what: str) -> MissingError:
+def not_installed_error(package: str, feature: str) -> MissingError:
     """Return the error for a package of `EXTRAS` that is not installed; see `require`."""
-    return MissingError(f"{what} needs the package {package}: {install_command(package)}")
+    return MissingError(f"{feature} needs the package {package}: {install_command(package)}")
 
 
 def install_command(package: str) -> str:
@@ -57,9 +57,9 @@ def install_command(package: str) -> str:
     return f"pip install 'agentrl[{EXTRAS[package]}]'"
 
 
-def lacking(error: ModuleNotFoundError, what: str) -> MissingError | None:
+def missing_extra_error(error: ModuleNotFoundError, feature: str) -> MissingError | None:
     """Return the error of an import that failed for lack of an extra, or None if it failed for another reason."""
     package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS or installed(package):
+    if package not in EXTRAS or is_installed(package):
         return None
-    return not_installed(package, what)
+    return not_installed_error(package, feature)

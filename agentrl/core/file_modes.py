@@ -13,7 +13,7 @@ def give_default_mode(*files: Path) -> None:
     the weights.
     """
     for file in files:
-        new = file.with_name(f".{file.name}.mode")
-        new.touch()
-        shutil.copymode(new, file)
-        new.unlink()
+        probe = file.with_name(f".{file.name}.mode")
+        probe.touch()
+        shutil.copymode(probe, file)
+        probe.unlink()

@@ -39,30 +39,38 @@ def load_object(reference: str, key: str) -> Any:
         ConfigError: the file or module does not exist, fails, or has no such name; the message has what was tried.
 
     """
-    where, colon, name = reference.rpartition(":")
-    if not colon or not where or not name:
+    location, colon, name = reference.rpartition(":")
+    if not colon or not location or not name:
         raise ConfigError(f"{key}={reference}: write path/to/file.py:name or package.module:name")
-    module = _from_file(where, reference, key) if where.endswith(".py") else _from_module(where, reference, key)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{key}={reference}: {where} has no {name!r}{_what_it_has(module, name)}")
-        found = getattr(found, part)
-    return found
+    module = (
+        _load_from_file(location, reference, key)
+        if location.endswith(".py")
+        else _load_from_module(location, reference, key)
+    )
+    target: Any = module
+    for attribute in name.split("."):
+        if not hasattr(target, attribute):
+            raise ConfigError(f"{key}={reference}: {location} has no {name!r}{_describe_names(module, name)}")
+        target = getattr(target, attribute)
+    return target
 
 
-def _from_file(file: str, reference: str, key: str) -> ModuleType:
+def _load_from_file(file: str, reference: str, key: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        others = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        there = f"the Python files there: {', '.join(others)}" if others else "there are no Python files there either"
-        start = "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
-        raise ConfigError(f"{key}={reference}: there is no file {path}; {there}{start}")
-    _importable(path.parent)
-    return _load_file(path, reference, key)
+        siblings = sorted(sibling.name for sibling in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        hint = (
+            f"the Python files there: {', '.join(siblings)}" if siblings else "there are no Python files there either"
+        )
+        relative_hint = (
+            "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
+        )
+        raise ConfigError(f"{key}={reference}: there is no file {path}; {hint}{relative_hint}")
+    _prepend_to_sys_path(path.parent)
+    return _execute_file(path, reference, key)
 
 
-def _load_file(path: Path, reference: str, key: str) -> ModuleType:
+def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
     name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -82,8 +90,8 @@ def _load_file(path: Path, reference: str, key: str) -> ModuleType:
     return module
 
 
-def _from_module(name: str, reference: str, key: str) -> ModuleType:
-    _importable(Path.cwd())
+def _load_from_module(name: str, reference: str, key: str) -> ModuleType:
+    _prepend_to_sys_path(Path.cwd())
     importlib.invalidate_caches()  # a file written since Python last looked there
     try:
         return importlib.import_module(name)
@@ -99,24 +107,28 @@ def _from_module(name: str, reference: str, key: str) -> ModuleType:
         raise ConfigError(f"{key}={reference}: importing {name} fails: {describe(error)}") from error
 
 
-def _importable(folder: Path) -> None:
-    """Put a folder first on ``sys.path``, as Python does for a script's own; a console script lacks it."""
+def _prepend_to_sys_path(folder: Path) -> None:
+    """Put a folder first on ``sys.path``: a console script, unlike ``python script.py``, does not."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
-def _what_it_has(module: ModuleType, name: str) -> str:
-    """Return the nearest public name and all that a module itself defines, or what it imports if it defines nothing."""
-    public = {each for each, value in vars(module).items() if not each.startswith("_") and not inspect.ismodule(value)}
-    own = sorted(public - _imported(module))
-    if not own:
+def _describe_names(module: ModuleType, name: str) -> str:
+    """Return the names that a module defines, the one nearest to ``name`` first; if it defines none, what it imports."""
+    public = {
+        public_name
+        for public_name, value in vars(module).items()
+        if not public_name.startswith("_") and not inspect.ismodule(value)
+    }
+    defined = sorted(public - _imported_names(module))
+    if not defined:
         imported = f", and imports: {', '.join(sorted(public))}" if public else ""
         return f"; it has: nothing of its own{imported}"
-    close = difflib.get_close_matches(name, own, n=1)
-    return f"{f'. Did you mean {close[0]!r}? It' if close else '; it'} has: {', '.join(own)}"
+    close = difflib.get_close_matches(name, defined, n=1)
+    return f"{f'. Did you mean {close[0]!r}? It' if close else '; it'} has: {', '.join(defined)}"
 
 
-def _imported(module: ModuleType) -> set[str]:
+def _imported_names(module: ModuleType) -> set[str]:
     """Return the names that import statements at any depth of a module's source bind; none without a source."""
     try:
         tree = ast.parse(inspect.getsource(module))
@@ -127,17 +139,17 @@ def _imported(module: ModuleType) -> set[str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line: class, message, and the author's line where it arose (`place_of`).
+    """Return an exception in one line: class, message, and the author's line where it arose (`error_location`).
 
     Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
     """
     message = str(error.msg if isinstance(error, SyntaxError) else error)
-    file, line = place_of(error)
-    place = f" ({Path(file).name}:{line})" if file else ""
-    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{place}"
+    file, line = error_location(error)
+    location = f" ({Path(file).name}:{line})" if file else ""
+    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{location}"
 
 
-def place_of(error: BaseException) -> tuple[str, int]:
+def error_location(error: BaseException) -> tuple[str, int]:
     """Return file and line of the innermost call outside agentrl, Python and installed packages, or of the innermost one.
 
     The file is empty if the exception was not raised.

@@ -23,20 +23,20 @@ DECODE_ERRORS = (
     UnpicklingError,
     YAMLError,
 )
-"""What decoders raise on data that is not theirs."""
+"""Exceptions of decoders on data in another format."""
 
 
 @contextmanager
-def reading(place: Path | str, what: str, error: type[AgentrlError] = ConfigError) -> Iterator[None]:
-    """Turn what the body raises while it reads ``place``, a file or a part of it, into an ``error`` of one line.
+def reading(location: Path | str, kind: str, error: type[AgentrlError] = ConfigError) -> Iterator[None]:
+    """Turn what the body raises while it reads ``location``, a file or a part of it, into an ``error`` of one line.
 
     Args:
-        place: named by the message.
-        what: it should be, such as ``rollout of agentrl``.
+        location: for the message.
+        kind: what the file should be, such as ``rollout of agentrl``.
         error: the class of the error.
 
     Raises:
-        AgentrlError: of that class; one that the body raises goes on as it is.
+        AgentrlError: of that class. An AgentrlError of the body is raised unchanged.
 
     """
     try:
@@ -44,11 +44,13 @@ def reading(place: Path | str, what: str, error: type[AgentrlError] = ConfigErro
     except AgentrlError:
         raise
     except OSError as fault:
-        raise error(f"{place} cannot be read: {one_line(fault.strerror or fault)}") from fault
+        raise error(f"{location} cannot be read: {flatten_message(fault.strerror or fault)}") from fault
     except DECODE_ERRORS as fault:
-        raise error(f"{place} is not a {what}, or is damaged: {type(fault).__name__}: {one_line(fault)}") from fault
+        raise error(
+            f"{location} is not a {kind}, or is damaged: {type(fault).__name__}: {flatten_message(fault)}"
+        ) from fault
 
 
-def one_line(text: object) -> str:
+def flatten_message(text: object) -> str:
     """Return a message of several lines as one of at most 300 characters."""
     return " ".join(str(text).split())[:300]

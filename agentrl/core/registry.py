@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from agentrl.core.env import AsyncEnv, Env, EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, UnknownNameError, unknown_name
-from agentrl.core.extras import lacking
+from agentrl.core.extras import missing_extra_error
 from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
@@ -50,9 +50,11 @@ def register_env(name: str) -> Callable[[E], E]:
     """
 
     def wrap(cls: E) -> E:
-        other = _registered[ENVS].get(name)
-        if other is not None and other.__qualname__ != cls.__qualname__:
-            raise ConfigError(f"environment name {name!r} is taken by {other.__module__}.{other.__qualname__}")
+        registered = _registered[ENVS].get(name)
+        if registered is not None and registered.__qualname__ != cls.__qualname__:
+            raise ConfigError(
+                f"environment name {name!r} is taken by {registered.__module__}.{registered.__qualname__}"
+            )
         _registered[ENVS][name] = cls
         return cls
 
@@ -67,51 +69,51 @@ def register_tool(name: str) -> Callable[[T], T]:
 
     """
 
-    def wrap(given: T) -> T:
-        other = _registered[TOOLS].get(name)
-        if other is not None and _defined_as(other) != _defined_as(given):
-            raise ConfigError(f"tool name {name!r} is taken by {_defined_as(other)}")
-        _registered[TOOLS][name] = given
-        return given
+    def wrap(tool: T) -> T:
+        registered = _registered[TOOLS].get(name)
+        if registered is not None and _qualified_name(registered) != _qualified_name(tool):
+            raise ConfigError(f"tool name {name!r} is taken by {_qualified_name(registered)}")
+        _registered[TOOLS][name] = tool
+        return tool
 
     return wrap
 
 
-def _defined_as(tool: Tool | type[ToolService]) -> str:
-    """Return what tells two definitions apart: a file that is both run and imported defines the same object twice."""
+def _qualified_name(tool: Tool | type[ToolService]) -> str:
+    """Return the name by which two definitions are compared: a file that is run and imported defines an object twice."""
     return tool.function.__qualname__ if isinstance(tool, Tool) else tool.__qualname__
 
 
 def names(group: str) -> list[str]:
     """Return all registered names of a group, such as ``agentrl.envs``."""
-    return sorted({*_registered[group], *_points(group)})
+    return sorted({*_registered[group], *_entry_points(group)})
 
 
-def sources(group: str) -> dict[str, list[Path]]:
+def definition_paths(group: str) -> dict[str, list[Path]]:
     """Return where the registered objects of a group are defined, by name: folders of top-level packages, or files.
 
     Imports no plugin. Packages that are not installed as files are left out.
     """
-    found: dict[str, list[Path]] = {}
-    for name, point in _points(group).items():
+    paths: dict[str, list[Path]] = {}
+    for name, point in _entry_points(group).items():
         spec = find_spec(point.module.partition(".")[0])
         if spec is not None:
-            places = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
-            found[name] = [Path(place) for place in places]
-    for name, thing in _registered[group].items():
-        file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+            locations = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
+            paths[name] = [Path(location) for location in locations]
+    for name, registered in _registered[group].items():
+        file = getattr(sys.modules.get(registered.__module__), "__file__", None)
         if file is not None:
-            found[name] = [Path(file)]
-    return found
+            paths[name] = [Path(file)]
+    return paths
 
 
-def lookup(group: str, name: str, what: str, key: str) -> Any:
+def lookup(group: str, name: str, kind: str, key: str) -> Any:
     """Return the object of a registered name, of ``path/to/file.py:name`` or ``module:name``.
 
     Args:
         group: such as ``agentrl.envs``.
         name: registered, or a reference.
-        what: kind of object, for the message.
+        kind: kind of object, for the message.
         key: the configuration key that holds ``name``, for the message.
 
     Raises:
@@ -120,30 +122,30 @@ def lookup(group: str, name: str, what: str, key: str) -> Any:
         MissingError: it needs a package that only an extra of agentrl installs.
 
     """
-    return load_object(name, key) if is_reference(name) else _registered_object(group, name, what, key)
+    return load_object(name, key) if is_reference(name) else _registered_object(group, name, kind, key)
 
 
-def _registered_object(group: str, name: str, what: str, key: str) -> Any:
+def _registered_object(group: str, name: str, kind: str, key: str) -> Any:
     if name in _registered[group]:
         return _registered[group][name]
-    point = _points(group).get(name)
+    point = _entry_points(group).get(name)
     if point is None:
-        known = names(group)
-        error = unknown_name(what, name, known, key)
-        if not known:  # agentrl has entry points in every group that is looked up here alone
+        registered = names(group)
+        error = unknown_name(kind, name, registered, key)
+        if not registered:  # agentrl has entry points in every group that is looked up here alone
             raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
         raise error
     try:
         return point.load()
     except ModuleNotFoundError as error:
-        missing = lacking(error, key if key.endswith(f".{name}") else f"{key}={name}")
-        if missing is None:
+        missing_error = missing_extra_error(error, key if key.endswith(f".{name}") else f"{key}={name}")
+        if missing_error is None:
             raise
-        raise missing from None
+        raise missing_error from None
 
 
 @cache
-def _points(group: str) -> dict[str, EntryPoint]:
+def _entry_points(group: str) -> dict[str, EntryPoint]:
     """Cached: reading the metadata of all packages takes milliseconds, and an environment is made every episode."""
     return {point.name: point for point in entry_points(group=group)}
 
@@ -182,7 +184,7 @@ def make_env(name: str, options: Mapping[str, Any] | None = None, key: str = "en
     return env
 
 
-def lacking_step(cls: type[EnvBase]) -> str:
+def undefined_step(cls: type[EnvBase]) -> str:
     """Return the method that an environment class must still define, such as ``step(action)``; empty if none."""
     if issubclass(cls, AsyncEnv):
         return "astep(action)" if cls.astep is AsyncEnv.astep else ""
@@ -200,13 +202,13 @@ def tool_service(name: str) -> ToolService:
         ConfigError: it is a plain `Tool`; ``agentrl.toolserver.service.find_service`` makes a service of one.
 
     """
-    found = registered_tool(name)
-    if isinstance(found, Tool):
+    tool = lookup_tool(name)
+    if isinstance(tool, Tool):
         raise ConfigError(f"tools.{name}: {name} is a plain agentrl.Tool and no service")
-    return found
+    return tool
 
 
-def registered_tool(name: str) -> ToolService | Tool:
+def lookup_tool(name: str) -> ToolService | Tool:
     """Return the tool or tool service registered under ``name``, or what ``path/to/file.py:name`` refers to.
 
     Raises:
@@ -215,11 +217,11 @@ def registered_tool(name: str) -> ToolService | Tool:
 
     """
     key = f"tools.{name}"
-    found = lookup(TOOLS, name, "tool", key)
-    built = found() if inspect.isclass(found) and issubclass(found, ToolService) else found
-    if not isinstance(built, ToolService | Tool):
-        raise ConfigError(f"{key}: {name} is {built!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
-    return built
+    definition = lookup(TOOLS, name, "tool", key)
+    tool = definition() if inspect.isclass(definition) and issubclass(definition, ToolService) else definition
+    if not isinstance(tool, ToolService | Tool):
+        raise ConfigError(f"{key}: {name} is {tool!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
+    return tool
 
 
 def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[Tool, ...]:
@@ -235,10 +237,10 @@ def served_tools(name: str, options: Mapping[str, Any] | None = None) -> tuple[T
             def __init__(self) -> None:
                 self.tools = served_tools("python")
     """
-    found = registered_tool(name)
-    if isinstance(found, Tool):
-        return (replace(found, server=name),)
-    return found.tools(options or {})
+    tool = lookup_tool(name)
+    if isinstance(tool, Tool):
+        return (replace(tool, server=name),)
+    return tool.tools(options or {})
 
 
 def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
@@ -311,7 +313,7 @@ def _check_options(cls: Callable[..., Any], options: Mapping[str, Any], key: str
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
-        known = [*signature.parameters][len(arguments) :]
+        parameters = [*signature.parameters][len(arguments) :]
         raise ConfigError(
-            f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(known) or 'nothing'}"
+            f"{key}: {error}; {getattr(cls, '__name__', cls)} takes: {', '.join(parameters) or 'nothing'}"
         ) from None

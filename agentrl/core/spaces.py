@@ -24,8 +24,8 @@ def observation_fault(observation: object) -> str:
     if isinstance(observation, Rewrite):
         return ""
     if isinstance(observation, ToolCalls):
-        fits = all(isinstance(call, ToolCall) for call in observation.calls)
-        return "" if fits else f"{_short(observation)}, whose calls must be a tuple of ToolCalls"
+        is_valid = all(isinstance(call, ToolCall) for call in observation.calls)
+        return "" if is_valid else f"{_short(observation)}, whose calls must be a tuple of ToolCalls"
     if not isinstance(observation, tuple) or not all(isinstance(message, Message) for message in observation):
         text = observation if isinstance(observation, str) else "…"
         return (

@@ -111,15 +111,15 @@ class Tool:
     server: str = ""
     """The registered tool (``agentrl.tools``) whose server runs it; empty if `function` does."""
 
-    def fault_of(self, arguments: Mapping[str, Any]) -> str:
+    def schema_fault(self, arguments: Mapping[str, Any]) -> str:
         """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
         if is_too_deep(arguments):
             return f"{self.name}: the arguments are nested more than {MAX_NESTING} levels deep"
         try:
             error = best_match(_validator(json.dumps(self.parameters, default=dict)).iter_errors(dict(arguments)))
             if error is not None:
-                at = "".join(f"[{part!r}]" for part in error.absolute_path)
-                return f"{self.name}{at}: {error.message}"
+                location = "".join(f"[{key!r}]" for key in error.absolute_path)
+                return f"{self.name}{location}: {error.message}"
         except Unresolvable as error:
             return f"{self.name}: its schema has an unresolvable reference: {error}"
         except RecursionError:
@@ -156,32 +156,32 @@ def is_too_deep(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
     level: list[Any] = [arguments]
     for _ in range(MAX_NESTING):
-        level = [inner for value in level for inner in _inner(value)]
+        level = [child for value in level for child in _children(value)]
         if not level:
             return False
     return any(isinstance(value, Mapping | list | tuple) for value in level)
 
 
-def _inner(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple) else ()
 
 
-def checked_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
+def validate_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
     """Return a call that could be parsed with its status among ``tools``: ``OK``, ``UNKNOWN_TOOL`` or ``SCHEMA_VIOLATION``."""
     if call.status is not CallStatus.OK:
         return call
-    known = {tool.name: tool for tool in tools}
-    if call.name not in known:
-        return replace(call, status=CallStatus.UNKNOWN_TOOL, fault=unknown_tool(call.name, known))
-    fault = known[call.name].fault_of(call.arguments)
+    tools_by_name = {tool.name: tool for tool in tools}
+    if call.name not in tools_by_name:
+        return replace(call, status=CallStatus.UNKNOWN_TOOL, fault=unknown_tool_message(call.name, tools_by_name))
+    fault = tools_by_name[call.name].schema_fault(call.arguments)
     return replace(call, status=CallStatus.SCHEMA_VIOLATION, fault=fault) if fault else call
 
 
-def unknown_tool(name: str, known: Iterable[str]) -> str:
+def unknown_tool_message(name: str, names: Iterable[str]) -> str:
     """Return the message for a call of a tool that does not exist."""
-    return f"there is no tool {name!r}; there are: {', '.join(sorted(set(known))) or 'none'}"
+    return f"there is no tool {name!r}; there are: {', '.join(sorted(set(names))) or 'none'}"
 
 
 @overload

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.extras import require
-from agentrl.core.reading import one_line
+from agentrl.core.reading import flatten_message
 
 PREFIX = "hf:"
 """Begins the name of a dataset of the hub."""
@@ -126,9 +126,11 @@ def _opening(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
-        raise MissingError(f"{key}={path}: {one_line(error)}; load it once on a machine with a network") from error
+        raise MissingError(
+            f"{key}={path}: {flatten_message(error)}; load it once on a machine with a network"
+        ) from error
     except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
-        raise ConfigError(f"{key}={path}: {type(error).__name__}: {one_line(error)}") from error
+        raise ConfigError(f"{key}={path}: {type(error).__name__}: {flatten_message(error)}") from error
 
 
 def _parts(path: Path, key: str) -> tuple[str, str | None, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from agentrl.core.child_process import follow_main_process
+from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import AgentrlError, DataError
 from agentrl.core.task import Task
 from agentrl.data.conversion import RowConversion
@@ -154,7 +154,7 @@ class OrderedRows:
                 batch_size=None,
                 num_workers=self._workers,
                 multiprocessing_context=processes,
-                worker_init_fn=follow_main_process,
+                worker_init_fn=init_worker_process,
                 generator=torch.Generator(),  # the default one is the run's
             )
         )

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from agentrl.config.tasks import DataConfig
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import AgentrlError, ConfigError, DataError
-from agentrl.core.reading import one_line
+from agentrl.core.reading import flatten_message
 from agentrl.core.task import MadeTasks, Task, task_id
 from agentrl.data.conversion import RowConversion
 from agentrl.data.hub import PREFIX, DatasetStream, open_stream
@@ -105,10 +105,10 @@ class HubRows:
     def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
         """Return rows; see `StreamedRows.pieces`."""
         blocks = self._blocks(state.get("epoch", 0), state.get("first", 0), state.get("stream"))
-        ahead, begin = in_background(partial(next, blocks), "data"), state["position"]
+        ahead, begin = run_in_daemon_thread(partial(next, blocks), "data"), state["position"]
         while True:
             block = ahead.result()
-            ahead = in_background(partial(next, blocks), "data")
+            ahead = run_in_daemon_thread(partial(next, blocks), "data")
             place = {"epoch": block.epoch, "first": block.first, "stream": block.stream}
             order = np.random.default_rng([seed, block.epoch, block.first]).permutation(len(block.rows)).tolist()
             for start in range(begin, len(order), PIECE):
@@ -136,7 +136,9 @@ class HubRows:
                 yield Row(self._path, number, values, self._unread)
         except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
             place = place_of(self._path, number + 1)
-            raise DataError(f"{place} ({KEY}) cannot be read: {type(error).__name__}: {one_line(error)}") from error
+            raise DataError(
+                f"{place} ({KEY}) cannot be read: {type(error).__name__}: {flatten_message(error)}"
+            ) from error
 
     def sample(self, most: int) -> list[Row]:
         """Return the first rows."""

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
@@ -107,7 +107,7 @@ class BroadcastGroup:
         backend = self._backend
         if backend is None:
             raise EngineError("the broadcast of weights broke off: the group was left")
-        passed = in_background(partial(_pass, backend, tensors), "weights")
+        passed = run_in_daemon_thread(partial(_pass, backend, tensors), "weights")
         wait((passed, self._left), timeout=self._timeout_s, return_when=FIRST_COMPLETED)
         if self._left.done():
             raise EngineError("the broadcast of weights broke off: the group was left")
@@ -127,7 +127,7 @@ class BroadcastGroup:
             return
         self._left.set_result(None)
         # gloo's connections close with the object.
-        wait((in_background(partial(_end, backend), "weights"),), timeout=_CLOSE_S)
+        wait((run_in_daemon_thread(partial(_end, backend), "weights"),), timeout=_CLOSE_S)
 
 
 def _pass(backend: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
-from agentrl.core.imports import describe, place_of
+from agentrl.core.imports import describe, error_location
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.tool import Tool, ToolClient
@@ -64,7 +64,7 @@ class EpisodeContext:
             error: the exception.
         """
         failure = EnvironmentFailure(f"{function} raised {describe(error)}")
-        if (line := place_of(error)) not in self.logged:
+        if (line := error_location(error)) not in self.logged:
             self.logged.add(line)
             _log.warning("%s; further tracebacks of this line are not shown", failure, exc_info=error)
         return failure

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.core.experts import Experts, no_experts, unknown
+from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 
 
 def fill(held: Experts, given: Experts) -> None:
     """Write experts of tokens where none are known."""
-    missing = unknown(held)
+    missing = unknown_expert_mask(held)
     held[missing] = given[missing]
 
 
@@ -22,7 +22,7 @@ def joined(parts: Sequence[Experts | None], sizes: Sequence[int]) -> Experts | N
     like = next((part for part in parts if part is not None), None)
     if like is None:
         return None
-    filled = (no_experts(size, like) if part is None else part for part, size in zip(parts, sizes, strict=True))
+    filled = (unknown_experts(size, like) if part is None else part for part, size in zip(parts, sizes, strict=True))
     return np.concatenate([*filled])
 
 

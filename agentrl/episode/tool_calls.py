@@ -11,7 +11,14 @@ from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
 from agentrl.core.task import Task
-from agentrl.core.tool import SandboxImageClient, SessionlessClient, Tool, ToolClient, checked_call, unknown_tool
+from agentrl.core.tool import (
+    SandboxImageClient,
+    SessionlessClient,
+    Tool,
+    ToolClient,
+    unknown_tool_message,
+    validate_call,
+)
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.episode.limits import EpisodeClock
 from agentrl.obs.waiting import TOOL, waiting
@@ -83,7 +90,7 @@ class ToolRunner:
         registered = {name: Tool(name, "", {}, server=name) for name in self._clients}
         known = {**registered, **self._served, **{tool.name: tool for tool in tools}}
         own = {name: tool for name, tool in known.items() if not tool.server}
-        checked = [checked_call(call, [own[call.name]]) if call.name in own else call for call in calls]
+        checked = [validate_call(call, [own[call.name]]) if call.name in own else call for call in calls]
         return await self.run_policy_calls(checked, tuple(known.values()))
 
     async def run_scoring_call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -97,7 +104,7 @@ class ToolRunner:
         if call.status is not CallStatus.OK:
             return ToolResult(call.id, ToolStatus.INVALID, call.fault)
         if call.name not in tools:
-            return ToolResult(call.id, ToolStatus.INVALID, unknown_tool(call.name, tools))
+            return ToolResult(call.id, ToolStatus.INVALID, unknown_tool_message(call.name, tools))
         tool = tools[call.name]
         if not tool.server:
             with waiting(TOOL, call.name, f"call {call.id}", "in this process"):

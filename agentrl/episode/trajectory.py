@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
-from agentrl.core.experts import Experts, no_experts, unknown
+from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 from agentrl.episode import experts
 
@@ -122,7 +122,7 @@ class _TokenGraph:
             first = max(start, node.start)
             part = given[first - start : node.end - start]
             if node.experts is None:
-                node.experts = no_experts(len(node.token_ids), given)
+                node.experts = unknown_experts(len(node.token_ids), given)
             experts.fill(node.experts[first - node.start :][: len(part)], part)
 
     def _split(self, index: int, size: int) -> int:
@@ -207,7 +207,7 @@ class Trajectory:
             node = self._graph.nodes[index]
             if node.experts is None:
                 return node.start
-            missing = unknown(node.experts)
+            missing = unknown_expert_mask(node.experts)
             if missing.any():
                 return node.start + int(missing.argmax())
         return len(self.token_ids)

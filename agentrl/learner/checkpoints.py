@@ -22,8 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.atomic_files import PARTIAL, partial_path, publish, replacing
-from agentrl.core.background import in_background
+from agentrl.core.atomic_files import PARTIAL, partial_path, publish, write_atomically
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -101,7 +101,7 @@ class Checkpoints:
                 raise
             self._drop_old()
 
-        self._writing = in_background(complete, "checkpoints")
+        self._writing = run_in_daemon_thread(complete, "checkpoints")
         return target
 
     def finish(self) -> None:
@@ -136,7 +136,7 @@ class Checkpoints:
         path = self._path(step) / STATE
         if path.is_file():
             state = json.loads(path.read_bytes())
-            with replacing(path) as partial:
+            with write_atomically(path) as partial:
                 partial.write_text(json.dumps(state | dict(news)), encoding="utf-8")
 
     def _path(self, step: int) -> Path:
@@ -170,7 +170,7 @@ def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], part: Path) ->
 
 
 def _write_state(folder: Path, state: dict[str, Any]) -> None:
-    with replacing(folder / STATE) as partial:
+    with write_atomically(folder / STATE) as partial:
         partial.write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
-from agentrl.core.experts import no_experts, unknown
+from agentrl.core.experts import unknown_expert_mask, unknown_experts
 from agentrl.learner.device import to_device
 
 FLEX_MULTIPLE = 128
@@ -233,7 +233,7 @@ def tree_input(
 def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:
     """Return the experts of the tokens of a padded tree, known ones of tokens that rows share."""
     given_N = experts_N.numpy()[: len(tree.index_N)]
-    experts_L, known = no_experts(length, given_N), ~unknown(given_N)
+    experts_L, known = unknown_experts(length, given_N), ~unknown_expert_mask(given_N)
     experts_L[tree.index_N[known]] = given_N[known]
     return torch.from_numpy(experts_L)
 

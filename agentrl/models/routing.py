@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.core.experts import Experts, unknown_number
+from agentrl.core.experts import Experts, unknown_expert
 
 KEY = "algo.routing_replay"
 REPLAYED = ("deepseek_v3", "glm4_moe", "kimi_k2", "qwen3_moe")
@@ -51,5 +51,5 @@ class Routing:
         if raw.size and int(raw.max()) >= self.experts:
             raise ValueError(f"name the expert {raw.max()} of {self.experts}: is model.path the engine's model?")
         found = experts.astype(self.dtype)
-        found[(experts < 0).any((1, 2))] = unknown_number(self.dtype)
+        found[(experts < 0).any((1, 2))] = unknown_expert(self.dtype)
         return found

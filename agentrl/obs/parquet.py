@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
@@ -37,7 +37,7 @@ def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
     table = pa.Table.from_pylist(
         [_to_line(rollout, number) for number, rollout in enumerate(rollouts)], schema=_schema()
     )
-    with replacing(path) as partial:
+    with write_atomically(path) as partial:
         pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
 
 

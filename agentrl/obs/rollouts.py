@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
@@ -224,7 +224,7 @@ def rollout_files(folder: Path) -> dict[int, Path]:
 def write_advantages(folder: Path, step: int, advantages: Mapping[str, float]) -> Path:
     """Write the advantages of a step's rollouts by ``rollout_id``; return the file's path."""
     path = folder / f"{step_name(step)}.advantages.json"
-    with replacing(path) as partial:
+    with write_atomically(path) as partial:
         partial.write_text(json.dumps(dict(advantages)), encoding="utf-8")
     return path
 

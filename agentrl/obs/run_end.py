@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.reading import reading
 
 END = "end.json"
@@ -44,7 +44,7 @@ def recorded_end(folder: Path) -> Iterator[None]:
 
 def _write(folder: Path, end: RunEnd) -> None:
     try:
-        with replacing(folder / END) as partial:
+        with write_atomically(folder / END) as partial:
             partial.write_text(json.dumps(asdict(end)) + "\n", encoding="utf-8")
     except OSError:
         pass  # a full disk, which is the error that is being raised

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from agentrl.core.extras import install_command, installed, require
+from agentrl.core.extras import install_command, is_installed, require
 from agentrl.core.types import Rollout
 
 COLUMNS = ("task", "prompt", "response", "label", "reward", "stop reason", "turns", "sampled tokens")
@@ -68,7 +68,7 @@ def open_tensorboard(
         MissingError: it is wanted, but not installed.
 
     """
-    if wanted == "auto" and not installed("tensorboard"):
+    if wanted == "auto" and not is_installed("tensorboard"):
         note(f"no TensorBoard files: {install_command('tensorboard')} (metrics.jsonl has all metrics)")
         return []
     return [TensorBoard(folder / "tensorboard", resume_after=resume_after)] if wanted else []

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentrl.core.errors import ConversationError, ModelError
-from agentrl.core.tool import Tool, checked_call
+from agentrl.core.tool import Tool, validate_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls
 from agentrl.render.parsers.base import (
@@ -214,7 +214,7 @@ class ChatRenderer:
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
         spoken = after_reasoning(pieces, opened=opened, markers=self._reasoning)
         calls = map(_unicode_call, self.parser.calls(spoken, tools) if spoken else [])
-        return (checked_call(call, tools) for call in calls) if tools else calls
+        return (validate_call(call, tools) for call in calls) if tools else calls
 
     def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
         """Cut a turn, whose whole ``text`` is known, at markers: by id if they are tokens, otherwise by text."""

@@ -10,9 +10,9 @@ from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError
-from agentrl.core.extras import install_command, installed, not_installed
+from agentrl.core.extras import install_command, is_installed, not_installed_error
 from agentrl.core.imports import describe
-from agentrl.core.registry import env_class, lacking_step, make_any_env
+from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.data.buffer import load_buffer_filter
 from agentrl.data.task_sources import of_source
 from agentrl.inference.fleet.sglang_router_process import require_router
@@ -42,7 +42,7 @@ def _check_episodes(config: Config) -> None:
     cls = type(env)
     check_self_play(config, env)
     check_roles(config, env)
-    if config.rollout.generate is None and (lacks := lacking_step(cls)):
+    if config.rollout.generate is None and (lacks := undefined_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
     make_lineup(config.env)
     run_services(config)
@@ -74,8 +74,8 @@ def check_packages(config: Config) -> None:
         ("opentelemetry", obs.otlp is not None, f"obs.otlp={obs.otlp}"),
         ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),
     ):
-        if wanted and not installed(package):
-            lines.append(str(not_installed(package, key)))
+        if wanted and not is_installed(package):
+            lines.append(str(not_installed_error(package, key)))
     if lines:
         raise MissingError("\n".join(lines))
 
@@ -110,7 +110,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
 def _lacks_sglang(python: Path | None) -> list[str]:
     if python is None:
         lack = f"SGLang is not installed here ({install_command('sglang')}, or sampler.sglang.python)"
-        return [] if installed("sglang") else [lack]
+        return [] if is_installed("sglang") else [lack]
     if not python.is_file():
         return [f"there is no sampler.sglang.python={python}"]
     return [] if Interpreter.probe(python).sglang else [f"SGLang is not installed in sampler.sglang.python={python}"]

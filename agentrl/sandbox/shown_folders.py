@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.registry import ENVS, TASKS, sources
+from agentrl.core.registry import ENVS, TASKS, definition_paths
 
 SYSTEM = Path("/usr")
 """The folder of programs that the bubblewrap backend shows; see `hidden_below`."""
@@ -27,7 +27,7 @@ def plugin_folders() -> Mapping[Path, str]:
     return {
         path.resolve(): f"{what} {name!r}"
         for what, group in (("environment", ENVS), ("taskset", TASKS))
-        for name, paths in sources(group).items()
+        for name, paths in definition_paths(group).items()
         for path in paths
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.self_play.league import League
@@ -29,7 +29,7 @@ class LeagueLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
         kept = [] if resume_after is None else [row for row in _rows(self._path) if row["step"] <= resume_after]
-        with replacing(self._path) as partial:
+        with write_atomically(self._path) as partial:
             partial.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in kept))
 
     def write(self, step: int, league: League) -> None:

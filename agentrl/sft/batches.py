@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import pack
 from agentrl.config.schema import Config
-from agentrl.core.child_process import follow_main_process
+from agentrl.core.child_process import init_worker_process
 from agentrl.learner.registry import make_backend
 from agentrl.sft.demonstrations import Demonstrated, Demonstrations
 
@@ -29,7 +29,7 @@ def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
         multiprocessing_context=processes if workers else None,
-        worker_init_fn=follow_main_process if workers else None,
+        worker_init_fn=init_worker_process if workers else None,
     )
     for packed in loader:
         yield from pickle.loads(packed)

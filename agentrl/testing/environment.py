@@ -11,7 +11,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, returned_fault
 from agentrl.core.errors import AgentrlError
 from agentrl.core.imports import describe
-from agentrl.core.registry import lacking_step
+from agentrl.core.registry import undefined_step
 from agentrl.core.task import Task
 from agentrl.core.types import (
     Action,
@@ -77,7 +77,7 @@ def check_env(
     env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
-    lacks = lacking_step(type(env))
+    lacks = undefined_step(type(env))
     require(not lacks, f"{name} defines no {lacks}")
     for attribute in ("stop", "tool_names"):
         value = getattr(env, attribute)

@@ -22,7 +22,7 @@ from agentrl.core.multi_agent_env import (
     MultiStep,
     multi_agent_fault,
 )
-from agentrl.core.registry import lacking_step
+from agentrl.core.registry import undefined_step
 from agentrl.core.task import Task
 from agentrl.core.types import Message
 from agentrl.testing.contract import (
@@ -65,7 +65,7 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
     env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, MultiAgentEnv), f"{type(env).__name__} must be a subclass of agentrl.MultiAgentEnv")
     name = type(env).__name__
-    lacks = lacking_step(type(env))
+    lacks = undefined_step(type(env))
     require(not lacks, f"{name} defines no {lacks}")
     agents = getattr(env, "possible_agents", None)
     fits = isinstance(agents, list) and agents and all(isinstance(agent, str) and agent for agent in agents)

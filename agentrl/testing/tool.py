@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 
-from agentrl.core.child_process import held_port
+from agentrl.core.child_process import reserve_port
 from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import Tool, ToolClient, ToolService
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
@@ -75,7 +75,7 @@ def check_tool(
 
 
 async def _run_checked(tool: Tool, call: ToolCall) -> ToolResult:
-    fault = tool.fault_of(call.arguments)
+    fault = tool.schema_fault(call.arguments)
     return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else await tool.run(call)
 
 
@@ -140,7 +140,7 @@ async def _check_service(
     await _check_client(service.client(url, options), name, arguments)
     if isinstance(service, HostedService):
         options = {**options, "client": {**options.get("client", {}), "retries": 0}}
-    with held_port() as port:
+    with reserve_port() as port:
         unreachable = service.client(f"http://127.0.0.1:{port}", options)
         try:
             answer = await unreachable.call(ToolCall("lost", name, arguments), episode_id="lost")

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import ConfigError, ToolServerError
 
 _USER_ERROR = 2
@@ -79,7 +79,7 @@ def launch_tool(
         ConfigError: the server refused its options or the files they name.
         ToolServerError: the server died or stayed silent; with the end of its log.
     """
-    with held_port(host, port, key=f"tools.{name}.port") as held:
+    with reserve_port(host, port, key=f"tools.{name}.port") as held:
         serve = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
         child = ChildProcess.start(
             [*serve, f"--host={host}", f"--port={held}", *arguments],

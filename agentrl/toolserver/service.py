@@ -17,7 +17,7 @@ from agentrl.config.base import Section
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.atomic_files import write_private
 from agentrl.core.errors import ConfigError
-from agentrl.core.registry import registered_tool
+from agentrl.core.registry import lookup_tool
 from agentrl.core.tool import Tool, ToolService
 from agentrl.sandbox.registry import backend_class, check_images
 from agentrl.toolserver.hosted_tool import HostedTool, PlainTool
@@ -184,7 +184,7 @@ def find_service(name: str) -> ToolService:
         ConfigError: the file, or the name in it, does not exist or is no tool.
 
     """
-    found = registered_tool(name)
+    found = lookup_tool(name)
     return plain_service(name, found) if isinstance(found, Tool) else found
 
 

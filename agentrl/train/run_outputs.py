@@ -11,7 +11,7 @@ from rich.console import Console
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.config.self_play import label
-from agentrl.core.extras import install_command, installed
+from agentrl.core.extras import install_command, is_installed
 from agentrl.obs.learning_curve import plot_curve
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import Tracker, open_tensorboard
@@ -57,7 +57,7 @@ def curve_keys(config: Config) -> list[str]:
 
 def draw_curve(config: Config, folder: Path, console: Console) -> Path | None:
     """Draw the learning curve of a run, and return its file, or None if there is nothing to draw or to draw with."""
-    if not installed("matplotlib"):
+    if not is_installed("matplotlib"):
         command = install_command("matplotlib")
         console.print(
             f"no curve.png: {command} (agentrl view {folder} --html shows the curve)", markup=False, soft_wrap=True

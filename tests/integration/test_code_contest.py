@@ -12,7 +12,7 @@ from agentrl_tasks.contest.policies import WARM
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, agentrl, metrics
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.child_process import held_port
+from agentrl.core.child_process import reserve_port
 from agentrl.core.errors import MissingError, RunStopped
 from agentrl.core.registry import tool_service
 from agentrl.core.task import Task
@@ -101,7 +101,7 @@ def test_the_policy_cannot_call_the_judge(url: str) -> None:
 
 
 def test_without_a_judge_the_episode_fails_and_earns_no_zero(url: str) -> None:
-    with held_port() as nobody:
+    with reserve_port() as nobody:
         clients = {
             "python": tool_service("python").client(url, {}),
             "judge": tool_service("judge").client(f"http://127.0.0.1:{nobody}", {"client": {"retries": 0}}),

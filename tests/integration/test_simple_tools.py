@@ -15,7 +15,7 @@ from shared_runs import command
 
 from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, reserve_port
 from agentrl.core.errors import MissingError
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import check_tool
@@ -52,7 +52,7 @@ tools:
   counter: {{mcp: {{command: [{sys.executable}, -S, "{BARE}"], prefix: mcp_}}}}
 """
     )
-    with held_port() as port:
+    with reserve_port() as port:
         serve = command("tools", "serve", f"--port={port}", f"--config={folder / 'tools.yaml'}")
         with ChildProcess.start(serve, log=folder / "log", name="the tool server") as server:
             server.wait_healthy(f"http://127.0.0.1:{port}/health", 60)

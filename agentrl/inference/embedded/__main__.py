@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.child_process import LOOPBACK, exit_with_parent
 
 
@@ -62,7 +62,7 @@ def _bind(host: str, port: int, port_file: Path | None) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     if port_file is not None:
-        with replacing(port_file) as partial:
+        with write_atomically(port_file) as partial:
             partial.write_text(str(listener.getsockname()[1]))
     return listener
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.child_process import LOOPBACK, ChildProcess, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import EngineError
 from agentrl.core.extras import require
 from agentrl.inference.client.http import EngineHttp, read_json
@@ -49,7 +49,7 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
     require_router()
     guard = [sys.executable, "-S", str(GUARD)]
     # Its metrics server cannot be disabled, and the default port of that may be in use.
-    with held_port(LOOPBACK) as port, held_port(LOOPBACK) as metrics_port:
+    with reserve_port(LOOPBACK) as port, reserve_port(LOOPBACK) as metrics_port:
         flags = _OPTIONS | {
             "host": LOOPBACK,
             "port": port,

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from agentrl.core.child_process import LOOPBACK, ChildProcess, answers, held_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, is_healthy, reserve_port
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.distributed.sglang_loader import FOLDER, LOADER
 from agentrl.inference.launch import cpu_sglang
@@ -137,7 +137,7 @@ def launch_embedded(
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)
-    with held_port(host, port, key="sampler.port"):
+    with reserve_port(host, port, key="sampler.port"):
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
     child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
@@ -202,7 +202,7 @@ def launch_sglang(
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]
-    with held_port(host, port, key="sampler.port") as port_number:
+    with reserve_port(host, port, key="sampler.port") as port_number:
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
         command = [*guard, *server, "--host", host, "--port", str(port_number)]
         startup_log = StartupLog(log)
@@ -256,7 +256,7 @@ def _wait_healthy(engine: EngineProcess, startup_log: StartupLog, options: Mappi
     begun = time.monotonic()
     peak = 0
     logged: tuple[StartupPhase, float] = (StartupPhase.IMPORTS, 0.0)
-    while not answers(f"{engine.url}/health"):
+    while not is_healthy(f"{engine.url}/health"):
         seconds = time.monotonic() - begun
         code = engine.child.exit_code()
         phase = startup_log.read()

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec, tensor_spec
@@ -127,7 +127,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         adapters.write()
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
-    return in_background(write, "checkpoint")
+    return run_in_daemon_thread(write, "checkpoint")
 
 
 def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:

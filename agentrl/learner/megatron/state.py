@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
@@ -115,7 +115,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
             drafts.write(writer)
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
-    return in_background(write, "checkpoint")
+    return run_in_daemon_thread(write, "checkpoint")
 
 
 def _write_model(rank: SavedRank, writer: WeightWriter) -> None:

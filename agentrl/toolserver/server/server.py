@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import exit_with_parent, raise_file_limit
 from agentrl.core.errors import ConfigError, PortInUseError
-from agentrl.core.extras import installed, not_installed
+from agentrl.core.extras import is_installed, not_installed_error
 from agentrl.obs.console import log_to_stderr, make_console, print_message
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
@@ -46,7 +46,7 @@ UVICORN: dict[str, Any] = {
     "timeout_keep_alive": limits.KEEP_ALIVE_S,
     "timeout_graceful_shutdown": 2,
 }
-_NO_MCP = str(not_installed("mcp", MCP_PATH))
+_NO_MCP = str(not_installed_error("mcp", MCP_PATH))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -167,7 +167,7 @@ async def _serve(
 @asynccontextmanager
 async def routes_for_mcp(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
     """Yield the routes for MCP clients; without the SDK, one that says what to install."""
-    if not installed("mcp"):
+    if not is_installed("mcp"):
         _log.warning("%s", _NO_MCP)
         yield [Route(MCP_PATH, _no_mcp, methods=["GET", "POST", "DELETE"])]
         return

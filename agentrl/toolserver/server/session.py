@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.core.errors import SandboxFailure, ToolFailure
-from agentrl.core.tool import unknown_tool
+from agentrl.core.tool import unknown_tool_message
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool, ToolSession
@@ -140,7 +140,9 @@ class Session(ToolSession):
         with metrics.calls_running.track_inprogress():
             try:
                 fault = (
-                    unknown_tool(call.name, self._shared.tools) if tool is None else tool.spec.fault_of(call.arguments)
+                    unknown_tool_message(call.name, self._shared.tools)
+                    if tool is None
+                    else tool.spec.schema_fault(call.arguments)
                 )
                 if fault or tool is None:
                     answer = Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
@@ -166,7 +168,7 @@ class Session(ToolSession):
         answers: dict[int, Answer] = {}
         valid: list[int] = []
         for number, call in enumerate(calls):
-            if fault := tool.spec.fault_of(call.arguments):
+            if fault := tool.spec.schema_fault(call.arguments):
                 answers[number] = Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
             else:
                 valid.append(number)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import orjson
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.core.tool import Tool
@@ -220,7 +220,7 @@ class Journal:
             _encoded(rollout) if place is None else written[place]
             for rollout, place in zip(rollouts, places, strict=True)
         ]
-        with replacing(self._file(position)) as partial, partial.open("wb") as file:
+        with write_atomically(self._file(position)) as partial, partial.open("wb") as file:
             file.write(b"".join(lines))
             file.flush()
             os.fsync(file.fileno())

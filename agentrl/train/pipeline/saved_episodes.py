@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from agentrl.core.atomic_files import replacing
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.reading import reading
 from agentrl.obs.journal import checked, with_checksum
 
@@ -107,7 +107,7 @@ class GroupStates:
         """Write the state of an episode."""
         began = time.perf_counter()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self._file(rollout_id)) as partial:
+        with write_atomically(self._file(rollout_id)) as partial:
             # Not orjson: states of random generators have integers of 128 bits.
             partial.write_bytes(with_checksum(json.dumps({"task": task_id, "state": state()}).encode()))
         self.all.add(time.perf_counter() - began)

@@ -87,7 +87,7 @@ def test_what_is_written_next_to_rollouts(tmp_path: Path) -> None:
 
 def test_configurations(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    shutil.copyfile(Path(__file__).parents[3] / "configs" / "search_r1" / "cpu.yaml", file)
+    shutil.copyfile(Path(__file__).parents[3] / "configs" / "agentrl_configs" / "search_r1" / "cpu.yaml", file)
     check(file, lambda: read_yaml(file))
     rollouts = tmp_path / "rollouts"
     rollouts.mkdir()

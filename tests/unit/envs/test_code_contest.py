@@ -66,7 +66,7 @@ def test_a_program_is_judged_and_scored() -> None:
         "judge",
         {"program": "print(1)\n", "stop_early": False, "compare": "tokens", **TASK.answer},
     )
-    assert not JudgeTool().spec.fault_of(call.arguments)
+    assert not JudgeTool().spec.schema_fault(call.arguments)
     assert (reward, terminated, truncated) == (0.0, False, False)
     observation, reward, terminated, truncated, info = env.step(verdicts(call.id, "accepted", "time_limit"))
     assert (observation, reward, terminated, truncated) == ((), 0.5, True, False)

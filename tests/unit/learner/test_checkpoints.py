@@ -16,7 +16,7 @@ import pytest
 import torch
 from preloaded import Forked, Request
 
-from agentrl.core.background import in_background
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
 def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):
     checkpoints, slow = Checkpoints(tmp_path, keep=2), SlowLearner()
     checkpoints.save(1, slow, {})
-    saving = in_background(lambda: checkpoints.save(2, FolderLearner(), {}), "second")
+    saving = run_in_daemon_thread(lambda: checkpoints.save(2, FolderLearner(), {}), "second")
     assert not (tmp_path / "step_000002.partial").exists()
     slow.written.set()
     saving.result()

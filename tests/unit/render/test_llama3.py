@@ -5,7 +5,7 @@ from jinja2 import TemplateError
 
 from agentrl.config.render import RenderConfig
 from agentrl.core.errors import ConversationError, ModelError
-from agentrl.core.tool import checked_call, tool
+from agentrl.core.tool import tool, validate_call
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.llama3 import Llama3, Llama31, today
 from agentrl.render.parsers.llama3 import Llama3Parser
@@ -175,7 +175,7 @@ def test_numbers_that_a_schema_cannot_check(number):
     async def halves(a: float) -> str:
         return str(a)
 
-    call = checked_call(ToolCall("c", "halves", {"a": number}), [halves])
+    call = validate_call(ToolCall("c", "halves", {"a": number}), [halves])
     assert call.status is CallStatus.SCHEMA_VIOLATION
     assert "number that cannot be checked" in call.fault
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from agentrl.config.load import load_config
-from agentrl.core.child_process import held_port
+from agentrl.core.child_process import reserve_port
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 from agentrl.runtime.run_tools import check_tools
 
@@ -58,7 +58,7 @@ def test_settings_of_a_tool_that_does_not_exist(setting: str) -> None:
 
 def test_a_tool_server_that_does_not_answer() -> None:
     with (
-        held_port() as port,
+        reserve_port() as port,
         pytest.raises(MissingError, match=rf"^tools\.search\.url=\S+:{port}: .* does not answer") as raised,
     ):
         check(f"tools.search.url=http://127.0.0.1:{port}")
@@ -66,7 +66,7 @@ def test_a_tool_server_that_does_not_answer() -> None:
 
 
 def test_all_addresses_of_a_pool_are_checked() -> None:
-    with server({"/health": HEALTH, "/tools": SEARCH}) as url, held_port() as port:
+    with server({"/health": HEALTH, "/tools": SEARCH}) as url, reserve_port() as port:
         check(f"tools.search.url={url}")
         with pytest.raises(MissingError, match=rf"^tools\.search\.url=\S+:{port}: "):
             check(f"tools.search.url='{url},http://127.0.0.1:{port}'")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, reserve_port
 from agentrl.core.errors import ConfigError, MissingError, ToolServerError, UnknownNameError
 from agentrl.core.registry import SANDBOXES, names
 from agentrl.sandbox.registry import backend_class, make_backend
@@ -124,7 +124,7 @@ def test_a_backend_of_another_package_runs_the_code_of_a_tool_server(file: Path,
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-sandbox\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{SANDBOXES}]\nplain = plain_sandbox:PlainBackend\n")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    with held_port() as port:
+    with reserve_port() as port:
         command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", "python", "sandbox.backend=plain"]
         command.append(f"--port={port}")
         started = ChildProcess.start(

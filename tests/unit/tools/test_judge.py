@@ -90,7 +90,7 @@ def judge(
         "outputs": [f"{SECRET} {n}\n" for n in range(tests)],
         **more,
     }
-    assert not tool.spec.fault_of(arguments)
+    assert not tool.spec.schema_fault(arguments)
     return asyncio.run(tool.call(session, ToolCall("c", "judge", arguments))), session
 
 

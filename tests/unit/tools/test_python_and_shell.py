@@ -44,7 +44,7 @@ def play(tools: Sequence[HostedTool], *calls: tuple[str, str], end_before: int |
                 if number == end_before:
                     await session.opened[-1].close()
                 call = ToolCall(f"c{number}", name, {ARGUMENT[name]: text})
-                assert not known[name].spec.fault_of(call.arguments)
+                assert not known[name].spec.schema_fault(call.arguments)
                 results.append(await known[name].call(session, call))
         return results
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, reserve_port
 from agentrl.core.errors import PortInUseError, ToolServerError
 
 SLEEPER = "from agentrl.core.child_process import exit_with_parent; exit_with_parent(); import time; time.sleep(60)"
@@ -81,7 +81,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 def test_a_child_that_dies_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
     with (
-        held_port() as port,
+        reserve_port() as port,
         start("import sys; print('no such corpus'); sys.exit(2)", tmp_path) as child,
         pytest.raises(ToolServerError, match=r"(?s)exit status 2.*no such corpus"),
     ):
@@ -89,15 +89,15 @@ def test_a_child_that_dies_at_once_is_told_with_its_last_words(tmp_path: Path) -
 
 
 def test_a_child_that_stays_silent_is_stopped(tmp_path: Path) -> None:
-    with held_port() as port, start(SLEEPER, tmp_path) as child:
+    with reserve_port() as port, start(SLEEPER, tmp_path) as child:
         with pytest.raises(ToolServerError, match=r"does not answer at .* after 0\.2 s"):
             child.wait_healthy(f"http://127.0.0.1:{port}/health", timeout_s=0.2)
         assert not child.alive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a server have a port that is held for it")
-def test_a_held_port_is_for_the_server_that_names_it() -> None:
-    with held_port() as port, socket.socket() as thief, socket.socket() as server:
+def test_a_reserved_port_is_for_the_server_that_names_it() -> None:
+    with reserve_port() as port, socket.socket() as thief, socket.socket() as server:
         with pytest.raises(OSError, match="in use"):
             thief.bind(("127.0.0.1", port))
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,7 +105,7 @@ def test_a_held_port_is_for_the_server_that_names_it() -> None:
         server.listen()
         with (
             pytest.raises(PortInUseError, match=rf"some\.port={port} .*set some\.port"),
-            held_port(port=port, key="some.port"),
+            reserve_port(port=port, key="some.port"),
         ):
             pass
         with socket.create_connection(("127.0.0.1", port), timeout=5):

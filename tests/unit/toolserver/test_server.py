@@ -17,7 +17,7 @@ import pytest
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.core.child_process import ChildProcess, held_port
+from agentrl.core.child_process import ChildProcess, reserve_port
 from agentrl.core.errors import ConfigError, MissingError, PortInUseError, ToolServerError
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.sandbox.registry import make_backend
@@ -134,7 +134,7 @@ not_a_tool = 3
 @contextmanager
 def server(folder: Path, *words: str) -> Iterator[tuple[ChildProcess, str]]:
     """Run ``agentrl tools serve`` until it answers."""
-    with held_port() as port:
+    with reserve_port() as port:
         command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", *words, f"--port={port}"]
         with ChildProcess.start(command, log=folder / "log.txt", name="server", error=ToolServerError) as child:
             child.wait_healthy(f"http://127.0.0.1:{port}/health", 60)

@@ -14,9 +14,9 @@ from agentrl.config.base import Section
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolServerConfig
-from agentrl.core.child_process import held_port
+from agentrl.core.child_process import reserve_port
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
-from agentrl.core.registry import register_tool, registered_tool, served_tools, tool_service
+from agentrl.core.registry import lookup_tool, register_tool, served_tools, tool_service
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import ToolService, tool
 from agentrl.core.types import ToolResult
@@ -199,7 +199,7 @@ def test_what_is_no_tool(reference):
         tool_service("test_triple")
     with pytest.raises(ConfigError, match="tool name 'test_cell' is taken"):
         register_tool("test_cell")(treble)
-    assert isinstance(registered_tool("test_cell"), CellService)
+    assert isinstance(lookup_tool("test_cell"), CellService)
 
 
 def test_a_run_starts_its_server_with_what_it_was_given(tmp_path):
@@ -246,7 +246,7 @@ def test_a_run_is_checked_before_anything_starts(tmp_path, monkeypatch):
     with pytest.raises(MissingError, match="bwrap"):
         check_tools(Config.model_validate({"env": env}))
     check_tools(Config.model_validate({"env": env, **UNSAFE}))
-    with held_port() as port:
+    with reserve_port() as port:
         elsewhere = {"test_cell": {"url": f"http://127.0.0.1:{port}", "options": {}}}
         with pytest.raises(
             MissingError, match=r"^tools\.test_cell\.url=\S+ the tool server does not"

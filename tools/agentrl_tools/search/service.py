@@ -141,7 +141,7 @@ class _LocalSearch:
         self._tool = tool
 
     async def call(self, call: ToolCall, *, episode_id: str) -> ToolResult:
-        fault = self._tool.spec.fault_of(call.arguments)
+        fault = self._tool.spec.schema_fault(call.arguments)
         return ToolResult(call.id, ToolStatus.INVALID, fault) if fault else self._tool.answer([call])[0]
 
     async def close_session(self, episode_id: str) -> None:
