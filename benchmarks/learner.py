@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.cluster.learner_group import start_learners
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -131,15 +132,15 @@ def _of_agentrl(
 
 def packed_batch(config: Config, rows: Sequence[Row], *, share_prefixes: bool) -> GlobalBatch:
     """Return the rows as a batch, half with a positive advantage."""
-    advantages = {row.key: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
-    return pack(
-        rows,
-        advantages,
-        shares=make_backend(config.learner).shares,
+    advantages = {
+        row.key: np.full(len(row.token_ids), 1.0 - 2.0 * (number % 2), np.float32) for number, row in enumerate(rows)
+    }
+    options = PackOptions(
         tokens_per_micro=config.batch.tokens_per_micro,
-        pad_id=0,
+        data_parallel_size=make_backend(config.learner).data_parallel_size,
         share_prefixes=share_prefixes,
     )
+    return pack(rows, options, RowSignals(advantages))
 
 
 def training_flops(shape: Shape, rows: Sequence[Row]) -> float:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agentrl.batch.packing import pack
+import numpy as np
+
+from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.batch.provenance import check_provenance
 from agentrl.core.types import Row
 
@@ -31,8 +33,8 @@ def bench_masks(build_rows: Callable[[], Sequence[Row]], *, tokens_per_micro: in
     start = time.thread_time()
     rows = build_rows()
     built = time.thread_time()
-    advantages = {row.key: 1.0 for row in rows}
-    batch = pack(rows, advantages, shares=2, tokens_per_micro=tokens_per_micro, pad_id=0)
+    advantages = {row.key: np.ones(len(row.token_ids), np.float32) for row in rows}
+    batch = pack(rows, PackOptions(tokens_per_micro, data_parallel_size=2), RowSignals(advantages))
     packed = time.thread_time()
     check_provenance(batch)
     checked = time.thread_time()

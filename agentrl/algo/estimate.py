@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,55 @@ def next_baselines(config: AlgoConfig, given: AdvantageInput) -> Mapping[str, Ro
     options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
     assert isinstance(options, RaeAdvantage), "by its name"
     return updated_baselines(_penalised(config, given), options)
+
+
+class RunEstimators:
+    """The advantage estimators of a run, with their state.
+
+    Args:
+        algorithms: of each source of a mixed run by name; of other runs the only one, by ``""``.
+
+    """
+
+    def __init__(self, algorithms: Mapping[str, AlgoConfig]) -> None:
+        self._algorithms = algorithms
+        self._baselines: dict[str, Mapping[str, RoleBaseline]] = {}
+        """The baselines of ``rae`` before the next step, by source."""
+
+    def advantages(self, source: str, inputs: AdvantageInput, teacher_gaps: RowValues | None = None) -> RowAdvantages:
+        """Return the advantage of every trained token of a source's rollouts; see `estimate_advantages`."""
+        return estimate_advantages(self._algorithms[source], self._with_baselines(source, inputs), teacher_gaps)
+
+    def returns(self, source: str, inputs: AdvantageInput) -> RowValues:
+        """Return what the critic learns to predict for every trained token of a source's rollouts."""
+        return estimate_returns(self._algorithms[source], inputs)
+
+    def update(self, inputs_by_source: Iterable[tuple[str, AdvantageInput]]) -> None:
+        """Update the state after a training step with its rollouts."""
+        for source, inputs in inputs_by_source:
+            self._baselines[source] = next_baselines(self._algorithms[source], self._with_baselines(source, inputs))
+
+    def _with_baselines(self, source: str, inputs: AdvantageInput) -> AdvantageInput:
+        return replace(inputs, baselines=self._baselines.get(source, {}))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs, JSON-able."""
+        return {source: dict(baselines) for source, baselines in self._baselines.items() if baselines}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the return value of `state`, which JSON has with lists."""
+        self._baselines = {
+            source: {key: RoleBaseline(*baseline) for key, baseline in baselines.items()}
+            for source, baselines in state.items()
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return each baseline, as ``self_play/baseline/ROLE/OPPONENTS``, in a mixed run with the source before the role."""
+        return {
+            "/".join(["self_play/baseline", *filter(None, [source, *key.split("/")])]): baseline.value
+            for source, baselines in self._baselines.items()
+            for key, baseline in baselines.items()
+        }
 
 
 def _penalised(config: AlgoConfig, given: AdvantageInput) -> AdvantageInput:

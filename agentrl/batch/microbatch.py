@@ -2,11 +2,12 @@
 
 The mask, advantage and log-probability of a token stand at the token's own position; the token is predicted from the
 position before it. All denominators are already in the weights: the loss is the plain sum ``Σ weight · loss(token)``, so
-neither packing nor the number of shares changes the gradient.
+neither packing nor the number of ranks changes the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +19,7 @@ Kind = Literal["rl", "sft", "value"]
 """Reinforcement learning, supervised fine-tuning, or a critic's values."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Rows packed one after the other into ``L`` tokens. All tensors are on the CPU and shaped ``[L]``."""
 
@@ -31,7 +32,7 @@ class MicroBatch:
     mask_L: torch.Tensor
     """bool loss mask; never set on a row's first token."""
     weight_L: torch.Tensor
-    """float32; 0 where the mask is 0, else the token's share of the global batch."""
+    """float32; 0 where the mask is 0, else the token's weight in the loss of the global batch."""
     advantages_L: torch.Tensor
     """float32; 0 where the mask is 0. Zeros in supervised batches."""
     logprobs_L: torch.Tensor
@@ -63,12 +64,12 @@ class MicroBatch:
     and in all batches without, routers choose."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class GlobalBatch:
-    """One optimizer step or a part of it, in shares of equally many micro-batches, each for one rank or several together."""
+    """One optimizer step or a part of it: equally many micro-batches for each data-parallel rank."""
 
     micro: tuple[tuple[MicroBatch, ...], ...]
-    """``micro[share][i]``. A rank receives a batch with only its share, ``micro[0]``."""
+    """``micro[rank][i]``, by data-parallel rank. A rank receives a batch with only its own, ``micro[0]``."""
     kind: Kind = "rl"
     """The learner's loss. In ``sft`` the mask may hold demonstrated and observed tokens; else mask 1 implies sampled
     (`check_provenance`)."""
@@ -80,7 +81,7 @@ class GlobalBatch:
     """Trained tokens of each sequence, by its number."""
     divided_sequences: bool = False
     """Whether rows of a sequence are in different micro-batches."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the batch, such as tokens and padding, logged with the step."""
     policy: str = "main"
     """Which of several policies the batch trains or scores. All of its rows are this policy's."""

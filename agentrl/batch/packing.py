@@ -1,7 +1,6 @@
-"""Packs rows of any length into tensors, with final loss weights. Legend: ``L`` tokens of a micro-batch.
+"""Rows to micro-batches. Legend: ``T`` tokens of a row, ``L`` tokens of a micro-batch.
 
-A micro-batch is one sequence of packed rows. Every share of a batch has the same number of micro-batches, of about the same
-cost. Weights are parts of the *global* batch, so neither the packing nor the number of shares changes the gradient.
+Weights are parts of the *global* batch, so neither the packing nor the number of ranks changes the gradient.
 
 Layout of a micro-batch with rows ``a``, ``b`` and padding ``.``::
 
@@ -12,8 +11,10 @@ Layout of a micro-batch with rows ``a``, ``b`` and padding ``.``::
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -22,199 +23,262 @@ from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
-from agentrl.batch.prefix_groups import divide
+from agentrl.batch.prefix_groups import Division, divide
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.routing import packed_experts, routing_metrics
-from agentrl.batch.sequences import SequenceKey, sequence_key
+from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
 from agentrl.core.task import source_of
-from agentrl.core.types import Row, RowKey
+from agentrl.core.types import Row
 
 MULTIPLE = 32
 """Lengths of micro-batches are multiples of this."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """How rows are packed: the same for all batches of a run.
+
+    Example: ``PackOptions(tokens_per_micro=8192, data_parallel_size=2, pad_id=151643)``.
+    """
+
+    tokens_per_micro: int
+    """Maximum tokens of a micro-batch, before padding; a longer row gets a separate one."""
+    data_parallel_size: int = 1
+    """Parts of a batch that ranks of a learner compute at the same time; see `LearnerBackend.data_parallel_size`."""
+    pad_id: int = 0
+    """Token that fills micro-batches."""
+    share_prefixes: bool = False
+    """Whether the learner computes what rows of a micro-batch begin with once, if that is faster."""
+    aggregation: Aggregation = "token_mean"
+    """See `row_weights`."""
+    constant_tokens: int = 1
+    """See `row_weights`."""
+    context_weight: float = 0.0
+    """See `row_weights`; only supervised batches may train on observed tokens."""
+    temperature: float = 1.0
+    """Of sampling; the learner computes log-probabilities at the same temperature."""
+    provenance: Literal["strict", "warn"] = "strict"
+    """``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep their weights.
+    ``strict`` leaves them for `check_provenance` to refuse."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources of a mixed run; its rows get the index of theirs."""
+
+    def __post_init__(self) -> None:
+        """Check the limits."""
+        if min(self.data_parallel_size, self.tokens_per_micro) < 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size} and tokens_per_micro={self.tokens_per_micro} must be at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowSignals:
+    """What the learner trains on beside tokens: by row ``[T]`` float32, or None if the batch has none.
+
+    Values at tokens that are not trained are ignored.
+    """
+
+    advantages: RowValues | None = None
+    """Of every trained row; None is zeros, for supervised batches and the critic's."""
+    learner_logprobs: RowValues | None = None
+    """Log-probabilities of the learner before the first optimizer step of the training step."""
+    correction: RowValues | None = None
+    """Importance weights."""
+    values: RowValues | None = None
+    """The critic's values before the first optimizer step of the training step."""
+    returns: RowValues | None = None
+    """What the critic learns to predict."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """Which part of an optimizer step a batch is."""
+
+    units: int | None = None
+    """See `row_weights`; 1 in parts of an optimizer step, whose number of units is known at its end."""
+    completes: bool = True
+    """See `GlobalBatch.completes`."""
+    gradient_scale: float = 1.0
+    """See `GlobalBatch.gradient_scale`."""
+
+
+WHOLE_STEP = StepPart()
+NO_SIGNALS = RowSignals()
+
+
 def pack(
     rows: Sequence[Row],
-    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None = None,
+    options: PackOptions,
+    signals: RowSignals = NO_SIGNALS,
     *,
-    shares: int,
-    tokens_per_micro: int,
-    pad_id: int,
-    share_prefixes: bool = False,
-    aggregation: Aggregation = "token_mean",
     kind: Kind = "rl",
-    temperature: float = 1.0,
-    context_weight: float = 0.0,
-    lr_scale: float = 1.0,
-    provenance: Literal["strict", "warn"] = "strict",
-    constant_tokens: int = 1,
-    trained: Collection[str] | None = None,
-    learner_logprobs: Mapping[RowKey, NDArray[np.float32]] | None = None,
-    correction: Mapping[RowKey, NDArray[np.float32]] | None = None,
-    values: Mapping[RowKey, NDArray[np.float32]] | None = None,
-    returns: Mapping[RowKey, NDArray[np.float32]] | None = None,
-    sources: Sequence[str] = (),
     policy: str = "main",
-    units: int | None = None,
-    completes: bool = True,
-    gradient_scale: float = 1.0,
+    trained: Collection[str] | None = None,
+    part: StepPart = WHOLE_STEP,
+    lr_scale: float = 1.0,
 ) -> GlobalBatch:
     """Return the batch of one optimizer step, or a part of it. Rows without a token to train on are left out.
 
     Args:
-        rows: of all rollouts of the step; their order does not matter.
-        advantages: of every row by its key (one number, or ``[T]`` numbers), or of every rollout by ``rollout_id``.
-            None is zeros, for supervised batches.
-        shares: of the batch, which ranks of a learner compute at the same time; see `LearnerBackend.shares`.
-        tokens_per_micro: maximum tokens of a micro-batch, before padding; a longer row gets a separate one.
-        pad_id: fills micro-batches.
-        share_prefixes: whether the learner computes what rows of a micro-batch begin with once, where that is faster.
-        aggregation: see `row_weights`.
+        rows: of all rollouts of the optimizer step; their order does not matter.
+        options: of the run.
+        signals: of the rows.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
-        temperature: of sampling; the learner computes log-probabilities at the same temperature.
-        context_weight: see `row_weights`.
-        lr_scale: the schedule's factor for this step.
-        provenance: ``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep
-            their weights. ``strict`` leaves them for `check_provenance` to refuse.
-        constant_tokens: see `row_weights`.
-        trained: ids of the rollouts to train on; rows of others only count in the denominators. None are all.
-        learner_logprobs: ``[T]`` by row, of the learner before the first optimizer step of the training step.
-        correction: ``[T]`` importance weights by row.
-        values: ``[T]`` by row, of the critic before the first optimizer step of the training step.
-        returns: ``[T]`` by row, which the critic learns to predict.
-        sources: of a mixed run, whose rows get the numbers of theirs.
-        policy: of the rows, in a run that trains several.
-        units: see `row_weights`; 1 in parts of a step, whose number of units is known at its end.
-        completes: see `GlobalBatch.completes`.
-        gradient_scale: see `GlobalBatch.gradient_scale`.
+        policy: which of several policies the rows are of.
+        trained: ids of the rollouts to train on; rows of others only count in the denominators. None: all.
+        part: of the optimizer step.
+        lr_scale: the schedule's factor for this optimizer step.
 
     Raises:
         KeyError: a row to train on has no advantage.
         ProvenanceError: a row of a batch that is not supervised was sampled at another temperature.
-        ValueError: ``context_weight`` outside a supervised batch, or a limit below 1.
+        ValueError: ``context_weight`` outside a supervised batch.
+
     """
-    if context_weight and kind != "sft":
-        raise ValueError(f"context_weight={context_weight:g} trains on observed tokens; only kind='sft' may")
-    if min(shares, tokens_per_micro) < 1:
-        raise ValueError(f"{shares=} and {tokens_per_micro=} must be at least 1")
-    weights = row_weights(rows, aggregation, context_weight, constant_tokens, units)
-    left_out = leave_out(rows, weights) if kind != "sft" and provenance == "warn" else 0
+    if options.context_weight and kind != "sft":
+        raise ValueError(f"context_weight={options.context_weight:g} trains on observed tokens; only kind='sft' may")
+    weights = row_weights(rows, options.aggregation, options.context_weight, options.constant_tokens, part.units)
+    faults = leave_out(rows, weights) if kind != "sft" and options.provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
-    chosen = sorted(
+    weighted_rows = sorted(
         (
-            i
-            for i, weight in enumerate(weights)
-            if weight.any() and (trained is None or rows[i].key.rollout_id in trained)
+            _WeightedRow(row, weight_T)
+            for row, weight_T in zip(rows, weights, strict=True)
+            if weight_T.any() and (trained is None or row.key.rollout_id in trained)
         ),
-        key=lambda i: (-len(rows[i].token_ids), rows[i].key),
+        key=lambda weighted: (-len(weighted.row.token_ids), weighted.row.key),
     )
     if kind != "sft":
-        check_temperature((rows[i] for i in chosen), temperature)
-    groups = divide([rows[i].token_ids for i in chosen], shares, tokens_per_micro, share_prefixes=share_prefixes)
-    micro = [_tensors([chosen[i] for i in group.rows], rows, weights, advantages, pad_id) for group in groups]
-    for batch, group in zip(micro, groups, strict=True):
-        batch.shares_prefixes = group.shares_prefixes
-        batch.learner_logprobs_L = _values(batch, learner_logprobs)
-        batch.correction_L = _values(batch, correction)
-        batch.experts_L = packed_experts([rows[chosen[i]].experts for i in group.rows], batch.row_L)
-        batch.values_L, batch.returns_L = _values(batch, values), _values(batch, returns)
-        batch.sources = tuple(sources.index(source_of(key.prompt_id)) for key in batch.keys) if sources else ()
-    sizes = _number_sequences(micro)
-    parts = Counter(number for batch in micro for number in {*batch.sequences})
-    computed = sum(group.computed_tokens for group in groups)
-    metrics = (
-        _metrics(rows, chosen, micro, computed)
-        | routing_metrics(micro)
-        | ({"train/provenance_faults": float(left_out)} if kind == "rl" else {})
+        check_temperature((weighted.row for weighted in weighted_rows), options.temperature)
+    divisions = divide(
+        [weighted.row.token_ids for weighted in weighted_rows],
+        options.data_parallel_size,
+        options.tokens_per_micro,
+        share_prefixes=options.share_prefixes,
     )
-    divided = any(count > 1 for count in parts.values())
-    by_share = tuple(tuple(micro[share::shares]) for share in range(shares))
+    sequences = _SequenceNumbers()
+    micro = [
+        _micro_batch([weighted_rows[index] for index in division.rows], division, options, signals, sequences)
+        for division in divisions
+    ]
+    metrics = _metrics([weighted.row for weighted in weighted_rows], micro, divisions) | routing_metrics(micro)
+    if kind == "rl":
+        metrics["train/provenance_faults"] = float(faults)
+    ranks = options.data_parallel_size
     return GlobalBatch(
-        by_share, kind, temperature, lr_scale, sizes, divided, metrics, policy, completes, gradient_scale
+        micro=tuple(tuple(micro[rank::ranks]) for rank in range(ranks)),
+        kind=kind,
+        temperature=options.temperature,
+        lr_scale=lr_scale,
+        sequence_sizes=sequences.sizes(),
+        divided_sequences=sequences.are_divided(),
+        metrics=metrics,
+        policy=policy,
+        completes=part.completes,
+        gradient_scale=part.gradient_scale,
     )
 
 
-def _tensors(
-    group: Sequence[int],
-    rows: Sequence[Row],
-    weights: Sequence[NDArray[np.float32]],
-    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float] | None,
-    pad_id: int,
+@dataclass(frozen=True, slots=True)
+class _WeightedRow:
+    row: Row
+    weight_T: NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class _SequenceNumbers:
+    """Numbers of the sequences of a batch, in the order in which they are packed, and their trained tokens."""
+
+    numbers: dict[SequenceKey, int] = field(default_factory=dict)
+    trained_tokens: Counter[int] = field(default_factory=Counter)
+    micro_batches: Counter[int] = field(default_factory=Counter)
+
+    def add(self, rows: Sequence[_WeightedRow]) -> tuple[int, ...]:
+        """Add the rows of a micro-batch, and return the number of each row's sequence."""
+        numbers = tuple(self.numbers.setdefault(sequence_key(weighted.row.key), len(self.numbers)) for weighted in rows)
+        for number, weighted in zip(numbers, rows, strict=True):
+            self.trained_tokens[number] += int((weighted.weight_T > 0).sum())
+        self.micro_batches.update({*numbers})
+        return numbers
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return how many trained tokens each sequence has."""
+        return tuple(self.trained_tokens[number] for number in range(len(self.numbers)))
+
+    def are_divided(self) -> bool:
+        """Return whether a sequence has rows in several micro-batches."""
+        return any(count > 1 for count in self.micro_batches.values())
+
+
+def _micro_batch(
+    rows: Sequence[_WeightedRow],
+    division: Division,
+    options: PackOptions,
+    signals: RowSignals,
+    sequences: _SequenceNumbers,
 ) -> MicroBatch:
-    """Return the tensors of the rows of a micro-batch; without rows it is padding only."""
-    used = sum(len(rows[i].token_ids) for i in group)
-    length = -(-max(used, 1) // MULTIPLE) * MULTIPLE
-    token_ids, positions = np.full(length, pad_id, np.int64), np.zeros(length, np.int64)
-    row, versions, requests = (np.full(length, -1, np.int32) for _ in range(3))
+    """Return rows as tensors; without rows they are padding only."""
+    ends = np.cumsum([0, *(len(weighted.row.token_ids) for weighted in rows)])
+    length = -(-max(int(ends[-1]), 1) // MULTIPLE) * MULTIPLE
+    slices = [slice(int(start), int(end)) for start, end in itertools.pairwise(ends)]
+    token_ids, positions = np.full(length, options.pad_id, np.int64), np.zeros(length, np.int64)
+    row_L, versions, requests = (np.full(length, -1, np.int32) for _ in range(3))
     provenance = np.zeros(length, np.uint8)
-    weight, advantage, logprobs = (np.zeros(length, np.float32) for _ in range(3))
-    start = 0
-    for number, index in enumerate(group):
-        source = rows[index]
-        here = slice(start, start + len(source.token_ids))
-        start = here.stop
-        token_ids[here] = source.token_ids
-        positions[here] = np.arange(len(source.token_ids))
-        row[here] = number
-        provenance[here] = source.provenance
-        versions[here] = source.versions
-        requests[here] = source.requests
-        logprobs[here] = source.logprobs
-        weight[here] = weights[index]
-        if advantages is not None:
-            advantage[here] = _advantage(advantages, source.key)
-    positions[start:] = np.arange(length - start)
+    weight, logprobs = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    for number, (tokens, weighted) in enumerate(zip(slices, rows, strict=True)):
+        row = weighted.row
+        token_ids[tokens] = row.token_ids
+        positions[tokens] = np.arange(len(row.token_ids))
+        row_L[tokens] = number
+        provenance[tokens] = row.provenance
+        versions[tokens] = row.versions
+        requests[tokens] = row.requests
+        logprobs[tokens] = row.logprobs
+        weight[tokens] = weighted.weight_T
+    positions[ends[-1] :] = np.arange(length - ends[-1])
     mask = weight > 0
+
+    def signal(values: RowValues) -> NDArray[np.float32]:
+        packed_L = np.zeros(length, np.float32)
+        for tokens, weighted in zip(slices, rows, strict=True):
+            packed_L[tokens] = values[weighted.row.key]
+        return packed_L
+
+    def optional(values: RowValues | None) -> torch.Tensor | None:
+        return None if values is None else torch.from_numpy(signal(values))
+
+    advantages = np.zeros(length, np.float32) if signals.advantages is None else signal(signals.advantages)
+    keys = tuple(weighted.row.key for weighted in rows)
+    row_index = torch.from_numpy(row_L)
     return MicroBatch(
         token_ids_L=torch.from_numpy(token_ids),
         position_ids_L=torch.from_numpy(positions),
-        row_L=torch.from_numpy(row),
+        row_L=row_index,
         mask_L=torch.from_numpy(mask),
         weight_L=torch.from_numpy(weight),
-        advantages_L=torch.from_numpy(advantage * mask),
+        advantages_L=torch.from_numpy(advantages * mask),
         logprobs_L=torch.from_numpy(logprobs),
         provenance_L=torch.from_numpy(provenance),
         versions_L=torch.from_numpy(versions),
         requests_L=torch.from_numpy(requests),
-        keys=tuple(rows[index].key for index in group),
+        keys=keys,
+        sequences=sequences.add(rows),
+        sources=tuple(options.sources.index(source_of(key.prompt_id)) for key in keys) if options.sources else (),
+        shares_prefixes=division.shares_prefixes,
+        learner_logprobs_L=optional(signals.learner_logprobs),
+        correction_L=optional(signals.correction),
+        values_L=optional(signals.values),
+        returns_L=optional(signals.returns),
+        experts_L=packed_experts([weighted.row.experts for weighted in rows], row_index),
     )
 
 
-def _values(batch: MicroBatch, values: Mapping[RowKey, NDArray[np.float32]] | None) -> torch.Tensor | None:
-    """Return ``[L]`` float32 values of the packed rows, 0 in padding."""
-    if values is None:
-        return None
-    found_L = torch.zeros(batch.row_L.shape)
-    for number, key in enumerate(batch.keys):
-        found_L[batch.row_L == number] = torch.from_numpy(np.asarray(values[key], np.float32))
-    return found_L
-
-
-def _number_sequences(micro: Sequence[MicroBatch]) -> tuple[int, ...]:
-    """Number the sequences of all rows, and return how many trained tokens each has."""
-    numbers: dict[SequenceKey, int] = {}
-    sizes: Counter[int] = Counter()
-    for batch in micro:
-        batch.sequences = tuple(numbers.setdefault(sequence_key(key), len(numbers)) for key in batch.keys)
-        for row, number in enumerate(batch.sequences):
-            sizes[number] += int((batch.mask_L & (batch.row_L == row)).sum())
-    return tuple(sizes[number] for number in range(len(numbers)))
-
-
-def _advantage(
-    advantages: Mapping[RowKey, float | NDArray[np.float32]] | Mapping[str, float], key: RowKey
-) -> float | NDArray[np.float32]:
-    found: Mapping[RowKey | str, float | NDArray[np.float32]] = advantages  # type: ignore[assignment]
-    return found[key] if key in found else found[key.rollout_id]
-
-
-def _metrics(
-    rows: Sequence[Row], chosen: Sequence[int], micro: Sequence[MicroBatch], computed: int
-) -> dict[str, float]:
-    tokens = sum(len(rows[i].token_ids) for i in chosen)
+def _metrics(rows: Sequence[Row], micro: Sequence[MicroBatch], divisions: Sequence[Division]) -> dict[str, float]:
+    tokens = sum(len(row.token_ids) for row in rows)
     padded = sum(batch.token_ids_L.numel() for batch in micro)
+    computed = sum(division.computed_tokens for division in divisions)
     return {
-        "batch/rows": float(len(chosen)),
+        "batch/rows": float(len(rows)),
         "batch/tokens": float(tokens),
         "batch/trained_tokens": float(sum(int(batch.mask_L.sum()) for batch in micro)),
         "batch/padding_share": 1 - tokens / padded,

@@ -12,6 +12,8 @@ from agentrl.core.types import Rollout, Row, RowKey
 
 SequenceKey = tuple[str, str]
 """``rollout_id`` and ``agent_id``."""
+RowValues = Mapping[RowKey, NDArray[np.float32]]
+"""By row: ``[T]``, a value of each token; values at unmasked tokens are ignored."""
 
 
 def sequence_key(key: RowKey) -> SequenceKey:
@@ -48,24 +50,24 @@ class SampledSequence:
                     turns.append(turn)
         return np.array(turns, np.int64)
 
-    def gather(self, values: Mapping[RowKey, NDArray[np.float32]]) -> NDArray[np.float64]:
+    def gather(self, values: RowValues) -> NDArray[np.float64]:
         """Return ``[S]`` values of the sequence's tokens; rows without values have zeros."""
-        parts = [
+        values_by_row = [
             np.asarray(values[row.key] if row.key in values else np.zeros(len(row.mask)), np.float64)[_trained(row)]
             for row in self.rows
         ]
-        return np.concatenate(parts) if parts else np.zeros(0)
+        return np.concatenate(values_by_row) if values_by_row else np.zeros(0)
 
     def scatter(self, values_S: NDArray[np.float64]) -> dict[RowKey, NDArray[np.float32]]:
         """Return ``[S]`` values as ``[T]`` values of each row, 0 at tokens that are not trained."""
-        found, start = {}, 0
+        values_by_row, start = {}, 0
         for row in self.rows:
             trained = _trained(row)
-            values = np.zeros(len(trained), np.float32)
-            values[trained] = values_S[start : start + int(trained.sum())]
+            values_T = np.zeros(len(trained), np.float32)
+            values_T[trained] = values_S[start : start + int(trained.sum())]
             start += int(trained.sum())
-            found[row.key] = values
-        return found
+            values_by_row[row.key] = values_T
+        return values_by_row
 
 
 def _trained(row: Row) -> NDArray[np.bool_]:
@@ -82,7 +84,10 @@ def sampled_sequences(rollout: Rollout) -> list[SampledSequence]:
 
 def sequences_of(rows: Iterable[Row]) -> list[SampledSequence]:
     """Return the sequences of any rows, in the order in which they first occur."""
-    found: dict[SequenceKey, list[Row]] = {}
+    rows_by_sequence: dict[SequenceKey, list[Row]] = {}
     for row in rows:
-        found.setdefault(sequence_key(row.key), []).append(row)
-    return [SampledSequence(tuple(sorted(of_one, key=lambda row: row.key.row))) for of_one in found.values()]
+        rows_by_sequence.setdefault(sequence_key(row.key), []).append(row)
+    return [
+        SampledSequence(tuple(sorted(sequence_rows, key=lambda row: row.key.row)))
+        for sequence_rows in rows_by_sequence.values()
+    ]

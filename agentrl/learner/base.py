@@ -171,7 +171,7 @@ class LearnerBackend(ABC):
 
     @property
     @abstractmethod
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of shares of a batch: the learner's ranks, over those that compute a share together."""
 
     @abstractmethod

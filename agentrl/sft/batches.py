@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.utils.data import DataLoader
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.schema import Config
 from agentrl.core.child_process import init_worker_process
 from agentrl.learner.registry import make_backend
@@ -47,13 +47,11 @@ class Packer:
         return pickle.dumps([self._pack(step) for step in steps])
 
     def _pack(self, step: Demonstrated) -> GlobalBatch:
-        batch = pack(
-            step.rows,
-            shares=make_backend(self.config.learner).shares,
+        options = PackOptions(
             tokens_per_micro=self.config.batch.tokens_per_micro,
+            data_parallel_size=make_backend(self.config.learner).data_parallel_size,
             pad_id=self.pad_id,
-            kind="sft",
             context_weight=self.config.sft.context_weight,
         )
-        batch.metrics["sft/reward"] = step.reward
-        return batch
+        batch = pack(step.rows, options, kind="sft")
+        return replace(batch, metrics={**batch.metrics, "sft/reward": step.reward})

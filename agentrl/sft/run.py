@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.batch.lr_schedule import lr_scale
@@ -90,8 +90,8 @@ def _train(
             share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
             if share >= 1 or interrupted.is_set():
                 break
-            batch.lr_scale = lr_scale(config.learner.optimizer, share, config.sft.steps, "linear")
-            step_metrics = batch.metrics | learner.train_step(batch)
+            scale = lr_scale(config.learner.optimizer, share, config.sft.steps, "linear")
+            step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
             step += 1
             spent = time.perf_counter() - start
             step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}

@@ -4,56 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.algo.estimate import RowAdvantages
-from agentrl.batch.groups import group_rollouts
+from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.config.schema import Config
+from agentrl.batch.packing import StepPart
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.registry import make_backend
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.optimizer_steps import (
-    OptimizerStep,
-    StepScores,
-    needs_scores,
-    optimizer_steps,
-    score_rollouts,
-    step_advantages,
-    step_batch,
-)
 from agentrl.train.step_metrics import merge_metrics
+from agentrl.train.step_scores import StepScores, score_rollouts
+from agentrl.train.step_settings import StepSettings
+from agentrl.train.training_step import OptimizerStep, TrainingStep
 
 _TRAINED = "batch/trained_tokens"
 
 
 @dataclass(slots=True)
 class EarlyGroups:
-    """Adds up the gradient of groups as they come. The batch of the others completes the optimizer step.
+    """Adds up the gradient of groups as they finish. The batch of the remaining groups completes the optimizer step.
 
     How many tokens, sequences or rollouts share the loss is known only when the batch is full: until then weights are not
     divided by it, and the whole gradient is scaled at the end.
     """
 
-    config: Config
+    settings: StepSettings
+    estimators: RunEstimators
     learner: LearnerGroup
     step: int
-    """Finished training steps."""
-    pad_id: int
+    """Training steps that were finished before."""
     scores: StepScores = field(default_factory=StepScores)
     """Of the rollouts that were computed."""
     _waiting: list[Rollout] = field(default_factory=list)
-    """Rollouts that are too few for a micro-batch of each share."""
+    """Rollouts that are too few for a micro-batch of each rank."""
     _computed: set[str] = field(default_factory=set)
-    """Ids of the others."""
-    _parts: list[dict[str, float]] = field(default_factory=list)
-    """Metrics of their batches."""
+    """Ids of the rollouts that were computed."""
+    _batch_metrics: list[Mapping[str, float]] = field(default_factory=list)
+    """Of their batches."""
     _seconds: float = 0.0
-    _share: float = 0.0
+    _token_share: float = 0.0
 
     async def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add finished groups of the step, and compute the gradient of all that wait if they fill micro-batches.
@@ -63,56 +55,46 @@ class EarlyGroups:
 
         """
         self._waiting += rollouts
-        tokens = sum(len(row.token_ids) for one in self._waiting for row in one.rows)
-        if tokens >= self.config.batch.tokens_per_micro * make_backend(self.config.learner).shares:
-            some, self._waiting = self._waiting, []
+        tokens = sum(len(row.token_ids) for rollout in self._waiting for row in rollout.rows)
+        packing = self.settings.packing
+        if tokens >= packing.tokens_per_micro * packing.data_parallel_size:
+            ready, self._waiting = self._waiting, []
             with waiting(PHASE, f"step {self.step + 1}", "train"):
-                await asyncio.to_thread(self._compute, some)
+                await asyncio.to_thread(self._compute, ready)
 
     def _compute(self, rollouts: Sequence[Rollout]) -> None:
-        start, groups = time.perf_counter(), group_rollouts(rollouts)
-        if needs_scores(self.config) and groups.rollouts_N:
-            scores = score_rollouts(self.config, groups, self.learner, None, self.pad_id)
-            self.scores = self.scores.joined(scores)
-        advantages = step_advantages(self.config, groups, self.scores)
-        for part in optimizer_steps(self.config, groups, advantages):
-            batch = step_batch(
-                self.config, self.step, part, advantages, self.scores, self.pad_id, units=1, completes=False
-            )
+        start, early_step = time.perf_counter(), TrainingStep(self.settings, self.estimators, self.step, rollouts)
+        if self.settings.needs_scores and early_step.groups.rollouts_N:
+            self.scores = self.scores.merge(score_rollouts(self.settings, early_step.groups, self.learner))
+        early_step.scores = self.scores
+        for optimizer_step in early_step.optimizer_steps():
+            batch = early_step.policy_batch(optimizer_step, StepPart(units=1, completes=False))
             if self.learner.train_step(batch):
                 raise LearnerError(
                     "the learner took an optimizer step for a part of a batch: it ignores `GlobalBatch.completes`; set "
                     "async.streaming=false"
                 )
-            self._parts.append(batch.metrics)
-        self._computed.update(one.rollout_id for one in rollouts)
+            self._batch_metrics.append(batch.metrics)
+        self._computed.update(rollout.rollout_id for rollout in rollouts)
         self._seconds += time.perf_counter() - start
 
-    def others(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def remaining(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts that were not computed."""
-        return [one for one in rollouts if one.rollout_id not in self._computed]
+        return [rollout for rollout in rollouts if rollout.rollout_id not in self._computed]
 
-    def last_batch(self, part: OptimizerStep, advantages: RowAdvantages, scores: StepScores) -> GlobalBatch:
-        """Return the batch that completes the optimizer step, with the rows that were not computed.
-
-        Args:
-            part: the whole optimizer step.
-            advantages: of all rows.
-            scores: of all rows.
-
-        """
-        left = replace(part, rows=[row for row in part.rows if row.key.rollout_id not in self._computed])
-        units = count_units(part.rows, self.config.batch.aggregation)
-        batch = step_batch(
-            self.config, self.step, left, advantages, scores, self.pad_id, units=1, gradient_scale=1 / units
+    def last_batch(self, training_step: TrainingStep, optimizer_step: OptimizerStep) -> GlobalBatch:
+        """Return the batch that completes an optimizer step, with the rows that were not computed."""
+        remaining_rows = [row for row in optimizer_step.rows if row.key.rollout_id not in self._computed]
+        units = count_units(optimizer_step.rows, self.settings.packing.aggregation)
+        batch = training_step.policy_batch(
+            replace(optimizer_step, rows=remaining_rows), StepPart(units=1, gradient_scale=1 / units)
         )
-        early = sum(one[_TRAINED] for one in self._parts)
-        merged = merge_metrics([*self._parts, batch.metrics])
-        del merged["train/optimizer_steps"]
-        self._share = early / max(1.0, merged[_TRAINED])
-        batch.metrics = merged
-        return batch
+        early_tokens = sum(metrics[_TRAINED] for metrics in self._batch_metrics)
+        metrics = merge_metrics([*self._batch_metrics, batch.metrics])
+        del metrics["train/optimizer_steps"]
+        self._token_share = early_tokens / max(1.0, metrics[_TRAINED])
+        return replace(batch, metrics=metrics)
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the trained tokens that were computed early, and the seconds that this took."""
-        return {"async/early_share": self._share, "time/early_s": self._seconds}
+        return {"async/early_share": self._token_share, "time/early_s": self._seconds}

@@ -23,8 +23,8 @@ from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.evaluator import Evaluator
-from agentrl.train.optimizer_steps import compares_groups
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
+from agentrl.train.training_step import compares_groups
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agentrl.algo.estimate import RunEstimators
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
@@ -23,11 +24,11 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
-from agentrl.train.optimizer_steps import baselines_from_state, with_possible_sharing
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.rollout_sources import open_replay, open_sampling
 from agentrl.train.run_monitor import open_monitor
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
+from agentrl.train.step_settings import StepSettings, pack_options
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
 from agentrl.train.warm_start import initial_policy
@@ -64,14 +65,17 @@ class TrainingRun:
                 teachers = await open_teachers(config, self.model, folder / "logs", exits)
                 source, learner, critic = await self._open(interrupt, exits)
             models = (learner,) if critic is None else (learner, critic)
-            config = await asyncio.to_thread(with_possible_sharing, config, *models)
+            packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
+            estimators = RunEstimators(config.algo.by_source)
+            estimators.load_state(self.state["estimators"])
             view.total = source.steps
             resume_after = step if self.resumed else None
             metrics = open_metrics(config, folder, view.note, resume_after, monitor.trackers)
             trainer = Trainer(
-                config=config,
+                settings=StepSettings(config, packing),
                 source=source,
                 learner=learner,
+                estimators=estimators,
                 critic=critic,
                 checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, began_with=self.checkpoint),
                 metrics=exits.enter_context(metrics),
@@ -82,7 +86,6 @@ class TrainingRun:
                 spent_s=self.state["spent_s"],
                 evaluated=self.state["evaluated"],
                 score=self.state.get("score"),
-                baselines=baselines_from_state(self.state["baselines"]),
                 saved=step if self.checkpoint else -1,
                 monitor=monitor.metrics,
             )
@@ -184,7 +187,7 @@ def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, r
 def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
     """Return the trainer's state in a checkpoint, or that of a new run."""
     if checkpoint is None:
-        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "baselines": {}, "source": {}}
+        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "estimators": {}, "source": {}}
     state = read_state(checkpoint)
     if state["seed"] != config.run.seed:
         raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from agentrl.algo.estimate import RowAdvantages
+import numpy as np
+
 from agentrl.batch.groups import RolloutGroups, group_rollouts
+from agentrl.batch.sequences import RowValues, sequences_of
 from agentrl.core.task import source_of
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import mean
 from agentrl.evaluation.metrics import rollout_means
-from agentrl.train.optimizer_steps import live_share
 
 COUNTS = {
     "batch/rows",
@@ -22,6 +23,8 @@ COUNTS = {
     "train/nonfinite_gradients",
 }
 """Metrics of an optimizer step that are summed over the optimizer steps of a training step."""
+_VALUE_METRICS = ("loss", "mean", "clip_fraction", "grad_norm", "lr", "nonfinite_gradients")
+"""Metrics of the critic's optimizer steps that are logged, as ``train/value_…``."""
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_s: float | None) -> dict[str, float]:
@@ -77,19 +80,52 @@ def policy_metrics(policies: Sequence[str], steps: Sequence[Mapping[str, float]]
     return metrics
 
 
-def source_metrics(
-    sources: Collection[str], rollouts: Sequence[Rollout], groups: RolloutGroups, advantages: RowAdvantages
-) -> dict[str, float]:
+def source_metrics(sources: Collection[str], rollouts: Sequence[Rollout], advantages: RowValues) -> dict[str, float]:
     """Return the metrics of each source of a mixed run that has rollouts in the step, such as ``train/NAME/reward``."""
     metrics: dict[str, float] = {}
-    for name in sources:
-        some = [rollout for rollout in rollouts if source_of(rollout.prompt_id) == name]
-        part = group_rollouts(some)
-        own = {key: values for key, values in advantages.items() if source_of(key.prompt_id) == name}
-        found = rollout_metrics(some, part, None) | {"batch/live_share": live_share(part, own)} if some else {}
-        for key, value in found.items():
-            section, _, rest = key.partition("/")
-            metrics[f"{section}/{name}/{rest}"] = value
+    for source in sources:
+        source_rollouts = [rollout for rollout in rollouts if source_of(rollout.prompt_id) == source]
+        if not source_rollouts:
+            continue
+        groups = group_rollouts(source_rollouts)
+        source_advantages = {key: values for key, values in advantages.items() if source_of(key.prompt_id) == source}
+        step_metrics = rollout_metrics(source_rollouts, groups, None)
+        step_metrics["batch/live_share"] = live_share(groups, source_advantages)
+        for key, value in step_metrics.items():
+            section, _, name = key.partition("/")
+            metrics[f"{section}/{source}/{name}"] = value
+    return metrics
+
+
+def live_share(groups: RolloutGroups, advantages: RowValues) -> float:
+    """Return the share of the step's sampled tokens that have an advantage."""
+    sampled = sum(sequence.size for sequence in sequences_of(groups.rows))
+    return sum(int((advantages_T != 0).sum()) for advantages_T in advantages.values()) / max(1, sampled)
+
+
+def value_metrics(
+    optimizer_steps: Sequence[Mapping[str, float]], groups: RolloutGroups, values: RowValues, returns: RowValues
+) -> dict[str, float]:
+    """Return the critic's metrics of a training step.
+
+    The explained variance is ``1 - Var(R - V) / Var(R)`` over all trained tokens; it is left out if all returns are equal.
+
+    Args:
+        optimizer_steps: metrics of the critic's optimizer steps.
+        groups: rollouts of the step.
+        values: of the critic before its first optimizer step.
+        returns: that it learns to predict.
+
+    """
+    merged = merge_metrics(optimizer_steps)
+    metrics = {f"train/value_{name}": merged[f"train/{name}"] for name in _VALUE_METRICS if f"train/{name}" in merged}
+    sequences = sequences_of(row for row in groups.rows if row.key in returns)
+    returns_S, values_S = (
+        np.concatenate([np.zeros(0), *(sequence.gather(signal) for sequence in sequences)])
+        for signal in (returns, values)
+    )
+    if len(returns_S) and np.ptp(returns_S):
+        metrics["train/value_explained_variance"] = float(1 - np.var(returns_S - values_S) / np.var(returns_S))
     return metrics
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.batch.groups import RolloutGroups
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.algo import DistillationConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, RunStopped
@@ -24,7 +24,6 @@ from agentrl.models.load import load_tokenizer, read_vocab_size
 from agentrl.models.reference_policy import check_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
-from agentrl.train.optimizer_steps import packing_options, with_possible_sharing
 from agentrl.train.privileged import PrivilegedRows, load_context
 
 KEY = "algo.distillation.teachers"
@@ -64,7 +63,7 @@ class Teachers:
         """Whether the learner scores for a teacher."""
         return any(one.policy is not None for one in self._teachers.values())
 
-    async def score(self, groups: RolloutGroups, learner: LearnerGroup, pad_id: int) -> dict[str, Scores]:
+    async def score(self, groups: RolloutGroups, learner: LearnerGroup, packing: PackOptions) -> dict[str, Scores]:
         """Return the log-probabilities of each teacher, of the rows of the rollouts that it scores.
 
         Servers give them at temperature 1, the learner at that of sampling.
@@ -86,15 +85,15 @@ class Teachers:
             if teacher.client is not None:
                 scored = await _score_at_server(teacher, teacher.client, rows)
             else:
-                scored = await asyncio.to_thread(self._score_by_learner, teacher, rows, learner, pad_id)
+                scored = await asyncio.to_thread(self._score_by_learner, teacher, rows, learner, packing)
             found[name] = {key: _shortened(values, longer[key]) for key, values in scored.items()}
         return found
 
-    def _score_by_learner(self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, pad_id: int) -> Scores:
+    def _score_by_learner(
+        self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, packing: PackOptions
+    ) -> Scores:
         assert teacher.policy is not None
-        config = with_possible_sharing(self._config, learner)
-        batch = pack(rows, **packing_options(config, pad_id))
-        scored = learner.logprobs(batch, teacher.policy)
+        scored = learner.logprobs(pack(rows, packing), teacher.policy)
         return {key: np.asarray(values, np.float32) for key, values in scored.items()}
 
 

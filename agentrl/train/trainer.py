@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
-from agentrl.algo.estimate import mean_advantages
-from agentrl.batch.groups import RolloutGroups, group_rollouts
-from agentrl.config.schema import Config
+from agentrl.algo.estimate import RunEstimators, mean_advantages
+from agentrl.batch.groups import group_rollouts
 from agentrl.core.errors import AgentrlError
 from agentrl.core.types import Rollout
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -19,28 +18,14 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.critic import returns_of, value_batches, value_metrics, warming_up
 from agentrl.train.early_groups import EarlyGroups
 from agentrl.train.evaluations import Evaluations
-from agentrl.train.optimizer_steps import (
-    Baselines,
-    StepScores,
-    baseline_metrics,
-    critic_lr_scale,
-    distillation_metrics,
-    live_share,
-    needs_scores,
-    nothing_trained,
-    optimizer_steps,
-    score_rollouts,
-    step_advantages,
-    step_baselines,
-    step_batch,
-    step_correction,
-)
-from agentrl.train.rollout_source import RolloutSource, TaskPosition
-from agentrl.train.step_metrics import merge_metrics, policy_metrics, rollout_metrics, source_metrics
+from agentrl.train.rollout_source import RolloutSource, StepRollouts, TaskPosition
+from agentrl.train.step_metrics import merge_metrics, policy_metrics
+from agentrl.train.step_scores import StepScores, score_rollouts
+from agentrl.train.step_settings import StepSettings
 from agentrl.train.teachers import Teachers
+from agentrl.train.training_step import TrainingStep
 
 NONFINITE = {
     f"train/{prefix}nonfinite_gradients": f"{whose} gradient is not finite, so the optimizer step was skipped; a smaller {key} "
@@ -62,9 +47,10 @@ UNCHANGED = (
 class Trainer:
     """The state and the loop of one training run; built by `agentrl.train.run`."""
 
-    config: Config
+    settings: StepSettings
     source: RolloutSource
     learner: LearnerGroup
+    estimators: RunEstimators
     checkpoints: Checkpoints
     metrics: MetricsLog
     view: ProgressView
@@ -87,16 +73,14 @@ class Trainer:
     evaluations: Evaluations = field(init=False)
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
-    baselines: Baselines = field(default_factory=dict)
-    """The baselines of ``rae`` for the next step."""
     _ahead: int = field(default=0, init=False)
     """Optimizer steps that learner and critic have taken in the unfinished training step."""
     _warned: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self, evaluated: int, score: float | None) -> None:
-        """Go on with the evaluations of the run."""
+        """Resume the evaluations of the run."""
         self.evaluations = Evaluations(
-            self.config, self.source, self.checkpoints, self.metrics, self.view, evaluated, score
+            self.settings.config, self.source, self.checkpoints, self.metrics, self.view, evaluated, score
         )
 
     async def run(self) -> None:
@@ -111,7 +95,7 @@ class Trainer:
         await self._finish_save()
 
     async def _loop(self) -> None:
-        plan = self.config.train
+        save_every = self.settings.config.train.save_every
         await self._sync_weights(Stopwatch())
         enough = await self.evaluations.after(
             self.step, last=self._finished()
@@ -120,108 +104,125 @@ class Trainer:
             await self._step()
             self.checkpoints.check()
             enough = await self.evaluations.after(self.step, last=self._finished())
-            if (plan.save_every and self.step % plan.save_every == 0) or await self._may_be_best():
+            if (save_every and self.step % save_every == 0) or await self._may_be_best():
                 await self._save()
 
     async def _step(self) -> None:
         """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
-        watch, start, name = Stopwatch(), time.perf_counter(), f"step {self.step + 1}"
-        self.view.phase("rollout")
-        early = self._early_groups()
-        with watch("rollout"), waiting(PHASE, name, "rollout"):
-            given = await self.source.get_rollouts(self.step + 1, self.position, early.add if early else None)
-        rollouts = given.rollouts
-        self._show_best(rollouts)
-
-        self.view.phase("learn")
-        groups = group_rollouts(rollouts)
-        scores = await self._score(groups if early is None else group_rollouts(early.others(rollouts)), watch)
-        scores = scores if early is None else early.scores.joined(scores)
-        advantages = step_advantages(self.config, groups, scores, self.baselines)
-        correction = step_correction(self.config, groups, scores)
-        batches = [
-            step_batch(self.config, self.step, part, advantages, scores, self.source.pad_token_id, correction)
-            if early is None
-            else early.last_batch(part, advantages, scores)
-            for part in optimizer_steps(self.config, groups, advantages)
-            if not warming_up(self.config, self.step)
-        ]
-        learned: list[Mapping[str, float]] = []
-        values: dict[str, float] = {}
-        if batches or scores.values:
-            await self.source.release_gpus_for_training(self.learner, watch)
-            with watch("train"), waiting(PHASE, name, "train"):
-                values = await self._train_critic(groups, scores)
-                for batch in batches:
-                    learned.append(batch.metrics | await asyncio.to_thread(self.learner.train_step, batch))
-                    self._ahead += 1
-        self.step, self.position, self._ahead = self.step + 1, given.position, 0
-        self.baselines = step_baselines(self.config, groups, scores, self.baselines)
-        if self.config.algo.reference_steps and self.step % self.config.algo.reference_steps == 0:
-            await self.source.release_gpus_for_training(self.learner, watch)
-            await asyncio.to_thread(self.learner.update_reference)
-        await self.source.on_step_trained(self.step, mean_advantages(advantages))
+        watch, start = Stopwatch(), time.perf_counter()
+        early = EarlyGroups(self.settings, self.estimators, self.learner, self.step) if self._streams else None
+        batch = await self._sample(early, watch)
+        training_step = TrainingStep(self.settings, self.estimators, self.step, batch.rollouts)
+        training_step.scores = await self._score(training_step, early, watch)
+        metrics = await self._train(training_step, early, watch)
+        self.step, self.position, self._ahead = self.step + 1, batch.position, 0
+        self.estimators.update(training_step.advantage_inputs())
+        await self._update_reference(watch)
+        await self.source.on_step_trained(self.step, mean_advantages(training_step.advantages))
         try:
             await self._sync_weights(watch)
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
-            self.spent_s += time.perf_counter() - start
-            times = watch.metrics() | {"time/step_s": time.perf_counter() - start}
-            sampled_s = times["time/rollout_s"] if self.source.samples and given.sampled else None
-            row = rollout_metrics(rollouts, groups, sampled_s) | self.source.metrics()
-            row |= {"batch/live_share": live_share(groups, advantages)} | values
-            row |= source_metrics(self.config.sources, rollouts, groups, advantages)
-            row |= distillation_metrics(self.config, groups, scores) | baseline_metrics(self.baselines)
-            row |= {} if early is None else early.metrics()
-            row |= merge_metrics(learned) if learned else {} if values else {"train/skipped": 1.0}
-            row |= policy_metrics([batch.policy for batch in batches], learned)
-            self._log(row | times | self.monitor() | {"train/version": float(self.step)}, rollouts, groups)
+            seconds = time.perf_counter() - start
+            self.spent_s += seconds
+            times = watch.metrics() | {"time/step_s": seconds}
+            self._log(training_step, metrics | self._step_metrics(training_step, batch, early, times) | times)
 
-    def _early_groups(self) -> EarlyGroups | None:
-        """Return what trains groups before the batch of the step is full, with ``async.streaming``."""
-        if not self.config.asynchronous.streaming:
-            return None
-        return EarlyGroups(self.config, self.learner, self.step, self.source.pad_token_id)
+    @property
+    def _streams(self) -> bool:
+        return self.settings.config.asynchronous.streaming
 
-    async def _train_critic(self, groups: RolloutGroups, scores: StepScores) -> dict[str, float]:
-        """Take the critic's optimizer steps on the rollouts of a training step, and return its metrics."""
-        if self.critic is None or not scores.values:
-            return {}
-        learned, returns = [], returns_of(self.config, groups, scores)
-        batches = value_batches(self.config, groups, scores, returns, self.source.pad_token_id)
-        for index, batch in enumerate(batches):
-            batch.lr_scale = critic_lr_scale(self.config, self.step, index)
-            learned.append(await asyncio.to_thread(self.critic.train_step, batch))
-            self._ahead += 1
-        return value_metrics(learned, groups, scores, returns)
+    async def _sample(self, early: EarlyGroups | None, watch: Stopwatch) -> StepRollouts:
+        """Return the rollouts of the step; ``early`` computes groups while others are sampled."""
+        self.view.phase("rollout")
+        with watch("rollout"), waiting(PHASE, f"step {self.step + 1}", "rollout"):
+            batch = await self.source.get_rollouts(self.step + 1, self.position, early.add if early else None)
+        self._show_best(batch.rollouts)
+        self.view.phase("learn")
+        return batch
 
-    def _log(self, row: Mapping[str, float], rollouts: Sequence[Rollout], groups: RolloutGroups) -> None:
-        """Log the metrics and rollouts of the step that has ended, and print warnings about them."""
-        self.metrics.write(self.step, row)
-        self.view.step(self.step, row, self._seconds_left())
-        self.metrics.samples(self.step, rollouts)
-        if row.get("train/skipped"):
-            self._warn_once("skipped", f"nothing was trained: {nothing_trained(self.config, rollouts, groups)}")
-        for key, text in NONFINITE.items():
-            if row.get(key):
-                self._warn_once(key, text)
-        if row.get("sync/unchanged") and row.get("train/lr") and not row.get("train/nonfinite_gradients"):
-            self._warn_once("unchanged", UNCHANGED)
-
-    async def _score(self, groups: RolloutGroups, watch: Stopwatch) -> StepScores:
-        """Return what models say of the rollouts before the first optimizer step: the learner's, then the teachers'."""
-        scores, pad_id, name = StepScores(), self.source.pad_token_id, f"step {self.step + 1}"
-        if not groups.rollouts_N:
-            return scores
-        if needs_scores(self.config):
+    async def _score(self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch) -> StepScores:
+        """Return the scores of the rollouts before the first optimizer step: the learner's, then the teachers'."""
+        groups = training_step.groups if early is None else group_rollouts(early.remaining(training_step.rollouts))
+        scores, name = StepScores(), f"step {self.step + 1}"
+        if groups.rollouts_N and self.settings.needs_scores:
             await self.source.release_gpus_for_training(self.learner, watch)
             with watch("score"), waiting(PHASE, name, "scores"):
-                scores = await asyncio.to_thread(score_rollouts, self.config, groups, self.learner, self.critic, pad_id)
-        if self.teachers is not None:
+                scores = await asyncio.to_thread(score_rollouts, self.settings, groups, self.learner, self.critic)
+        if groups.rollouts_N and self.teachers is not None:
             if self.teachers.need_learner:
                 await self.source.release_gpus_for_training(self.learner, watch)
             with watch("teachers"), waiting(PHASE, name, "teachers"):
-                scores = replace(scores, teachers=await self.teachers.score(groups, self.learner, pad_id))
-        return scores
+                logprobs = await self.teachers.score(groups, self.learner, self.settings.packing)
+            scores = replace(scores, teachers=logprobs)
+        return scores if early is None else early.scores.merge(scores)
+
+    async def _train(
+        self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch
+    ) -> dict[str, float]:
+        """Take the optimizer steps of critic and policy, and return their metrics."""
+        batches = [
+            training_step.policy_batch(optimizer_step)
+            if early is None
+            else early.last_batch(training_step, optimizer_step)
+            for optimizer_step in training_step.optimizer_steps()
+            if not self.settings.trains_critic_alone(self.step)
+        ]
+        if not batches and not training_step.scores.values:
+            return {"train/skipped": 1.0}
+        await self.source.release_gpus_for_training(self.learner, watch)
+        trained: list[Mapping[str, float]] = []
+        with watch("train"), waiting(PHASE, f"step {self.step + 1}", "train"):
+            metrics = await self._train_critic(training_step)
+            for batch in batches:
+                trained.append({**batch.metrics, **await asyncio.to_thread(self.learner.train_step, batch)})
+                self._ahead += 1
+        if trained:
+            return metrics | merge_metrics(trained) | policy_metrics([batch.policy for batch in batches], trained)
+        return metrics or {"train/skipped": 1.0}
+
+    async def _train_critic(self, training_step: TrainingStep) -> dict[str, float]:
+        """Take the critic's optimizer steps, and return their metrics; none without a critic."""
+        if self.critic is None or not training_step.scores.values:
+            return {}
+        trained = []
+        for batch in training_step.value_batches():
+            trained.append(await asyncio.to_thread(self.critic.train_step, batch))
+            self._ahead += 1
+        return training_step.value_metrics(trained)
+
+    async def _update_reference(self, watch: Stopwatch) -> None:
+        """Copy the policy into the reference every ``algo.reference_steps`` steps."""
+        steps = self.settings.algo.reference_steps
+        if steps and self.step % steps == 0:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            await asyncio.to_thread(self.learner.update_reference)
+
+    def _step_metrics(
+        self, training_step: TrainingStep, batch: StepRollouts, early: EarlyGroups | None, times: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics of a step's rollouts, of sampling, and of the run's processes."""
+        sampled_s = times["time/rollout_s"] if self.source.samples and batch.sampled else None
+        return (
+            training_step.metrics(sampled_s)
+            | self.source.metrics()
+            | self.estimators.metrics()
+            | ({} if early is None else early.metrics())
+            | self.monitor()
+            | {"train/version": float(self.step)}
+        )
+
+    def _log(self, training_step: TrainingStep, metrics: Mapping[str, float]) -> None:
+        """Log the metrics and rollouts of the step that has ended, and print warnings about them."""
+        self.metrics.write(self.step, metrics)
+        self.view.step(self.step, metrics, self._seconds_left())
+        self.metrics.samples(self.step, training_step.rollouts)
+        if metrics.get("train/skipped"):
+            self._warn_once("skipped", f"nothing was trained: {training_step.why_untrained()}")
+        for key, text in NONFINITE.items():
+            if metrics.get(key):
+                self._warn_once(key, text)
+        if metrics.get("sync/unchanged") and metrics.get("train/lr") and not metrics.get("train/nonfinite_gradients"):
+            self._warn_once("unchanged", UNCHANGED)
 
     def _warn_once(self, about: str, text: str) -> None:
         """Print a warning about the step that has ended, unless there was one about the same."""
@@ -240,7 +241,7 @@ class Trainer:
 
     def _seconds_left(self) -> float | None:
         """Return what is left of ``train.minutes``, or None without that limit."""
-        minutes = self.config.train.minutes
+        minutes = self.settings.config.train.minutes
         return None if minutes is None else 60 * minutes - self.spent_s
 
     def _show_best(self, rollouts: Sequence[Rollout]) -> None:
@@ -256,9 +257,9 @@ class Trainer:
             "trained_ahead": self.position.ahead,
             "spent_s": self.spent_s,
             "evaluated": self.evaluations.step,
-            "seed": self.config.run.seed,
+            "seed": self.settings.config.run.seed,
             "score": self.evaluations.score_of(self.step),
-            "baselines": self.baselines,
+            "estimators": self.estimators.state(),
             "source": self.source.state(),
         }
 

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
+from tests.batches import pack_rows
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ async def sample_rows(
 def batch_of(rows: Sequence[Row]) -> GlobalBatch:
     """Return rows as one rank's batch, the first of each two better than the second."""
     advantages = {row.key.rollout_id: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
-    return pack(
+    return pack_rows(
         rows,
         advantages,
-        shares=1,
+        data_parallel_size=1,
         tokens_per_micro=16384,
         pad_id=0,
         temperature=rows[0].temperature,

@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.learner.base import Role, RowScores
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.registry import make_backend
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.unit.learner.learners import make_rows
 from tests.unit.learner.megatron.models import CP, PP, SP, TP, make_critic_model, make_model
 
@@ -92,7 +92,7 @@ def compute(rank: int, folder: str, ranks: int) -> None:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
         backend = make_backend(config)
         make, found[name] = backend.rank_class(), {}
-        for role, batch in batches(backend.shares).items():
+        for role, batch in batches(backend.data_parallel_size).items():
             learner = make(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role)
             mine = replace(batch, micro=(batch.micro[learner.share],), metrics={})
             score = learner.logprobs if role == "policy" else learner.values
@@ -114,8 +114,8 @@ def batches(shares: int) -> dict[Role, GlobalBatch]:
     )
     sizes: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0}
     return {
-        "policy": pack(rows, advantages, **sizes),
-        "critic": pack(rows, kind="value", values=values, returns=returns, **sizes),
+        "policy": pack_rows(rows, advantages, **sizes),
+        "critic": pack_rows(rows, kind="value", values=values, returns=returns, **sizes),
     }
 
 

@@ -12,7 +12,6 @@ import torch
 from engine_tiny import make_tokenizer
 from safetensors.torch import load_file, save_file
 
-from agentrl.batch.packing import pack
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import Prompt, Row, SamplingParams
 from agentrl.episode.trajectory import Trajectory
@@ -24,6 +23,7 @@ from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.load import read_routing
 from agentrl.models.random_models import Shape, write_random_model
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.gpu.conftest import OPTIONS, START_S
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +80,9 @@ async def sample(url: str, model: Path) -> list[Row]:
 
 def test_experts_of_sglang_bring_the_learner_nearer(engine: EngineProcess, model: Path, figures: list[str]) -> None:
     rows = asyncio.run(sample(engine.url, model))
-    batch = pack(rows, {row.key.rollout_id: 1.0 for row in rows}, shares=1, tokens_per_micro=8192, pad_id=0)
+    batch = pack_rows(
+        rows, {row.key.rollout_id: 1.0 for row in rows}, data_parallel_size=1, tokens_per_micro=8192, pad_id=0
+    )
     assert batch.metrics["batch/replayed_share"] > 0.99
     gaps = {}
     for replay in (False, True):

@@ -10,11 +10,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import RowKey
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.unit.learner.test_shared_prefixes import make_row
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +50,9 @@ def make_batch(*, share_prefixes: bool) -> GlobalBatch:
         ids = turns[: 100 * fork] + rng.integers(2, VOCAB, 50).tolist()
         rows.append(make_row("forks", fork, ids, range(100 * fork, len(ids))))
     advantages = {row.key: 1.0 - 0.3 * (number % 7) for number, row in enumerate(rows)}
-    return pack(rows, advantages, shares=1, tokens_per_micro=2048, pad_id=0, share_prefixes=share_prefixes)
+    return pack_rows(
+        rows, advantages, data_parallel_size=1, tokens_per_micro=2048, pad_id=0, share_prefixes=share_prefixes
+    )
 
 
 def computed(

@@ -71,7 +71,7 @@ def test_a_resumed_run_begins_with_the_state_of_the_checkpoint(resumed: Resumed)
     league = resumed.begun_with["source"]["self_play"]
     assert len(league["snapshots"]) >= 2, "one is taken before the first step"
     assert {"policy", "step_000000", "fixed:random"} <= set(league["ratings"])
-    assert resumed.begun_with["baselines"]
+    assert resumed.begun_with["estimators"]
     assert set(resumed.begun_with["random"]) == {"torch", "numpy", "python"}
 
 

@@ -19,12 +19,14 @@ import torch
 from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import estimate_advantages
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.learner import LearnerConfig, LoraConfig
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_correction
+from agentrl.train.step_scores import StepScores
+from agentrl.train.step_settings import pack_options
+from tests.batches import training_step
 from tests.integration.rank_processes import run_ranks
 from tests.integration.two_ranks import CONFIG, Cases, Found, Work, compute
 from tests.unit.algo.ragged import Ragged, make_ragged
@@ -75,12 +77,13 @@ def batch_of(
     values, noise = data.random_values(rng), data.random_values(rng, 0.3)
     learner = {row.key: row.logprobs + noise[row.key] for row in data.rows}
     advantages = estimate_advantages(config.algo, AdvantageInput(data.groups, values=values))
-    correction = step_correction(config, data.groups, StepScores(learner))
-    (step,) = optimizer_steps(config, data.groups, advantages)
-    made = pack(
-        step.rows, advantages, trained=step.trained, lr_scale=0.0, correction=correction,
-        learner_logprobs=learner if config.algo.old_logprobs == "learner" else None, **packing_options(config, 0),
-    )  # fmt: skip
+    correction = StepScores(learner).correction(config.algo.correction, data.groups)
+    training = training_step(config, data.groups)
+    training.advantages = advantages
+    (step,) = training.optimizer_steps()
+    old_logprobs = learner if config.algo.old_logprobs == "learner" else None
+    signals = RowSignals(advantages, old_logprobs, correction)
+    made = pack(step.rows, pack_options(config, 0), signals, trained=step.trained, lr_scale=0.0)
     return config.algo, made
 
 

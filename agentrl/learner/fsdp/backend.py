@@ -22,7 +22,7 @@ class FsdpBackend(LearnerBackend):
     """Every rank has a part of every weight. ``learner.context_parallel`` ranks compute a share of the batch."""
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of groups of ranks that compute a share."""
         return self.config.ranks // self.config.context_parallel
 

@@ -18,7 +18,7 @@ class MegatronBackend(LearnerBackend):
     """Ranks of tensor, pipeline and context parallelism compute a share of the batch together."""
 
     @property
-    def shares(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of data-parallel ranks."""
         return self.config.ranks // Layout.of(self.config.megatron).ranks_per_share
 

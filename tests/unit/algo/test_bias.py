@@ -22,7 +22,7 @@ from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.config.load import validate
 from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn
-from agentrl.train.optimizer_steps import StepScores, step_correction
+from agentrl.train.step_scores import StepScores
 from tests.algo_config import make_algo
 
 EPISODES = ((0,), (1, 0), (1, 1, 0), (1, 1, 1))
@@ -223,7 +223,7 @@ def stale_gradient(correction: dict[str, object], loss: str) -> torch.Tensor:
         groups = group_rollouts(sampled)
         advantages = estimate_advantages(config.algo, AdvantageInput(groups))
         learner = {row.key: _with_logprobs(one, POLICY).rows[0].logprobs for one in sampled for row in one.rows}
-        weights = step_correction(config, groups, StepScores(learner))
+        weights = StepScores(learner).correction(config.algo.correction, groups)
         logits = POLICY.clone().requires_grad_()
         for one in sampled:
             key, at = one.rows[0].key, one.rows[0].mask.astype(bool)

@@ -20,7 +20,7 @@ from agentrl.algo.correction import beyond_second_moment
 from agentrl.algo.registry import make_objective
 from agentrl.config.algo import CorrectionConfig
 from agentrl.config.load import validate
-from agentrl.train.optimizer_steps import StepScores, step_correction
+from agentrl.train.step_scores import StepScores
 from tests.unit.algo.ragged import Ragged, make_ragged
 
 Gaps = list[list[float]]
@@ -75,7 +75,7 @@ def fewest_largest(gaps: Gaps, threshold: float) -> Gaps:
 def weights(correction: dict[str, object], data: Ragged, learner: dict) -> list[np.ndarray]:
     """Return the weights of each sequence, from the driver or, where it computes none, from the objective."""
     config = validate({"algo": {"old_logprobs": "learner", "loss": {"name": "reinforce"}, "correction": correction}})
-    found = step_correction(config, data.groups, StepScores(learner))
+    found = StepScores(learner).correction(config.algo.correction, data.groups)
     if found is not None:
         assert all(not values[row.mask == 0].any() for row in data.rows for values in [found[row.key]])
         return [one.of(found) for one in data.sequences]

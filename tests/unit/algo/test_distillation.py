@@ -11,8 +11,9 @@ from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.optimizer_steps import StepScores, distillation_metrics, nothing_trained, step_advantages
+from agentrl.train.step_scores import StepScores
 from tests.algo_config import make_algo
+from tests.batches import training_step
 
 TEACHERS = ["algo.distillation.teachers.a.url=http://a", "algo.distillation.teachers.b.url=http://b"]
 
@@ -55,7 +56,7 @@ def test_the_term_equals_a_plain_reference_in_float64(reward_coef: float) -> Non
     ]  # fmt: skip
     config, given = load_config(None, changes), rollouts()
     groups, scored = group_rollouts(given), scores(given, "ab")
-    found = step_advantages(config, groups, scored)
+    found = training_step(config, groups, scored).advantages
     rewards = {"r0": 2**-0.5, "r1": -(2**-0.5)}  # GRPO: of two rewards, 0 and 1
     for rollout in given:
         for one in rollout.rows:
@@ -70,13 +71,13 @@ def test_a_rollout_has_the_teachers_that_scored_it_alone() -> None:
     config, given = load_config(None, [*TEACHERS, "algo.distillation.reward_coef=0"]), rollouts()
     a, b = scores(given, "a", ("r0",)).teachers["a"], scores(given, "b", ("r1",)).teachers["b"]
     scored = StepScores(teachers={"a": a, "b": b})
-    found = step_advantages(config, group_rollouts(given), scored)
+    found = training_step(config, group_rollouts(given), scored).advantages
     gaps = {}
     for one in (one for rollout in given for one in rollout.rows):
         teacher = (a if one.key.rollout_id == "r0" else b)[one.key]
         gaps[one.key] = one.logprobs[one.mask == 1] - teacher[one.mask == 1]
         np.testing.assert_allclose(found[one.key][one.mask == 1], -gaps[one.key], atol=1e-6)
-    metrics = distillation_metrics(config, group_rollouts(given), scored)
+    metrics = scored.distillation_metrics(config.algo, group_rollouts(given))
     r0, r1 = gaps[given[0].rows[0].key], np.concatenate([gaps[one.key] for one in given[1].rows])
     assert metrics == pytest.approx(
         {
@@ -92,7 +93,9 @@ def test_the_policy_is_the_learner_where_it_was_computed() -> None:
     config, given = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
     [one] = given[0].rows
     learner = {each.key: np.full(len(each.mask), -2.0, np.float32) for rollout in given for each in rollout.rows}
-    found = step_advantages(config, group_rollouts(given), StepScores(learner, teachers=scores(given, "a").teachers))
+    found = training_step(
+        config, group_rollouts(given), StepScores(learner, teachers=scores(given, "a").teachers)
+    ).advantages
     teacher = scores(given, "a").teachers["a"][one.key]
     np.testing.assert_allclose(found[one.key][one.mask == 1], (teacher + 2.0)[one.mask == 1], atol=1e-6)
 
@@ -101,16 +104,16 @@ def test_teachers_alone_need_no_group_and_no_reward() -> None:
     config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "rollout.n_samples_per_prompt=1"])
     given = rollouts()[:1]
     given[0].reward = float("nan")
-    advantages = step_advantages(config, group_rollouts(given), scores(given, "a"))
+    advantages = training_step(config, group_rollouts(given), scores(given, "a")).advantages
     assert all(np.isfinite(values).all() and values.any() for values in advantages.values())
-    assert "algo.distillation.teachers" in nothing_trained(config, given, group_rollouts(given))
+    assert "algo.distillation.teachers" in training_step(config, given).why_untrained()
 
 
 def test_gspo_has_the_mean_of_the_term_over_a_sequence() -> None:
     config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "algo.loss.name=gspo"])
     given = rollouts()
     found, plain = (
-        step_advantages(one, group_rollouts(given), scores(given, "a"))
+        training_step(one, group_rollouts(given), scores(given, "a")).advantages
         for one in (config, load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]))
     )
     keys = [one.key for one in given[1].rows]

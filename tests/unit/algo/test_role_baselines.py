@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.advantages.rae import rae, updated_baselines
-from agentrl.algo.base import AdvantageInput, RoleBaseline
+from agentrl.algo.base import AdvantageInput
+from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import group_rollouts
-from agentrl.config.algo import RaeAdvantage
+from agentrl.config.algo import AdvantageConfig, AlgoConfig, RaeAdvantage
 from agentrl.core.types import Rollout, StopReason
-from agentrl.train.optimizer_steps import baselines_from_state
 
 OPTIONS = RaeAdvantage(decay=0.9)
+CONFIG = AlgoConfig(advantage=AdvantageConfig(name="rae", options={"decay": 0.9}))
 
 
 def step(rewards, baselines=None, **player):
@@ -77,9 +78,12 @@ def test_equal_rewards_one_at_a_time_are_the_moving_mean_of_spiral():
 
 
 def test_a_checkpoint_has_the_same_baselines():
-    found = {"": updated_baselines(step([1.0, 0.1, 0.2]), OPTIONS)}
-    assert baselines_from_state(json.loads(json.dumps(found))) == found
-    assert isinstance(baselines_from_state({"": {"a/b": [0.1, 0.2]}})[""]["a/b"], RoleBaseline)
+    estimators, resumed = (RunEstimators({"": CONFIG}) for _ in range(2))
+    estimators.update([("", step([1.0, 0.1, 0.2]))])
+    resumed.load_state(json.loads(json.dumps(estimators.state())))
+    assert estimators.metrics()
+    assert resumed.state() == estimators.state()
+    assert resumed.metrics() == estimators.metrics()
 
 
 def test_a_dropped_rollout_counts_nowhere():

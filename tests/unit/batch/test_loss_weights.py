@@ -10,9 +10,10 @@ import pytest
 
 from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import estimate_advantages
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
-from agentrl.train.optimizer_steps import optimizer_steps, packing_options
+from agentrl.train.step_settings import pack_options
+from tests.batches import training_step
 from tests.unit.algo.ragged import SampledTokens, make_ragged
 
 CONSTANT = 37
@@ -53,10 +54,10 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
         )
         advantages = estimate_advantages(config.algo, AdvantageInput(data.groups))
         seen: set[str] = set()
-        parts = optimizer_steps(config, data.groups, advantages)
+        parts = training_step(config, data.groups).optimizer_steps()
         assert len(parts) == steps
         for part, groups in zip(parts, np.array_split(data.groups.prompt_ids_G, steps), strict=True):
-            packed = pack(part.rows, advantages, trained=part.trained, **packing_options(config, 0))
+            packed = pack(part.rows, pack_options(config, 0), RowSignals(advantages), trained=part.trained)
             found = {
                 (key, place): float(micro.weight_L[at])
                 for share in packed.micro

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from agentrl.batch.loss_weights import row_weights
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import MULTIPLE, pack
+from agentrl.batch.packing import MULTIPLE
 from agentrl.batch.provenance import check_provenance
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from tests.batches import pack_rows
 
 PAD = 999_999
 
@@ -33,8 +34,8 @@ def row(number, mask, rollout=None, part=0, provenance=Provenance.SAMPLED):
 
 
 def packed(rows, advantages=None, **changes):
-    given_ = {"shares": 1, "tokens_per_micro": 32, "pad_id": PAD} | changes
-    return pack(rows, {made.key: 1.0 for made in rows} if advantages is None else advantages, **given_)
+    given_ = {"data_parallel_size": 1, "tokens_per_micro": 32, "pad_id": PAD} | changes
+    return pack_rows(rows, {made.key: 1.0 for made in rows} if advantages is None else advantages, **given_)
 
 
 def tokens(batch: GlobalBatch):
@@ -71,7 +72,7 @@ def batches(draw):
     rollouts = [draw(st.integers(0, max(0, len(masks) - 1))) for _ in masks]
     made = [row(n, mask, rollout, n) for n, (mask, rollout) in enumerate(zip(masks, rollouts, strict=True))]
     limits = {
-        "shares": draw(st.integers(1, 3)),
+        "data_parallel_size": draw(st.integers(1, 3)),
         "tokens_per_micro": draw(st.integers(1, 128)),
         "aggregation": draw(st.sampled_from(["token_mean", "rollout_mean"])),
     }
@@ -105,7 +106,7 @@ def test_every_token_of_a_row_to_train_is_packed_once(batch):
 def test_shares_have_equally_many_micro_batches_within_the_limits(batch):
     made, limits = batch
     batch = packed(made, **limits)
-    assert len(batch.micro) == limits["shares"]
+    assert len(batch.micro) == limits["data_parallel_size"]
     assert len({len(rank) for rank in batch.micro}) == 1
     longest = max([0, *(len(each.token_ids) for each in made)])
     for rank in batch.micro:
@@ -130,7 +131,7 @@ def test_the_batch_does_not_depend_on_the_order_of_rows(batch, random):
 def test_weights_do_not_depend_on_packing_or_shares_and_sum_to_1(batch, shares, size):
     made, limits = batch
     first = tokens(packed(made, **limits))
-    second = tokens(packed(made, **limits | {"shares": shares, "tokens_per_micro": size}))
+    second = tokens(packed(made, **limits | {"data_parallel_size": shares, "tokens_per_micro": size}))
     assert first == second
     assert math.isclose(sum(fields[2] for fields in first.values()), 1 if trained(made) else 0, rel_tol=1e-5)
 
@@ -196,7 +197,7 @@ def test_supervised_batches_may_weigh_the_context():
     weight   0 c 1/2 1/2 with c = 0.3, the only context token that something comes before
     """
     made = [row(0, [0, 0, 1, 1], provenance=Provenance.DEMONSTRATED)]
-    batch = pack(made, shares=1, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
+    batch = pack_rows(made, data_parallel_size=1, tokens_per_micro=8, pad_id=PAD, kind="sft", context_weight=0.3)
     micro = batch.micro[0][0]
     assert micro.weight_L[:5].tolist() == pytest.approx([0, 0.3, 0.5, 0.5, 0])
     assert micro.mask_L.nonzero()[:, 0].tolist() == [1, 2, 3]
@@ -209,7 +210,7 @@ def test_the_context_is_refused_outside_supervised_batches():
         packed([row(0, [0, 1])], context_weight=0.3)
 
 
-@pytest.mark.parametrize("name", ["shares", "tokens_per_micro"])
+@pytest.mark.parametrize("name", ["data_parallel_size", "tokens_per_micro"])
 def test_limits_below_1_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}=0"):
         packed([row(0, [0, 1])], **{name: 0})
@@ -227,9 +228,9 @@ def test_advantages_by_rollout_by_row_and_by_token():
 
 def test_rounding_up_to_the_shares_splits_groups_before_it_adds_empty_ones():
     made = [row(number, [0, 1] * 8) for number in range(3)]
-    batch = packed(made, shares=2, tokens_per_micro=1024)
+    batch = packed(made, data_parallel_size=2, tokens_per_micro=1024)
     assert [[len(micro.keys) for micro in share] for share in batch.micro] == [[2], [1]]
-    alone = packed(made[:1], shares=2)
+    alone = packed(made[:1], data_parallel_size=2)
     assert [[len(micro.keys) for micro in share] for share in alone.micro] == [[1], [0]]
     empty = alone.micro[1][0]
     assert empty.token_ids_L.shape == (MULTIPLE,)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch.balance import row_cost
-from agentrl.batch.packing import pack
 from agentrl.batch.prefix_groups import Division, divide
 from agentrl.batch.prefix_tree import prefix_tree
+from tests.batches import pack_rows
 from tests.unit.batch.test_packing import PAD, row
 
 FORKS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=12)
@@ -95,10 +95,17 @@ def test_a_batch_says_what_it_shares():
     made = [row(number, [0, 0, 0, 0, 1, 1]) for number in range(3)]
     for each in made:
         each.token_ids[:4] = range(4)
-    batch = pack(made, {each.key: 1.0 for each in made}, shares=1, tokens_per_micro=32, pad_id=PAD, share_prefixes=True)
+    batch = pack_rows(
+        made,
+        {each.key: 1.0 for each in made},
+        data_parallel_size=1,
+        tokens_per_micro=32,
+        pad_id=PAD,
+        share_prefixes=True,
+    )
     assert [micro.shares_prefixes for micro in batch.micro[0]] == [True]
     assert batch.metrics["batch/shared_share"] == pytest.approx(8 / 18)
     assert batch.metrics["batch/tokens"] == 18
-    apart = pack(made, {each.key: 1.0 for each in made}, shares=1, tokens_per_micro=32, pad_id=PAD)
+    apart = pack_rows(made, {each.key: 1.0 for each in made}, data_parallel_size=1, tokens_per_micro=32, pad_id=PAD)
     assert not apart.micro[0][0].shares_prefixes
     assert apart.metrics["batch/shared_share"] == 0

@@ -4,11 +4,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentrl.batch.packing import pack
 from agentrl.batch.provenance import check_provenance, check_rows
 from agentrl.core.errors import ProvenanceError
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from benchmarks.masks import bench_masks
+from tests.batches import pack_rows
 
 
 def row(name="r0"):
@@ -50,7 +50,7 @@ def test_rows_and_batches_that_train_on_tokens_that_were_not_sampled_are_refused
     with pytest.raises(ProvenanceError, match=match):
         check_rows(made)
     with pytest.raises(ProvenanceError, match=f"{match}.*train.provenance=warn"):
-        check_provenance(pack(made, {"r0": 1.0, "bad": 1.0}, shares=1, tokens_per_micro=32, pad_id=0))
+        check_provenance(pack_rows(made, {"r0": 1.0, "bad": 1.0}, data_parallel_size=1, tokens_per_micro=32, pad_id=0))
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_rows_that_contradict_themselves_are_refused(field, value, words):
 
 def test_good_rows_and_batches_pass():
     check_rows([row()])
-    check_provenance(pack([row()], {"r0": 1.0}, shares=2, tokens_per_micro=32, pad_id=0))
+    check_provenance(pack_rows([row()], {"r0": 1.0}, data_parallel_size=2, tokens_per_micro=32, pad_id=0))
 
 
 def test_padding_may_not_be_trained_on():
-    batch = pack([row()], {"r0": 1.0}, shares=1, tokens_per_micro=32, pad_id=0)
+    batch = pack_rows([row()], {"r0": 1.0}, data_parallel_size=1, tokens_per_micro=32, pad_id=0)
     micro = batch.micro[0][0]
     for name, value in (("mask", True), ("provenance", 1), ("versions", 0), ("requests", 0)):
         getattr(micro, f"{name}_L")[6] = value
@@ -82,9 +82,9 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
     mask   good o o s s    bad o o s x     x is at fault: s keeps its share of the four tokens, x has none
     """
     made = [row(), broken(field, value)]
-    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
-    given = pack(made, {"r0": 1.0, "bad": 1.0}, **options)
-    batch = pack(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
+    options = {"data_parallel_size": 1, "tokens_per_micro": 32, "pad_id": 0}
+    given = pack_rows(made, {"r0": 1.0, "bad": 1.0}, **options)
+    batch = pack_rows(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
     (record,) = caplog.records
     first = "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
     assert record.message.startswith(f"{first}agent 'main' may not be trained on: ")
@@ -106,34 +106,35 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
 
 
 def test_good_rows_are_packed_alike_under_both_rules(caplog):
-    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
+    options = {"data_parallel_size": 1, "tokens_per_micro": 32, "pad_id": 0}
     for rule in ("strict", "warn"):
-        batch = pack([row()], {"r0": 1.0}, **options, provenance=rule)
+        batch = pack_rows([row()], {"r0": 1.0}, **options, provenance=rule)
         assert batch.metrics["train/provenance_faults"] == 0.0
         assert batch.micro[0][0].weight_L.sum() == 1
     assert not caplog.records
 
 
 def test_rows_of_another_temperature_are_refused():
-    options = {"shares": 1, "tokens_per_micro": 32, "pad_id": 0}
+    options = {"data_parallel_size": 1, "tokens_per_micro": 32, "pad_id": 0}
     made = [row(), replace(row("warm"), temperature=0.7)]
     words = r"row 0 of rollout 'warm'.* at temperature 0\.7, .*sampler\.temperature=1:"
     with pytest.raises(ProvenanceError, match=words):
-        pack(made, {"r0": 1.0, "warm": 1.0}, **options)
+        pack_rows(made, {"r0": 1.0, "warm": 1.0}, **options)
     with pytest.raises(ProvenanceError, match=r"rollout 'r0'.* at temperature 1, .*sampler\.temperature=0\.7"):
-        pack(made, {"r0": 1.0, "warm": 1.0}, **options, temperature=0.7)
-    assert pack(made[1:], {"warm": 1.0}, **options, temperature=0.7).temperature == 0.7
-    assert pack(made, **options, kind="sft").metrics["batch/rows"] == 2, "demonstrations have no sampling temperature"
+        pack_rows(made, {"r0": 1.0, "warm": 1.0}, **options, temperature=0.7)
+    assert pack_rows(made[1:], {"warm": 1.0}, **options, temperature=0.7).temperature == 0.7
+    assert pack_rows(made, **options, kind="sft").metrics["batch/rows"] == 2, (
+        "demonstrations have no sampling temperature"
+    )
 
 
 def test_supervised_batches_are_not_held_to_it():
     made = replace(row(), provenance=np.array([0, 0, 2, 2], np.uint8))
-    batch = pack([made], shares=1, tokens_per_micro=32, pad_id=0, kind="sft")
+    batch = pack_rows([made], data_parallel_size=1, tokens_per_micro=32, pad_id=0, kind="sft")
     assert "train/provenance_faults" not in batch.metrics
     check_provenance(batch)
-    batch.kind = "rl"
     with pytest.raises(ProvenanceError, match="no engine sampled it"):
-        check_provenance(batch)
+        check_provenance(replace(batch, kind="rl"))
 
 
 def test_the_benchmark_counts_every_token():

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl.batch.packing import pack
 from agentrl.cluster import run_cluster
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.checkpoints import CRITIC
+from tests.batches import pack_rows
 from tests.in_process_learner import start_critic, start_learners
 from tests.unit.learner.learners import make_model, make_rows
 
@@ -31,8 +31,8 @@ def test_a_critic_starts_from_the_policy_or_its_checkpoint(tmp_path: Path) -> No
     config = load_config(None, ["algo.advantage.name=gae", "learner.device=cpu", "learner.threads=1"])
     rows = make_rows([9, 14])
     returns = {row.key: np.ones(len(row.mask), np.float32) for row in rows}
-    sizes = {"shares": 1, "tokens_per_micro": 64, "pad_id": 0}
-    batch = pack(rows, kind="value", returns=returns, values=returns, **sizes)  # type: ignore[arg-type]
+    sizes = {"data_parallel_size": 1, "tokens_per_micro": 64, "pad_id": 0}
+    batch = pack_rows(rows, kind="value", returns=returns, values=returns, **sizes)  # type: ignore[arg-type]
 
     async def values(checkpoint: Path | None, trains: bool = False) -> list[list[float]]:
         cluster = RunCluster(config, tmp_path, model if checkpoint is None else checkpoint / "model", checkpoint)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batch.packing import pack
 from agentrl.core.types import FinishReason, Generation
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.tree_attention import tree_input
+from tests.batches import pack_rows
 
 STEPS = st.lists(
     st.tuples(
@@ -87,7 +87,9 @@ def test_experts_are_those_of_their_tokens(steps) -> None:
 @given(STEPS, st.integers(1, 2), st.sampled_from([40, 400]))
 def test_experts_stay_with_packed_tokens(steps, shares: int, tokens: int) -> None:
     rows = {row.key: row for row in play(steps).rows("p", "r")}
-    batch = pack([*rows.values()], {"r": 1.0}, shares=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=True)
+    batch = pack_rows(
+        [*rows.values()], {"r": 1.0}, data_parallel_size=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=True
+    )
     for micro in (each for share in batch.micro for each in share):
         for number, key in enumerate(micro.keys):
             found, wanted = micro.experts_L, rows[key].experts

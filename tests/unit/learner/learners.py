@@ -20,13 +20,13 @@ from transformers import (
 )
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 
 VOCAB = 96
 SIZES = {
@@ -99,8 +99,8 @@ def make_batch(
     rows = make_rows(lengths, seed) if rows is None else rows
     rng = np.random.default_rng(seed + 1)
     advantages = {row.key.rollout_id: float(rng.normal()) for row in rows}
-    sizes = {"shares": shares, "tokens_per_micro": micro}
-    return pack(rows, advantages, **sizes, pad_id=0, provenance=provenance)
+    sizes = {"data_parallel_size": shares, "tokens_per_micro": micro}
+    return pack_rows(rows, advantages, **sizes, pad_id=0, provenance=provenance)
 
 
 class Learners:

@@ -100,7 +100,7 @@ def check(model: Path, **learner: object) -> None:
 
 
 def test_ranks_are_divided_among_shares(model: Path) -> None:
-    assert FsdpBackend(LearnerConfig(ranks=8, context_parallel=4)).shares == 2
+    assert FsdpBackend(LearnerConfig(ranks=8, context_parallel=4)).data_parallel_size == 2
     for size in (1, 2, 4):
         check(model, ranks=8, context_parallel=size)
     check(model, ranks=2, context_parallel=2, fp8=True)

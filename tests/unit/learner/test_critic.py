@@ -19,9 +19,10 @@ from agentrl.core.errors import CheckpointError, LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.fsdp.rank import FsdpRank
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
-from agentrl.train.critic import returns_of, value_batches
-from agentrl.train.optimizer_steps import StepScores, packing_options
+from agentrl.train.step_scores import StepScores
+from agentrl.train.step_settings import pack_options
 from tests.algo_config import make_algo
+from tests.batches import pack_rows, training_step
 from tests.unit.learner.learners import VOCAB, make_model, make_rows
 from tests.unit.learner.test_metamorphic import cut_anywhere, make_scripts, rollout_of, shuffled
 
@@ -47,7 +48,7 @@ def constant(rows: list[Row], value: float) -> dict[RowKey, np.ndarray]:
 
 def value_batch(rows: list[Row], returns: dict[RowKey, np.ndarray], **sizes: int) -> GlobalBatch:
     sizes = {"shares": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
-    return pack(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
+    return pack_rows(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
 
 
 def rank_of(critic: LocalCritic) -> FsdpRank:
@@ -112,7 +113,7 @@ def test_the_gradient_does_not_depend_on_packing_order_shares_or_chunks(critic, 
     found = {
         "packing": gradient(critic, value_batch(rows, returns, tokens_per_micro=8)),
         "order": gradient(critic, value_batch(rows[::-1], returns)),
-        "shares": gradient(critic, value_batch(rows, returns, shares=2, tokens_per_micro=64)),
+        "shares": gradient(critic, value_batch(rows, returns, data_parallel_size=2, tokens_per_micro=64)),
     }
     rank_of(critic).model.logits_chunk = 3
     found["chunks"] = gradient(critic, value_batch(rows, returns))
@@ -129,8 +130,8 @@ def test_the_gradient_does_not_depend_on_how_rollouts_are_cut_into_rows(critic):
 
     def of(rollouts: list[Rollout]) -> torch.Tensor:
         groups = group_rollouts(rollouts)
-        scores = StepScores(values=critic.values(pack(groups.rows, **packing_options(config, 0))))
-        [batch] = value_batches(config, groups, scores, returns_of(config, groups, scores), 0)
+        scores = StepScores(values=critic.values(pack(groups.rows, pack_options(config, 0))))
+        [batch] = training_step(config, groups, scores).value_batches()
         return gradient(critic, batch)
 
     whole = [rollout_of(script) for script in scripts]
@@ -216,12 +217,8 @@ def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
         critic.wake()
         critic.close()
         policy.train_step(
-            pack(
-                rows,
-                {row.key.rollout_id: 1.0 for row in rows},
-                shares=1,
-                tokens_per_micro=64,
-                pad_id=0,
+            pack_rows(
+                rows, {row.key.rollout_id: 1.0 for row in rows}, data_parallel_size=1, tokens_per_micro=64, pad_id=0
             )
         )
     finally:

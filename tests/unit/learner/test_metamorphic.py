@@ -25,14 +25,15 @@ import torch
 from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason, Turn
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
+from agentrl.train.step_settings import pack_options
+from tests.batches import training_step
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model, models
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -143,13 +144,13 @@ def gradient(
 
 def packed(config: Config, groups: RolloutGroups) -> GlobalBatch:
     """Return the batch of the only optimizer step."""
-    advantages = step_advantages(config, groups, StepScores())
-    (step,) = optimizer_steps(config, groups, advantages)
-    return pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0))
+    advantages = training_step(config, groups).advantages
+    (step,) = training_step(config, groups).optimizer_steps()
+    return pack(step.rows, pack_options(config, 0), RowSignals(advantages), trained=step.trained)
 
 
 def advantages_of(config: Config, groups: RolloutGroups) -> dict[str, float]:
-    return mean_advantages(step_advantages(config, groups, StepScores()))
+    return mean_advantages(training_step(config, groups).advantages)
 
 
 def batch_gradient(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> torch.Tensor:

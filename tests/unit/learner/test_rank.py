@@ -11,11 +11,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl.batch.loss_weights import Aggregation, count_units
-from agentrl.batch.packing import pack
 from agentrl.config.learner import OptimizerConfig
 from agentrl.core.errors import CheckpointError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.learner.optimization import learning_rate
+from tests.batches import pack_rows
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
@@ -61,20 +61,20 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(learners, aggregation: A
     """Parts know no denominators; the last batch, which may be empty, scales the whole gradient by them."""
     rows = make_rows(LENGTHS)
     advantages = {row.key.rollout_id: (-1.0) ** number * (number + 1) for number, row in enumerate(rows)}
-    sizes: dict[str, Any] = {"shares": 1, "tokens_per_micro": 64, "pad_id": 0, "aggregation": aggregation}
+    sizes: dict[str, Any] = {"data_parallel_size": 1, "tokens_per_micro": 64, "pad_id": 0, "aggregation": aggregation}
     whole = learners.open()
-    wanted, weights = whole.train_step(pack(rows, advantages, **sizes)), tensors(whole)
+    wanted, weights = whole.train_step(pack_rows(rows, advantages, **sizes)), tensors(whole)
     learner = learners.open()
     for first, end in itertools.pairwise([0, *divided]):
-        part = pack(rows[first:end], advantages, **sizes, units=1, completes=False)
+        part = pack_rows(rows[first:end], advantages, **sizes, units=1, completes=False)
         assert learner.train_step(part) == {}
     scale = 1 / count_units(rows, aggregation)
-    found = learner.train_step(pack(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
+    found = learner.train_step(pack_rows(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
     assert found == pytest.approx(wanted, rel=1e-5)
     assert wanted["train/grad_norm"] > 0.1
     for name, weight in tensors(learner).items():
         assert torch.allclose(weight, weights[name], rtol=1e-5, atol=1e-6), name
-    again, twice = (one.train_step(pack(rows, advantages, **sizes)) for one in (learner, learners.open()))
+    again, twice = (one.train_step(pack_rows(rows, advantages, **sizes)) for one in (learner, learners.open()))
     assert again["train/trained_tokens"] == twice["train/trained_tokens"], "nothing of the step before is left"
 
 

@@ -11,8 +11,8 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.registry import make_backend
-from agentrl.train.optimizer_steps import packing_options
 from agentrl.train.preflight import plan_run
+from agentrl.train.step_settings import pack_options
 
 BACKEND = """
 from agentrl.core.errors import ConfigError
@@ -44,7 +44,7 @@ def test_a_backend_of_agentrl() -> None:
     config = LearnerConfig(ranks=3)
     backend = make_backend(config)
     assert isinstance(backend, FsdpBackend)
-    assert (backend.config, backend.shares) == (config, 3)
+    assert (backend.config, backend.data_parallel_size) == (config, 3)
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -57,7 +57,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 def test_batches_have_the_shares_of_the_backend(file: Path) -> None:
     config = load_config(None, [f"learner.backend={file}:PairBackend", "learner.ranks=6"])
-    assert packing_options(config, 0)["shares"] == 3
+    assert pack_options(config, 0).data_parallel_size == 3
 
 
 def test_a_configuration_is_checked_before_the_start(file: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.learner.fsdp.loading import load_critic
 from agentrl.learner.fsdp.model import _selected
+from tests.batches import pack_rows
 from tests.unit.learner.learners import SIZES, VOCAB, Learners, gradients, make_model
 
 CASES = [
@@ -67,7 +67,9 @@ def make_rows(seed: int) -> list[Row]:
 
 def make_batch(rows: list[Row], *, share_prefixes: bool, tokens: int = 4096, shares: int = 1) -> GlobalBatch:
     advantages = {"a": 1.5, "b": -0.5, "c": 0.25, "d": -1.0}
-    return pack(rows, advantages, shares=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=share_prefixes)
+    return pack_rows(
+        rows, advantages, data_parallel_size=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=share_prefixes
+    )
 
 
 def make_windowed(folder: Path) -> Path:
@@ -165,7 +167,7 @@ def test_a_token_is_computed_and_scored_once(learners: Learners, folders):
 def test_micro_batches_without_tokens_to_score_have_gradients_of_zero(learners: Learners, folders):
     model = learners.open(folder=folders["qwen3"]).rank.model
     [micro] = make_batch(make_rows(5), share_prefixes=True).micro[0]
-    only_padding = pack([], {}, shares=1, tokens_per_micro=32, pad_id=0).micro[0][0]
+    only_padding = pack_rows([], {}, data_parallel_size=1, tokens_per_micro=32, pad_id=0).micro[0][0]
     for empty in (micro, replace(only_padding, shares_prefixes=True)):
         scores_N, _ = model(empty, np.zeros(0, np.int64), 1.0)
         assert scores_N.shape == (0,)

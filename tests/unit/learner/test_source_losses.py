@@ -11,13 +11,14 @@ import torch
 
 from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import group_rollouts
-from agentrl.batch.packing import pack
+from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.optimizer_steps import StepScores, optimizer_steps, packing_options, step_advantages
+from agentrl.train.step_settings import pack_options
+from tests.batches import training_step
 from tests.unit.learner.learners import Learners, make_model
 from tests.unit.learner.test_metamorphic import (
     Script,
@@ -129,10 +130,10 @@ def test_sources_with_one_loss_are_one_call() -> None:
 def test_rows_have_the_numbers_of_their_sources() -> None:
     mixed = config("token_mean", ALGORITHMS, tokens_per_micro=8)
     groups = group_rollouts([rollout_of(script) for script in scripts()])
-    advantages = step_advantages(mixed, groups, StepScores())
-    (step,) = optimizer_steps(mixed, groups, advantages)
-    batch = pack(step.rows, advantages, trained=step.trained, **packing_options(mixed, 0))
+    advantages = training_step(mixed, groups).advantages
+    (step,) = training_step(mixed, groups).optimizer_steps()
+    batch = pack(step.rows, pack_options(mixed, 0), RowSignals(advantages), trained=step.trained)
     for micro in batch.micro[0]:
         assert micro.sources == tuple("ab".index(key.prompt_id[0]) for key in micro.keys)
-    plain = pack(step.rows, advantages, **packing_options(config("token_mean", {}), 0))
+    plain = pack(step.rows, pack_options(config("token_mean", {}), 0), RowSignals(advantages))
     assert all(micro.sources == () for micro in plain.micro[0])

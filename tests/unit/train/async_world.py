@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agentrl.algo.estimate import RunEstimators
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
@@ -38,12 +39,12 @@ from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.evaluator import Evaluator
-from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
 from agentrl.weight_sync.base import SyncedWeights
+from tests.batches import step_settings
 from tests.unit.episode.conftest import CHATML, renderer_of
 
 TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
@@ -218,10 +219,12 @@ def train(
         view = ProgressView(Console(quiet=True), config.train.steps, "plain")
         log = MetricsLog(folder, resume_after=after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)
-        run = Trainer(config, source, learner or FakeLearner(), checkpoints, log, view)
+        estimators = RunEstimators(config.algo.by_source)
+        estimators.load_state(state.get("estimators", {}))
+        run = Trainer(step_settings(config), source, learner or FakeLearner(), estimators, checkpoints, log, view)
         run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = state["step"], TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
-        run.saved, run.baselines = state["step"] if checkpoint else -1, baselines_from_state(state.get("baselines", {}))
+        run.saved = state["step"] if checkpoint else -1
         try:
             async with asyncio.timeout(1e6):
                 await run.run()

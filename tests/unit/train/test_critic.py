@@ -20,10 +20,11 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, RowKey, StopReason
 from agentrl.learner.checkpoints import CRITIC, Checkpoints
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
-from agentrl.train.critic import returns_of, value_batches, value_metrics
-from agentrl.train.optimizer_steps import StepScores, needs_scores, step_advantages
 from agentrl.train.rollout_source import TaskPosition
+from agentrl.train.step_metrics import value_metrics
+from agentrl.train.step_scores import StepScores
 from agentrl.train.trainer import Trainer
+from tests.batches import step_settings, training_step
 from tests.unit.learner.learners import make_model, make_rows, tensors
 from tests.unit.train.test_trainer import steps, trainer
 
@@ -143,27 +144,27 @@ def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path:
 def test_returns_and_batches_are_of_all_rollouts() -> None:
     """Also of those without an advantage; the reward arrives at the last sampled token."""
     given = config("train.steps_per_rollout=2", "algo.advantage.options={lam: 1.0, normalise: false}")
-    assert needs_scores(given)
+    assert step_settings(given).needs_scores
     groups = group_rollouts(rollouts(4))
     values = {row.key: np.full(len(row.mask), 0.5, np.float32) for row in groups.rows}
     scores = StepScores(values=values)
-    advantages: RowAdvantages = step_advantages(given, groups, scores)
-    returns = returns_of(given, groups, scores)
+    advantages: RowAdvantages = training_step(given, groups, scores).advantages
+    returns = training_step(given, groups, scores).returns
     for one in groups.rollouts_N:
         [row] = one.rows
         there = row.mask.astype(bool)
         assert advantages[row.key][there] == pytest.approx(one.reward - 0.5)
         assert returns[row.key][there] == pytest.approx(one.reward)
-    batches = value_batches(given, groups, scores, returns, pad_id=0)
+    batches = training_step(given, groups, scores).value_batches()
     assert [{key.rollout_id for micro in batch.micro[0] for key in micro.keys} for batch in batches] == [
         {"r0", "r1"},
         {"r2", "r3"},
     ]
     found = value_metrics(
-        [{"train/loss": 2.0, "train/trained_tokens": 9.0}, {"train/loss": 4.0}], groups, scores, returns
+        [{"train/loss": 2.0, "train/trained_tokens": 9.0}, {"train/loss": 4.0}], groups, scores.values, returns
     )
     assert found == {"train/value_loss": 3.0, "train/value_explained_variance": pytest.approx(0, abs=1e-6)}
-    exact = value_metrics([], groups, StepScores(values=returns), returns)
+    exact = value_metrics([], groups, returns, returns)
     assert exact == {"train/value_explained_variance": 1.0}
 
 

@@ -12,7 +12,7 @@ from agentrl.config.learner import OptimizerConfig
 from agentrl.config.load import load_config
 from agentrl.models.learning_rates import describe_optimizer, resolve_optimizer, usual_rates, with_rates
 from agentrl.models.random_models import find_model_shape, write_random_model
-from agentrl.train.optimizer_steps import critic_lr_scale, policy_lr_scale
+from tests.batches import step_settings
 from tests.unit.learner.learners import make_model
 
 
@@ -45,8 +45,8 @@ def test_optimizer_steps_of_a_run_are_counted_over_its_training_steps() -> None:
     linear = ["schedule=linear", "warmup_steps=0", "min_lr_ratio=0"]
     both = [f"{key}.optimizer.{each}" for key in ("learner", "algo.critic") for each in linear]
     config = load_config(None, [*settings, *both])
-    policy = [policy_lr_scale(config, step, index) for step in range(1, 5) for index in range(2)]
-    critic = [critic_lr_scale(config, step, index) for step in range(5) for index in range(2)]
+    policy = [step_settings(config).policy_lr_scale(step, index) for step in range(1, 5) for index in range(2)]
+    critic = [step_settings(config).critic_lr_scale(step, index) for step in range(5) for index in range(2)]
     assert policy == pytest.approx([1 - done / 8 for done in range(8)])
     assert critic == pytest.approx([1 - done / 10 for done in range(10)])
 

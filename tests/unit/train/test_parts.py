@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from agentrl import Message, Task
 from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import RolloutGroups, group_rollouts
-from agentrl.batch.packing import pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
@@ -21,9 +20,9 @@ from agentrl.core.types import Rollout, StopReason
 from agentrl.data.jobs import TaskJobs, episode_seed
 from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import EnvTasks, read_split
-from agentrl.train.optimizer_steps import StepScores, live_share, optimizer_steps, packing_options, step_advantages
-from agentrl.train.step_metrics import merge_metrics, rollout_metrics
+from agentrl.train.step_metrics import live_share, merge_metrics, rollout_metrics
 from benchmarks.episode_runner import synthetic_rows
+from tests.batches import training_step
 
 TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 
@@ -145,8 +144,7 @@ def rollout(prompt: str, sample: int, reward: float, hops: int = 1) -> Rollout:
 
 def trained(config: Config, groups: RolloutGroups) -> list[set[str]]:
     """The rollouts that each optimizer step trains."""
-    advantages = step_advantages(config, groups, StepScores())
-    return [step.trained for step in optimizer_steps(config, groups, advantages)]
+    return [step.trained for step in training_step(config, groups).optimizer_steps()]
 
 
 def test_rollouts_without_an_advantage_count_in_the_denominators_if_they_shall() -> None:
@@ -154,9 +152,10 @@ def test_rollouts_without_an_advantage_count_in_the_denominators_if_they_shall()
     groups = group_rollouts(rollouts)
     for denominator, counted in (("live", 2), ("all", 4)):
         config = load_config(None, [f"batch.denominator={denominator}", "batch.aggregation=rollout_mean"])
-        advantages = step_advantages(config, groups, StepScores())
-        [step] = optimizer_steps(config, groups, advantages)
-        batch = pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0))
+        step = training_step(config, groups)
+        advantages = step.advantages
+        [optimizer_step] = step.optimizer_steps()
+        batch = step.policy_batch(optimizer_step)
         assert batch.metrics["batch/rows"] == 2
         weight = sum(float(micro.weight_L.sum()) for share in batch.micro for micro in share)
         assert weight == pytest.approx(2 / counted)
@@ -167,7 +166,7 @@ def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     config = load_config(None)
     rollouts = [rollout("a", 0, 1.0), rollout("a", 1, 0.0), rollout("b", 0, 1.0), rollout("b", 1, 1.0)]
     groups = group_rollouts(rollouts)
-    advantages = step_advantages(config, groups, StepScores())
+    advantages = training_step(config, groups).advantages
     half = 0.5**0.5
     assert mean_advantages(advantages) == pytest.approx({"a/0": half, "a/1": -half, "b/0": 0.0, "b/1": 0.0}, rel=1e-4)
     assert trained(config, groups) == [{"a/0", "a/1"}]

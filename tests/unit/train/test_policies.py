@@ -9,14 +9,9 @@ import torch
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import validate
 from agentrl.testing import FakeLearner
-from agentrl.train.optimizer_steps import (
-    StepScores,
-    optimizer_steps,
-    score_rollouts,
-    step_advantages,
-    step_baselines,
-)
 from agentrl.train.step_metrics import policy_metrics
+from agentrl.train.step_scores import score_rollouts
+from tests.batches import step_settings, training_step
 from tests.unit.algo.ragged import make_ragged
 
 
@@ -26,6 +21,13 @@ def rollouts():
     for number, one in enumerate(found):
         one.policy = one.role = ("first", "second")[number % 2]
     return found
+
+
+def baselines_after(config, groups):
+    """Return the state of new estimators after a step with the rollouts."""
+    step = training_step(config, groups)
+    step.estimators.update(step.advantage_inputs())
+    return step.estimators.state()
 
 
 @pytest.mark.parametrize("name", ["grpo", "rae", "reinforce_plus_plus"])
@@ -40,19 +42,19 @@ def test_each_policy_is_trained_as_if_it_were_alone(name, denominator):
         }
     )
     together = group_rollouts(rollouts())
-    advantages = step_advantages(config, together, StepScores())
-    steps = optimizer_steps(config, together, advantages)
-    baselines = step_baselines(config, together, StepScores(), {})
+    advantages = training_step(config, together).advantages
+    steps = training_step(config, together).optimizer_steps()
+    baselines = baselines_after(config, together)
     assert {step.policy for step in steps} == {"first", "second"}
     for policy in ("first", "second"):
         alone = group_rollouts([one for one in rollouts() if one.policy == policy])
-        wanted = step_advantages(config, alone, StepScores())
+        wanted = training_step(config, alone).advantages
         assert all(np.array_equal(advantages[key], value) for key, value in wanted.items())
         mine = [step for step in steps if step.policy == policy]
-        others = optimizer_steps(config, alone, wanted)
+        others = training_step(config, alone).optimizer_steps()
         assert [(one.index, one.trained) for one in mine] == [(one.index, one.trained) for one in others]
         assert [[row.key for row in one.rows] for one in mine] == [[row.key for row in one.rows] for one in others]
-        for key, value in step_baselines(config, alone, StepScores(), {}).get("", {}).items():
+        for key, value in baselines_after(config, alone).get("", {}).items():
             assert baselines[""][key] == value
 
 
@@ -67,7 +69,7 @@ def test_scores_take_a_batch_of_each_policy():
             asked.append((batch.policy, {key.rollout_id for micros in batch.micro for m in micros for key in m.keys}))
             return super().logprobs(batch, policy)
 
-    found = score_rollouts(config, groups, Learner({"w": torch.ones(1)}), None, 0)
+    found = score_rollouts(step_settings(config), groups, Learner({"w": torch.ones(1)}))
     assert [policy for policy, _ in asked] == ["first", "second"]
     for policy, ids in asked:
         assert ids == {one.rollout_id for one in groups.rollouts_N if one.policy == policy}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from agentrl.algo.estimate import RunEstimators
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, LearnerError
@@ -23,6 +24,7 @@ from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_re
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
 from benchmarks.episode_runner import synthetic_rows
+from tests.batches import step_settings
 
 VOCABULARY = 1000
 
@@ -75,7 +77,15 @@ async def train(
             SampleCheck(VOCABULARY, Letters(), given.sampler.temperature),  # type: ignore[arg-type]
             interrupt,
         )
-        trainer = Trainer(given, source, learner, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
+        trainer = Trainer(
+            step_settings(given),
+            source,
+            learner,
+            RunEstimators(given.algo.by_source),
+            Checkpoints(folder / "checkpoints", keep=3),
+            metrics,
+            view,
+        )
         if state:
             trainer.step, trainer.position = int(state["step"]), TaskPosition(int(state["position"]))
         await trainer.run()

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.batch.packing import pack
 from agentrl.core.errors import ConfigError, SamplerError
 from agentrl.core.types import Generation, Row, RowKey, SamplingParams
 from agentrl.episode.trajectory import Trajectory
@@ -31,6 +30,7 @@ from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.models.load import load_model, read_routing
 from agentrl.models.routing import Routing
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.unit.learner.learners import Learners, make_rows
 from tests.unit.learner.megatron.models import make_model
 
@@ -144,7 +144,7 @@ def learners(changed: Path) -> Iterator[Learners]:
 
 def test_the_learner_computes_what_the_engine_sampled_with(sampled, learners: Learners) -> None:
     _, _, row = sampled
-    batch = pack([row], {"r": 1.0}, shares=1, tokens_per_micro=64, pad_id=0)
+    batch = pack_rows([row], {"r": 1.0}, data_parallel_size=1, tokens_per_micro=64, pad_id=0)
     assert batch.metrics["batch/replayed_share"] == (len(row.mask) - 1) / len(row.mask)
     at = row.mask.astype(bool)
     differences = {}

@@ -200,7 +200,7 @@ def test_a_run_that_is_killed_at_random_records_goes_on_with_the_same_opponents(
     if not staleness:
         whole = Run(tmp_path / "whole", *settings, engines=2)
         whole.train(seed=10)
-        for key in ("source", "baselines", "position"):
+        for key in ("source", "estimators", "position"):
             assert run.state()[key] == whole.state()[key]
 
 

@@ -17,16 +17,10 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, RowKey
 from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
-from agentrl.train.critic import returns_of, value_batches, value_metrics
-from agentrl.train.optimizer_steps import (
-    StepScores,
-    compares_groups,
-    needs_scores,
-    nothing_trained,
-    score_rollouts,
-    step_advantages,
-)
-from agentrl.train.step_metrics import source_metrics
+from agentrl.train.step_metrics import source_metrics, value_metrics
+from agentrl.train.step_scores import StepScores, score_rollouts
+from agentrl.train.training_step import compares_groups
+from tests.batches import step_settings, training_step
 from tests.unit.train.test_replay import config as plain
 from tests.unit.train.test_replay import groups, rollout, samples_file
 from tests.unit.train.test_trainer import steps, trainer
@@ -58,47 +52,47 @@ def test_each_source_has_the_advantages_that_it_would_have_alone() -> None:
         "search": ("advantage.name=reinforce_plus_plus_baseline", "loss.name=gspo"),
     }
     given = mixed(*(f"sources.{name}.algo.{each}" for name, some in settings.items() for each in some))
-    found = step_advantages(given, group_rollouts(step()), StepScores())
+    found = training_step(given, group_rollouts(step())).advantages
     wanted: RowAdvantages = {}
     for name, some in settings.items():
-        wanted |= step_advantages(plain(*(f"algo.{each}" for each in some)), of(name, step()), StepScores())
+        wanted |= training_step(plain(*(f"algo.{each}" for each in some)), of(name, step())).advantages
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
-    together = step_advantages(
-        plain("algo.advantage.name=reinforce_plus_plus_baseline"), group_rollouts(step()), StepScores()
-    )
+    together = training_step(
+        plain("algo.advantage.name=reinforce_plus_plus_baseline"), group_rollouts(step())
+    ).advantages
     assert mean_advantages(found) != mean_advantages(together)
 
 
 def test_a_source_without_rollouts_in_a_step_is_left_out() -> None:
     given = mixed("sources.search.algo.advantage.name=reinforce_plus_plus")
     alone = of("math", step())
-    found = step_advantages(given, alone, StepScores())
+    found = training_step(given, alone).advantages
     assert {key.prompt_id for key in found} == {"math/1", "math/2"}
-    assert step_advantages(given, group_rollouts([]), StepScores()) == {}
-    assert not any("search" in key for key in source_metrics(given.sources, list(alone.rollouts_N), alone, found))
+    assert training_step(given, group_rollouts([])).advantages == {}
+    assert not any("search" in key for key in source_metrics(given.sources, list(alone.rollouts_N), found))
 
 
 def test_the_critic_learns_from_the_sources_that_need_it() -> None:
     given = mixed(*(f"sources.math.{each}" for each in OF_GAE), "algo.critic.warmup_steps=1")
-    assert needs_scores(given)
+    assert step_settings(given).needs_scores
     everything = group_rollouts(step())
     scores = StepScores(values={row.key: np.full(len(row.mask), 0.5, np.float32) for row in everything.rows})
-    returns = returns_of(given, everything, scores)
+    returns = training_step(given, everything, scores).returns
     assert {key.prompt_id for key in returns} == {"math/1", "math/2"}
-    [batch] = value_batches(given, everything, scores, returns, pad_id=0)
+    [batch] = training_step(given, everything, scores).value_batches()
     assert {key.prompt_id for micro in batch.micro[0] for key in micro.keys} == {"math/1", "math/2"}
     alone = plain(*OF_GAE)
-    [wanted] = value_batches(alone, of("math", step()), scores, returns, pad_id=0)
+    [wanted] = training_step(alone, of("math", step()), scores).value_batches()
     assert sum(float(micro.weight_L.sum()) for micro in batch.micro[0]) == pytest.approx(
         sum(float(micro.weight_L.sum()) for micro in wanted.micro[0])
     )
-    exact = value_metrics([], everything, StepScores(values=returns), returns)
+    exact = value_metrics([], everything, returns, returns)
     assert exact == {"train/value_explained_variance": 1.0}
     search = of("search", step())
-    assert returns_of(given, search, scores) == {}
-    assert value_batches(given, search, scores, {}, pad_id=0) == []
-    assert value_metrics([], search, scores, {}) == {}
+    assert training_step(given, search, scores).returns == {}
+    assert training_step(given, search, scores).value_batches() == []
+    assert value_metrics([], search, scores.values, {}) == {}
 
 
 class Critic:
@@ -111,9 +105,9 @@ class Critic:
 
 def test_only_rollouts_of_such_sources_are_valued() -> None:
     given, learner = mixed("sources.math.algo.advantage.name=gae"), FakeLearner()
-    scores = score_rollouts(given, group_rollouts(step()), learner, Critic(), 0)
+    scores = score_rollouts(step_settings(given), group_rollouts(step()), learner, Critic())
     assert {key.prompt_id for key in scores.values} == {"math/1", "math/2"}
-    assert score_rollouts(given, of("search", step()), learner, Critic(), 0).values == {}
+    assert score_rollouts(step_settings(given), of("search", step()), learner, Critic()).values == {}
 
 
 def test_metrics_by_source() -> None:
@@ -121,7 +115,7 @@ def test_metrics_by_source() -> None:
     rollouts[0].metrics["exact_match"] = 1.0
     rollouts[1].dropped = True
     everything = group_rollouts(rollouts)
-    found = source_metrics(given.sources, rollouts, everything, step_advantages(given, everything, StepScores()))
+    found = source_metrics(given.sources, rollouts, training_step(given, everything).advantages)
     assert found["train/math/reward"] == pytest.approx(0.5)
     assert found["train/search/reward"] == pytest.approx((3 + 2 + 2) / 3)
     assert found["train/search/flat_groups"] == 1.0
@@ -129,7 +123,7 @@ def test_metrics_by_source() -> None:
     assert (found["batch/math/live_share"], found["batch/search/live_share"]) == (1.0, 0.0)
     assert found["rollout/math/exact_match"] == 1.0
     assert not any(key.startswith("time/") for key in found)
-    assert source_metrics({}, rollouts, everything, {}) == {}
+    assert source_metrics({}, rollouts, {}) == {}
 
 
 def test_a_replayed_run_is_mixed_as_it_was_recorded(tmp_path: Path) -> None:
@@ -144,7 +138,7 @@ def test_a_replayed_run_is_mixed_as_it_was_recorded(tmp_path: Path) -> None:
 
 def test_recorded_tasks_of_no_source_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'a' is of none of the run's sources \(math, search\)"):
-        step_advantages(mixed(), group_rollouts(groups("a")), StepScores())
+        assert training_step(mixed(), group_rollouts(groups("a"))).advantages
 
 
 def test_that_nothing_is_trained_is_explained_by_all_estimators() -> None:
@@ -152,5 +146,5 @@ def test_that_nothing_is_trained_is_explained_by_all_estimators() -> None:
     some = ("sources.math.algo.advantage.name=reinforce_plus_plus", "rollout.n_samples_per_prompt=1")
     assert compares_groups(mixed())
     assert not compares_groups(mixed(*some))
-    assert "equal rewards" in nothing_trained(load_config(None, ["sources.math={}"]), flat, group_rollouts(flat))
-    assert "equal rewards" in nothing_trained(mixed(*some), flat, group_rollouts(flat))
+    assert "equal rewards" in training_step(load_config(None, ["sources.math={}"]), flat).why_untrained()
+    assert "equal rewards" in training_step(mixed(*some), flat).why_untrained()

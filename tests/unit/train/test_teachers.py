@@ -24,15 +24,11 @@ from agentrl.inference.client.scoring import ScoringClient
 from agentrl.learner.base import LearnerGroup
 from agentrl.rewards.sample import Sample
 from agentrl.testing import FakeLearner
-from agentrl.train.optimizer_steps import (
-    StepScores,
-    distillation_metrics,
-    optimizer_steps,
-    packing_options,
-    step_advantages,
-)
 from agentrl.train.privileged import PrivilegedRows, load_context
+from agentrl.train.step_scores import StepScores
+from agentrl.train.step_settings import pack_options
 from agentrl.train.teachers import Teacher, Teachers, check_server
+from tests.batches import training_step
 from tests.test_readme import example
 from tests.unit.episode.conftest import CHATML, renderer_of
 from tests.unit.learner.learners import MODELS, SIZES, Learners, make_model
@@ -280,11 +276,10 @@ def test_a_function_that_does_not_exist_is_refused() -> None:
 
 def train(config: Config, learner: LearnerGroup, given: Sequence[Rollout], scores: StepScores) -> dict[str, float]:
     """Take a training step, as `agentrl.train.trainer.Trainer` does, and return the distillation's metrics."""
-    groups = group_rollouts(given)
-    advantages = step_advantages(config, groups, scores)
-    for step in optimizer_steps(config, groups, advantages):
-        learner.train_step(pack(step.rows, advantages, trained=step.trained, **packing_options(config, 0)))
-    return distillation_metrics(config, groups, scores)
+    step = training_step(config, given, scores)
+    for optimizer_step in step.optimizer_steps():
+        learner.train_step(step.policy_batch(optimizer_step))
+    return scores.distillation_metrics(config.algo, step.groups)
 
 
 def test_a_student_learns_its_teachers_distribution_through_the_engine(tmp_path: Path) -> None:
@@ -308,7 +303,9 @@ def test_a_student_learns_its_teachers_distribution_through_the_engine(tmp_path:
                     student.model.load_weights(bucket.tensors())
                 student.scheduler.flush()
                 given = await sample(student, [[5, 6, 7]] * 24, step)
-                scores = StepScores(teachers=await teachers.score(group_rollouts(given), learner, 0))
+                scores = StepScores(
+                    teachers=await teachers.score(group_rollouts(given), learner, pack_options(config, 0))
+                )
                 found.append(train(config, learner, given, scores)["train/teacher_kl"])
         return found
 
@@ -326,7 +323,7 @@ LETTERS = [RENDERER.encode(letter)[0] for letter in "abcd"]
 def next_token(learner: LearnerGroup, config: Config, prompt: Sequence[int]) -> np.ndarray:
     """The policy's probabilities of all tokens after a prompt."""
     rows = [row(prompt, [([token], True)], name=str(token)) for token in range(VOCABULARY)]
-    found = learner.logprobs(pack(rows, **packing_options(config, 0)))
+    found = learner.logprobs(pack(rows, pack_options(config, 0)))
     return np.exp([found[one.key][-1] for one in rows])
 
 
@@ -338,7 +335,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [(prompt_of(f"q {letter}"), token) for letter, token in zip("abcd", LETTERS, strict=True)]
     pairs += [(prompt_of("q"), token) for token in LETTERS]
     rows = [row(prompt, [([token], True)], name=str(number)) for number, (prompt, token) in enumerate(pairs)]
-    lessons = pack(rows, **packing_options(load_config(None), 0), kind="sft")
+    lessons = pack(rows, pack_options(load_config(None), 0), kind="sft")
     try:
         learner = learners.open(lr=1e-2, max_grad_norm=1.0)
         for _ in range(30):
@@ -369,7 +366,7 @@ def test_self_distillation_moves_probability_towards_the_privileged_answer(polic
                 one = row(plain, [([int(token)], True)], name=f"{step}/{number}")
                 one.logprobs[-1] = np.log(now[token])
                 given.append(rollout(one, messages=(Message("user", "q"),), label="c"))
-            scored = asyncio.run(teachers.score(group_rollouts(given), learner, 0))
+            scored = asyncio.run(teachers.score(group_rollouts(given), learner, pack_options(config, 0)))
             train(config, learner, given, StepScores(teachers=scored))
             now = next_token(learner, config, plain)
     finally:

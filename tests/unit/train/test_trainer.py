@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.evaluation import EvalSet
@@ -31,10 +32,10 @@ from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
-from agentrl.train.optimizer_steps import baselines_from_state
 from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
+from tests.batches import step_settings
 from tests.unit.train.test_replay import Letters, config, groups, rollout, samples_file
 
 
@@ -105,7 +106,9 @@ def trainer(
     source = Engines(given, recorded, Unchecked(), interrupt or Interrupt(print), **options)  # type: ignore[arg-type]
     view = ProgressView(console or Console(quiet=True), source.steps, "plain")
     checkpoints = Checkpoints(folder / "run" / "checkpoints", keep=3)
-    return Trainer(given, source, learner, checkpoints, MetricsLog(folder / "run", resume_after=resume_after), view)
+    metrics = MetricsLog(folder / "run", resume_after=resume_after)
+    estimators = RunEstimators(given.algo.by_source)
+    return Trainer(step_settings(given), source, learner, estimators, checkpoints, metrics, view)
 
 
 def resumed(folder: Path, given: Config) -> Trainer:
@@ -114,7 +117,7 @@ def resumed(folder: Path, given: Config) -> Trainer:
     run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
     run.position, run.evaluations.step = TaskPosition(state["position"]), state["evaluated"]
-    run.baselines = baselines_from_state(state["baselines"])
+    run.estimators.load_state(state["estimators"])
     return run
 
 
@@ -218,12 +221,12 @@ def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> No
     cut = trainer(tmp_path / "cut", given, FakeLearner(), refuse=2)
     with pytest.raises(EngineError):
         asyncio.run(cut.run())
-    assert cut.baselines
-    assert cut.baselines != whole.baselines
+    assert cut.estimators.state()
+    assert cut.estimators.state() != whole.estimators.state()
     again = resumed(tmp_path / "cut", given)
-    assert again.baselines == cut.baselines
+    assert again.estimators.state() == cut.estimators.state()
     asyncio.run(again.run())
-    assert again.baselines == whole.baselines
+    assert again.estimators.state() == whole.estimators.state()
 
 
 def test_the_checkpoint_with_the_best_rating_is_kept(tmp_path: Path) -> None:

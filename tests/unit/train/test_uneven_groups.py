@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from agentrl.algo.estimate import mean_advantages
 from agentrl.batch.groups import group_rollouts
-from agentrl.batch.packing import pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.optimizer_steps import StepScores, optimizer_steps, step_advantages
+from tests.batches import pack_rows, training_step
 
 PLAIN = load_config(None)
 WITH_KL = load_config(None, ["algo.kl_coef=0.001"])
@@ -39,16 +38,16 @@ def rollout(prompt: str, sample: int, reward: float, *, dropped: bool = False) -
 
 
 def advantages(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
-    return mean_advantages(step_advantages(config, group_rollouts(rollouts), StepScores()))
+    return mean_advantages(training_step(config, group_rollouts(rollouts)).advantages)
 
 
 def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """By rollout, the advantage that its trained tokens carry in the packed batches."""
     found: dict[str, float] = {}
     groups = group_rollouts(rollouts)
-    given = step_advantages(config, groups, StepScores())
-    for step in optimizer_steps(config, groups, given):
-        batch = pack(step.rows, given, shares=1, tokens_per_micro=64, pad_id=0)
+    step = training_step(config, groups)
+    for optimizer_step in step.optimizer_steps():
+        batch = pack_rows(optimizer_step.rows, step.advantages, data_parallel_size=1, tokens_per_micro=64, pad_id=0)
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_L[(micro.row_L == number) & micro.mask_L].tolist())

@@ -54,7 +54,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     found = {}
     for name, options in RESUMED.items():
         config = learner_config("megatron", options, 2)
-        batches, steps = make_batches(make_backend(config).shares), {}
+        batches, steps = make_batches(make_backend(config).data_parallel_size), {}
         policy, critic = folder / "experts", critic_of(folder / "qwen3")
         for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
             rank, checkpoint = make(model, MegatronRank, config), folder / f"checkpoint of {kind}"
@@ -84,7 +84,7 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     recompute = next((each for each in ("selective", "full") if each in name.split(", ")), "none")
     config = learner_config("megatron", options, dist.get_world_size()).model_copy(update={"recompute": recompute})
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
-    found = compute(rank, critic, make_backend(config).shares)
+    found = compute(rank, critic, make_backend(config).data_parallel_size)
     weights = {spec.name: torch.empty(spec.shape) for spec in rank.specs()}
     rank.gather([*weights.items()])
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).digest()

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import pack
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import Row, RowKey
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.unit.learner.learners import make_rows
 from tests.unit.learner.megatron.models import EP, PP, SP, TP, VPP
 
@@ -99,11 +99,11 @@ def make_batches(shares: int) -> dict[str, GlobalBatch]:
     of_tokens, values, returns = (
         {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows} for _ in range(3)
     )
-    sizes: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0}
-    batch = pack(rows, advantages, **sizes)
-    ppo = pack(rows, of_tokens, **sizes)
+    sizes: dict[str, Any] = {"data_parallel_size": shares, "tokens_per_micro": 64, "pad_id": 0}
+    batch = pack_rows(rows, advantages, **sizes)
+    ppo = pack_rows(rows, of_tokens, **sizes)
     return {
-        "grpo": batch, "gspo": batch, "ppo": ppo, "value": pack(rows, kind="value", values=values, returns=returns, **sizes),
+        "grpo": batch, "gspo": batch, "ppo": ppo, "value": pack_rows(rows, kind="value", values=values, returns=returns, **sizes),
     }  # fmt: skip
 
 
@@ -112,8 +112,14 @@ def make_parts(shares: int) -> list[GlobalBatch]:
     rows, found = batch_rows(), []
     for name, more in (("r0", {"completes": False}), ("r1", {"gradient_scale": 1 / count_units(rows, "token_mean")})):
         part = [row for row in rows if row.key.rollout_id == name]
-        options: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0, "units": 1, **more}
-        found.append(pack(part, {"r0": -1.5, "r1": 0.7}, **options))
+        options: dict[str, Any] = {
+            "data_parallel_size": shares,
+            "tokens_per_micro": 64,
+            "pad_id": 0,
+            "units": 1,
+            **more,
+        }
+        found.append(pack_rows(part, {"r0": -1.5, "r1": 0.7}, **options))
     return found
 
 

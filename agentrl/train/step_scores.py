@@ -1,0 +1,133 @@
+"""Scores of a training step's rollouts, computed by models before its first optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agentrl.algo.correction import importance_weights
+from agentrl.algo.distillation import teacher_gaps, teacher_metrics
+from agentrl.algo.kl import kl_estimate
+from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
+from agentrl.batch.packing import pack
+from agentrl.batch.sequences import RowValues, SampledSequence, sequences_of
+from agentrl.config.algo import AlgoConfig, CorrectionConfig
+from agentrl.core.types import Row, RowKey
+from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.train.step_settings import StepSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """Scores of tokens by row; empty if a run does not need them."""
+
+    learner: RowValues = field(default_factory=dict)
+    """Log-probabilities of the learner."""
+    reference: RowValues = field(default_factory=dict)
+    """Log-probabilities of the reference policy, if the KL term is in the reward."""
+    values: RowValues = field(default_factory=dict)
+    """The critic's values."""
+    teachers: Mapping[str, RowValues] = field(default_factory=dict)
+    """Log-probabilities of teachers by name, of the rows that each scores."""
+
+    def merge(self, scores: StepScores) -> StepScores:
+        """Return these and the scores of other rollouts. Neither has those of a critic or of teachers."""
+        return StepScores({**self.learner, **scores.learner}, {**self.reference, **scores.reference})
+
+    def policy_logprobs(self, row: Row) -> NDArray[np.float32]:
+        """Return the policy's log-probabilities of a row: the learner's if they were computed, else the engine's."""
+        return np.asarray(self.learner.get(row.key, row.logprobs), np.float32)
+
+    def teacher_gaps(self, algo: AlgoConfig, groups: RolloutGroups) -> RowValues | None:
+        """Return the log-probability gap to the teachers of every token; None without teachers."""
+        if not self.teachers:
+            return None
+        weights = {name: teacher.weight for name, teacher in algo.distillation.teachers.items()}
+        return teacher_gaps(groups.rows, self._policy_by_row(groups), self.teachers, weights)
+
+    def distillation_metrics(self, algo: AlgoConfig, groups: RolloutGroups) -> dict[str, float]:
+        """Return the mean divergence from the teachers, if there are any."""
+        gaps = self.teacher_gaps(algo, groups)
+        return {} if gaps is None else teacher_metrics(groups.rows, self._policy_by_row(groups), self.teachers, gaps)
+
+    def _policy_by_row(self, groups: RolloutGroups) -> dict[RowKey, NDArray[np.float32]]:
+        return {row.key: self.policy_logprobs(row) for row in groups.rows}
+
+    def kl_penalties(self, algo: AlgoConfig, groups: RolloutGroups) -> dict[RowKey, NDArray[np.float32]]:
+        """Return ``kl_coef`` times the KL estimate of each sampled token, if it belongs to the reward."""
+        penalties = {}
+        for row in groups.rows if self.reference else ():
+            if row.key in self.reference:
+                policy_T = torch.from_numpy(self.policy_logprobs(row))
+                reference_T = torch.from_numpy(self.reference[row.key])
+                kl_T = kl_estimate(policy_T, reference_T, algo.kl_kind)
+                penalties[row.key] = np.asarray(algo.kl_coef * kl_T.numpy(), np.float32)
+        return penalties
+
+    def correction(self, config: CorrectionConfig, groups: RolloutGroups) -> RowValues | None:
+        """Return the importance weight of every trained token, if they need more than each token alone.
+
+        See `agentrl.algo.correction`. Policies of a run are corrected separately.
+        """
+        if not config.needs_all_tokens:
+            return None
+        return {
+            key: weights_T
+            for policy_groups in groups_by_policy(groups).values()
+            for key, weights_T in self._importance_weights(config, policy_groups).items()
+        }
+
+    def _importance_weights(self, config: CorrectionConfig, groups: RolloutGroups) -> RowValues:
+        sequences = [sequence for sequence in sequences_of(groups.rows) if sequence.size]
+        if not sequences:
+            return {}
+        log_ratios = [self._log_ratio(sequence) for sequence in sequences]
+        sizes = [len(log_ratio_S) for log_ratio_S in log_ratios]
+        sequence_N = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+        weights_N = importance_weights(torch.from_numpy(np.concatenate(log_ratios)), sequence_N, config).numpy()
+        weights_by_sequence = np.split(weights_N, np.cumsum(sizes)[:-1])
+        return {
+            key: weights_T
+            for sequence, weights_S in zip(sequences, weights_by_sequence, strict=True)
+            for key, weights_T in sequence.scatter(weights_S).items()
+        }
+
+    def _log_ratio(self, sequence: SampledSequence) -> NDArray[np.float64]:
+        return sequence.gather(self.learner) - sequence.gather({row.key: row.logprobs for row in sequence.rows})
+
+
+def score_rollouts(
+    settings: StepSettings, groups: RolloutGroups, learner: LearnerGroup, critic: CriticGroup | None = None
+) -> StepScores:
+    """Compute what advantages, loss and correction need of all rollouts, but for teachers. Blocks.
+
+    Raises:
+        LearnerError: a rank failed.
+
+    """
+    learner_logprobs: dict[RowKey, NDArray[np.float32]] = {}
+    reference_logprobs: dict[RowKey, NDArray[np.float32]] = {}
+    if settings.needs_learner_logprobs or settings.needs_reference_logprobs:
+        for policy, policy_groups in groups_by_policy(groups).items():
+            batch = pack(policy_groups.rows, settings.packing, policy=policy)
+            if settings.needs_learner_logprobs:
+                learner_logprobs |= learner.logprobs(batch)
+            if settings.needs_reference_logprobs:
+                reference_logprobs |= learner.logprobs(batch, "reference")
+    values = {} if critic is None else _critic_values(settings, groups, critic)
+    return StepScores(learner_logprobs, reference_logprobs, values)
+
+
+def _critic_values(settings: StepSettings, groups: RolloutGroups, critic: CriticGroup) -> RowValues:
+    """Return the critic's values of the rollouts whose estimator needs them."""
+    rows = [
+        row
+        for source, source_groups in groups_by_source(groups, settings.packing.sources).items()
+        if settings.algo_by_source[source].needs_critic
+        for row in source_groups.rows
+    ]
+    return critic.values(pack(rows, settings.packing)) if rows else {}
