@@ -52,9 +52,11 @@ def pack_rows(
 ) -> GlobalBatch:
     """Return rows as `pack` does; ``options`` are fields of `PackOptions`, advantages may be by ``rollout_id``."""
     signals = RowSignals(values_by_row(rows, advantages), learner_logprobs, correction, values, returns)
-    part = StepPart(units, completes, gradient_scale)
+    step_part = StepPart(units, completes, gradient_scale)
     packing = PackOptions(**options)
-    return pack(rows, packing, signals, kind=kind, policy=policy, trained=trained, part=part, lr_scale=lr_scale)
+    return pack(
+        rows, packing, signals, kind=kind, policy=policy, trained=trained, step_part=step_part, lr_scale=lr_scale
+    )
 
 
 def training_step(

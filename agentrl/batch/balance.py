@@ -28,16 +28,17 @@ def row_cost(length: int) -> float:
     return length * (1 + length / ATTENTION_TOKENS)
 
 
-def balanced(units: Sequence[Unit], shares: int, tokens: int) -> list[list[Unit]]:
-    """Divide units, largest first, among a multiple of ``shares`` micro-batches of about the same cost.
+def balance_units(units: Sequence[Unit], data_parallel_size: int, tokens: int) -> list[list[Unit]]:
+    """Divide units, largest first, among a multiple of ``data_parallel_size`` micro-batches of about the same cost.
 
     There are as few as first-fit-decreasing needs. Each unit, largest first, goes to the cheapest one with space for it;
-    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to share ``i % shares``, and
-    adjacent ones have similar costs, so that ranks wait little for each other. Some are empty if there are too few units.
+    where one finds none, the division of first-fit-decreasing stays. Micro-batch ``i`` belongs to data-parallel rank
+    ``i % data_parallel_size``, and adjacent ones have similar costs, so that ranks wait little for each other. Some are empty
+    if there are too few units.
     """
-    fitted = _first_fit(units, tokens)
-    count = -(-max(1, len(fitted)) // shares) * shares
-    groups = _spread(units, count, tokens) or fitted + [[] for _ in range(count - len(fitted))]
+    first_fit = _first_fit(units, tokens)
+    count = -(-max(1, len(first_fit)) // data_parallel_size) * data_parallel_size
+    groups = _spread(units, count, tokens) or first_fit + [[] for _ in range(count - len(first_fit))]
     return sorted(groups, key=lambda group: -sum(unit.cost for unit in group))
 
 

@@ -20,29 +20,29 @@ LIMITS = (StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.MAX_TIME)
 """Ends of episodes that are too long."""
 
 
-def kept(group: Sequence[Rollout]) -> list[Rollout]:
+def kept_rollouts(group: Sequence[Rollout]) -> list[Rollout]:
     """Return the rollouts that the failure policy did not drop."""
     return [rollout for rollout in group if not rollout.dropped]
 
 
 def zero_variance(group: Sequence[Rollout], solved_reward: float) -> bool:
     """Return whether all rewards are equal (DAPO's dynamic sampling, arXiv:2503.14476)."""
-    return len({rollout.reward for rollout in kept(group)}) < 2
+    return len({rollout.reward for rollout in kept_rollouts(group)}) < 2
 
 
 def all_solved(group: Sequence[Rollout], solved_reward: float) -> bool:
     """Return whether each rollout is solved."""
-    return all(rollout.reward >= solved_reward for rollout in kept(group))
+    return all(rollout.reward >= solved_reward for rollout in kept_rollouts(group))
 
 
 def none_solved(group: Sequence[Rollout], solved_reward: float) -> bool:
     """Return whether no rollout is solved."""
-    return all(rollout.reward < solved_reward for rollout in kept(group))
+    return all(rollout.reward < solved_reward for rollout in kept_rollouts(group))
 
 
 def too_long(group: Sequence[Rollout], solved_reward: float) -> bool:
     """Return whether each rollout ended at a limit of turns, tokens or time."""
-    return all(rollout.stop_reason in LIMITS for rollout in kept(group))
+    return all(rollout.stop_reason in LIMITS for rollout in kept_rollouts(group))
 
 
 def incomplete(group: Sequence[Rollout], solved_reward: float) -> bool:
@@ -87,7 +87,7 @@ class GroupFilters:
             ConfigError: a filter of the user raises, or returns no bool.
 
         """
-        if self._filters and not kept(group):
+        if self._filters and not kept_rollouts(group):
             return FAILED
         return next((name for name, drops in self._filters.items() if drops(group)), "")
 
@@ -95,11 +95,11 @@ class GroupFilters:
 def _call(name: str, function: Filter, group: Sequence[Rollout]) -> bool:
     """Call a filter of the user."""
     try:
-        found = function(group)
+        drops = function(group)
     except Exception as error:
         raise ConfigError(
             f"{KEY}: {name} raised {describe(error)} on the group of task {group[0].prompt_id!r}"
         ) from error
-    if not isinstance(found, bool):
-        raise ConfigError(f"{KEY}: {name} must return True (drop the group) or False, it returned {found!r:.100}")
-    return found
+    if not isinstance(drops, bool):
+        raise ConfigError(f"{KEY}: {name} must return True (drop the group) or False, it returned {drops!r:.100}")
+    return drops

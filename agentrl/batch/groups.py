@@ -56,8 +56,8 @@ def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:
         else:
             groups.setdefault(rollout.prompt_id, []).append(rollout)
     numbers = [number for number, group in enumerate(groups.values()) for _ in group]
-    kept = tuple(rollout for group in groups.values() for rollout in group)
-    return RolloutGroups(kept, np.array(numbers, np.int64), tuple(groups), dropped)
+    kept_rollouts = tuple(rollout for group in groups.values() for rollout in group)
+    return RolloutGroups(kept_rollouts, np.array(numbers, np.int64), tuple(groups), dropped)
 
 
 def groups_by_policy(groups: RolloutGroups) -> dict[str, RolloutGroups]:
@@ -65,7 +65,7 @@ def groups_by_policy(groups: RolloutGroups) -> dict[str, RolloutGroups]:
     names = sorted({rollout.policy for rollout in groups.rollouts_N})
     if len(names) == 1:
         return {names[0]: groups}
-    return {name: group_rollouts(one for one in groups.rollouts_N if one.policy == name) for name in names}
+    return {name: group_rollouts(rollout for rollout in groups.rollouts_N if rollout.policy == name) for name in names}
 
 
 def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[str, RolloutGroups]:
@@ -85,4 +85,4 @@ def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[st
                 "begin with; set sources to those of the run that recorded it"
             )
         rollouts[name].append(rollout)
-    return {name: group_rollouts(some) for name, some in rollouts.items() if some}
+    return {name: group_rollouts(source_rollouts) for name, source_rollouts in rollouts.items() if source_rollouts}

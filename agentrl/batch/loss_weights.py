@@ -38,8 +38,10 @@ def row_weights(
     ``units`` takes the place of `count_units` of the rows: with 1 the weights are those before they are divided by it.
     """
     masks = _masks(rows)
-    shares = _shares(rows, masks, aggregation, constant_tokens, units)
-    weights = [(mask * share).astype(np.float32) for mask, share in zip(masks, shares, strict=True)]
+    token_weights = _token_weights(rows, masks, aggregation, constant_tokens, units)
+    weights = [
+        (mask * token_weight).astype(np.float32) for mask, token_weight in zip(masks, token_weights, strict=True)
+    ]
     if context_weight:
         contexts = [(row.mask_reason == MaskReason.OBSERVED) & (np.arange(len(row.mask)) > 0) for row in rows]
         total = sum(int(context.sum()) for context in contexts)
@@ -79,7 +81,7 @@ def _sizes(rows: Sequence[Row], masks: Sequence[NDArray[np.bool_]], aggregation:
     return sizes
 
 
-def _shares(
+def _token_weights(
     rows: Sequence[Row],
     masks: Sequence[NDArray[np.bool_]],
     aggregation: Aggregation,
@@ -93,5 +95,5 @@ def _shares(
         return [1 / units] * len(rows)
     if aggregation == "constant":
         return [1 / (units * constant_tokens)] * len(rows)
-    found = (sizes.get(_unit(row, aggregation)) for row in rows)
-    return [1 / (units * size) if size else 0.0 for size in found]
+    row_sizes = (sizes.get(_unit(row, aggregation)) for row in rows)
+    return [1 / (units * size) if size else 0.0 for size in row_sizes]

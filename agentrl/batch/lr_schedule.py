@@ -21,6 +21,6 @@ def lr_scale(config: OptimizerConfig, share: float, steps: int, auto: Schedule) 
     if schedule == "constant":
         return 1.0
     warm = min(1.0, config.fixed_warmup_steps / steps)
-    done = max(0.0, (share - warm) / (1 - warm)) if warm < 1 else 0.0
-    left = 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
+    decayed = max(0.0, (share - warm) / (1 - warm)) if warm < 1 else 0.0
+    remaining = 1 - decayed if schedule == "linear" else (1 + math.cos(math.pi * decayed)) / 2
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * remaining

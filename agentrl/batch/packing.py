@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
-from agentrl.batch.prefix_groups import Division, divide
+from agentrl.batch.prefix_groups import Division, divide_rows
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.routing import packed_experts, routing_metrics
 from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
@@ -114,7 +114,7 @@ def pack(
     kind: Kind = "rl",
     policy: str = "main",
     trained: Collection[str] | None = None,
-    part: StepPart = WHOLE_STEP,
+    step_part: StepPart = WHOLE_STEP,
     lr_scale: float = 1.0,
 ) -> GlobalBatch:
     """Return the batch of one optimizer step, or a part of it. Rows without a token to train on are left out.
@@ -126,7 +126,7 @@ def pack(
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
         policy: which of several policies the rows are of.
         trained: ids of the rollouts to train on; rows of others only count in the denominators. None: all.
-        part: of the optimizer step.
+        step_part: which part of the optimizer step the batch is.
         lr_scale: the schedule's factor for this optimizer step.
 
     Raises:
@@ -137,7 +137,7 @@ def pack(
     """
     if options.context_weight and kind != "sft":
         raise ValueError(f"context_weight={options.context_weight:g} trains on observed tokens; only kind='sft' may")
-    weights = row_weights(rows, options.aggregation, options.context_weight, options.constant_tokens, part.units)
+    weights = row_weights(rows, options.aggregation, options.context_weight, options.constant_tokens, step_part.units)
     faults = leave_out(rows, weights) if kind != "sft" and options.provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     weighted_rows = sorted(
@@ -150,7 +150,7 @@ def pack(
     )
     if kind != "sft":
         check_temperature((weighted.row for weighted in weighted_rows), options.temperature)
-    divisions = divide(
+    divisions = divide_rows(
         [weighted.row.token_ids for weighted in weighted_rows],
         options.data_parallel_size,
         options.tokens_per_micro,
@@ -174,8 +174,8 @@ def pack(
         divided_sequences=sequences.are_divided(),
         metrics=metrics,
         policy=policy,
-        completes=part.completes,
-        gradient_scale=part.gradient_scale,
+        completes=step_part.completes,
+        gradient_scale=step_part.gradient_scale,
     )
 
 

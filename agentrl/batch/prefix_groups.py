@@ -1,7 +1,7 @@
 """Division of rows among micro-batches, with rows that begin with the same tokens in the same one.
 
 A micro-batch that shares prefixes is computed as a tree (`agentrl.batch.prefix_tree`): its size is that of the tree. Larger
-units of rows share more, and balance the shares worse, so several sizes are tried. The fastest division is taken, which may be
+units of rows share more, and balance the ranks worse, so several sizes are tried. The fastest division is taken, which may be
 the one without sharing. It does not depend on the order of rows with different tokens.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from agentrl.batch.balance import Unit, balanced, row_cost
+from agentrl.batch.balance import Unit, balance_units, row_cost
 from agentrl.batch.prefix_tree import TokenIds, by_prefix
 
 OVERHEAD = 0.1
@@ -35,30 +35,34 @@ class Division:
     """Whether shared prefixes are computed once."""
 
 
-def divide(rows: Sequence[TokenIds], shares: int, tokens: int, *, share_prefixes: bool) -> list[Division]:
-    """Divide rows, longest first, among micro-batches; see `balanced`.
+def divide_rows(
+    rows: Sequence[TokenIds], data_parallel_size: int, tokens: int, *, share_prefixes: bool
+) -> list[Division]:
+    """Divide rows, longest first, among micro-batches; see `balance_units`.
 
     Args:
         rows: token ids, of one dtype.
-        shares: of the batch; their number divides the number of micro-batches.
+        data_parallel_size: divides the number of micro-batches.
         tokens: maximum tokens of a micro-batch that are computed; a longer row gets a separate one.
         share_prefixes: whether prefixes may be shared.
 
     """
-    alone = [Unit((number,), len(row), row_cost(len(row))) for number, row in enumerate(rows)]
-    best = [_plain(group) for group in balanced(alone, shares, tokens)]
+    single_rows = [Unit((number,), len(row), row_cost(len(row))) for number, row in enumerate(rows)]
+    best = [_plain(group) for group in balance_units(single_rows, data_parallel_size, tokens)]
     if not share_prefixes or not rows:
         return best
     prefixes = _Prefixes(rows)
-    whole = prefixes.unit(range(len(rows)))
-    if not _pays(whole.tokens, sum(unit.tokens for unit in alone)):
+    all_rows = prefixes.unit(range(len(rows)))
+    if not _pays(all_rows.tokens, sum(unit.tokens for unit in single_rows)):
         return best
-    limit = max(1, min(tokens, -(-whole.tokens // shares)))
+    limit = max(1, min(tokens, -(-all_rows.tokens // data_parallel_size)))
     for size in range(SIZES):
         units = sorted(prefixes.units(limit >> size), key=lambda unit: (-unit.tokens, min(unit.rows)))
-        groups = [prefixes.division(group, alone, tokens) for group in balanced(units, shares, tokens)]
+        groups = [
+            prefixes.division(group, single_rows, tokens) for group in balance_units(units, data_parallel_size, tokens)
+        ]
         groups.sort(key=lambda group: -group.cost)
-        if _time(groups, shares) < _time(best, shares):
+        if _time(groups, data_parallel_size) < _time(best, data_parallel_size):
             best = groups
     return best
 
@@ -74,9 +78,12 @@ def _pays(unique: int, tokens: int) -> bool:
     return unique < (1 - OVERHEAD) * tokens
 
 
-def _time(groups: Sequence[Division], shares: int) -> float:
-    """Return how long all shares take, whose ranks wait for each other after every micro-batch."""
-    return sum(max(group.cost for group in groups[first : first + shares]) for first in range(0, len(groups), shares))
+def _time(groups: Sequence[Division], data_parallel_size: int) -> float:
+    """Return the cost of all ranks, which wait for each other after every micro-batch."""
+    return sum(
+        max(group.cost for group in groups[first : first + data_parallel_size])
+        for first in range(0, len(groups), data_parallel_size)
+    )
 
 
 class _Prefixes:
@@ -88,14 +95,14 @@ class _Prefixes:
         self.common = np.array(common)
         """Tokens that each row of the order has in common with the one before."""
         self.lengths = [len(row) for row in rows]
-        self.place = np.argsort(self.order)
+        self.position_of_row = np.argsort(self.order)
 
     def unit(self, rows: Sequence[int]) -> Unit:
         """Return rows as one tree."""
-        places = np.sort(self.place[list(rows)])
+        positions = np.sort(self.position_of_row[list(rows)])
         # What two rows have in common is the least that all neighbours between them have.
-        links = self.common[: places[-1] + 1]
-        saved: list[int] = np.minimum.reduceat(links, places[:-1] + 1).tolist() if len(places) > 1 else []
+        links = self.common[: positions[-1] + 1]
+        saved: list[int] = np.minimum.reduceat(links, positions[:-1] + 1).tolist() if len(positions) > 1 else []
         lengths = [self.lengths[number] for number in rows]
         cost = sum(map(row_cost, lengths)) - sum(map(row_cost, saved))
         return Unit(tuple(rows), sum(lengths) - sum(saved), cost)
@@ -106,23 +113,23 @@ class _Prefixes:
         Neighbours are joined only if a row gets a share of its tokens that pays.
         """
         lengths = [self.lengths[number] for number in self.order]
-        # Places where the unit begins that ends here, and where that ends that begins here.
+        # Positions where the unit begins that ends here, and where that ends that begins here.
         first, last = list(range(len(lengths))), list(range(len(lengths)))
         tokens, begins = [*lengths], [True] * len(lengths)
-        for place in np.argsort(-self.common[1:], kind="stable") + 1:
-            common = int(self.common[place])
-            start = first[place - 1]
-            joined = tokens[start] + tokens[place] - common
-            if joined <= limit and _pays(lengths[place] - common, lengths[place]):
-                tokens[start], begins[place] = joined, False
-                last[start] = last[place]
-                first[last[place]] = start
-        places = [range(place, last[place] + 1) for place, begin in enumerate(begins) if begin]
-        return [self.unit(self.order[each].tolist()) for each in places]
+        for position in np.argsort(-self.common[1:], kind="stable") + 1:
+            common = int(self.common[position])
+            start = first[position - 1]
+            joined = tokens[start] + tokens[position] - common
+            if joined <= limit and _pays(lengths[position] - common, lengths[position]):
+                tokens[start], begins[position] = joined, False
+                last[start] = last[position]
+                first[last[position]] = start
+        positions = [range(position, last[position] + 1) for position, begin in enumerate(begins) if begin]
+        return [self.unit(self.order[list(unit_positions)].tolist()) for unit_positions in positions]
 
-    def division(self, group: Sequence[Unit], alone: Sequence[Unit], limit: int) -> Division:
+    def division(self, group: Sequence[Unit], single_rows: Sequence[Unit], limit: int) -> Division:
         """Return a micro-batch of units; it shares prefixes where that pays, or where its rows are too many otherwise."""
-        plain = _plain([alone[number] for unit in group for number in unit.rows])
+        plain = _plain([single_rows[number] for unit in group for number in unit.rows])
         if len(plain.rows) < 2:
             return plain
         tree = self.unit(plain.rows)

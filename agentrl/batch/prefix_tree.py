@@ -55,14 +55,14 @@ def by_prefix(rows: Sequence[TokenIds]) -> tuple[list[int], list[int]]:
     """
     keys = [row.tobytes() for row in rows]  # any order of single tokens will do, also that of their bytes
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    common = [_common(rows[before], rows[after]) for before, after in pairwise(order)]
+    common = [_common(rows[previous], rows[current]) for previous, current in pairwise(order)]
     return order, [0, *common][: len(order)]
 
 
-def _common(one: TokenIds, other: TokenIds) -> int:
+def _common(first: TokenIds, second: TokenIds) -> int:
     """Return the length of the common prefix."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
@@ -76,14 +76,14 @@ def prefix_tree(rows: Sequence[TokenIds]) -> PrefixTree:
     path = np.empty(max(map(len, rows), default=0), np.int64)  # unique tokens of the current row
     shared = [0] * len(rows)
     count = length = 0
-    for row, kept in zip(order, common, strict=True):
-        subtree_end[path[kept:length]] = count
+    for row, prefix in zip(order, common, strict=True):
+        subtree_end[path[prefix:length]] = count
         length = len(rows[row])
-        stop = count + length - kept
-        token_ids[count:stop] = rows[row][kept:]
-        depth[count:stop] = np.arange(kept, length)
-        path[kept:length] = np.arange(count, stop)
+        stop = count + length - prefix
+        token_ids[count:stop] = rows[row][prefix:]
+        depth[count:stop] = np.arange(prefix, length)
+        path[prefix:length] = np.arange(count, stop)
         index[starts[row] : starts[row + 1]] = path[:length]
-        shared[row], count = kept, stop
+        shared[row], count = prefix, stop
     subtree_end[path[:length]] = count
     return PrefixTree(token_ids, depth, subtree_end, index, tuple(shared))

@@ -98,12 +98,12 @@ class Trainer:
         save_every = self.settings.config.train.save_every
         await self._sync_weights(Stopwatch())
         enough = await self.evaluations.after(
-            self.step, last=self._finished()
+            self.step, last=self._is_finished()
         )  # a resumed run may have been interrupted in an evaluation
-        while not enough and not self._finished():
+        while not enough and not self._is_finished():
             await self._step()
             self.checkpoints.check()
-            enough = await self.evaluations.after(self.step, last=self._finished())
+            enough = await self.evaluations.after(self.step, last=self._is_finished())
             if (save_every and self.step % save_every == 0) or await self._may_be_best():
                 await self._save()
 
@@ -224,10 +224,10 @@ class Trainer:
         if metrics.get("sync/unchanged") and metrics.get("train/lr") and not metrics.get("train/nonfinite_gradients"):
             self._warn_once("unchanged", UNCHANGED)
 
-    def _warn_once(self, about: str, text: str) -> None:
-        """Print a warning about the step that has ended, unless there was one about the same."""
-        if about not in self._warned:
-            self._warned.add(about)
+    def _warn_once(self, subject: str, text: str) -> None:
+        """Print a warning about the step that has ended, unless there was one on this subject."""
+        if subject not in self._warned:
+            self._warned.add(subject)
             self.view.print_text(f"warning: step {self.step}: {text}")
 
     async def _sync_weights(self, watch: Stopwatch) -> None:
@@ -235,9 +235,9 @@ class Trainer:
         with waiting(PHASE, f"step {self.step}", "weights"):
             await self.source.sync_weights(self.learner, self.step, watch)
 
-    def _finished(self) -> bool:
-        left = self._seconds_left()
-        return self.step >= self.source.steps or (left is not None and left <= 0)
+    def _is_finished(self) -> bool:
+        seconds_left = self._seconds_left()
+        return self.step >= self.source.steps or (seconds_left is not None and seconds_left <= 0)
 
     def _seconds_left(self) -> float | None:
         """Return what is left of ``train.minutes``, or None without that limit."""

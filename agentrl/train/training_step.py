@@ -133,7 +133,7 @@ class TrainingStep:
             correction=self.scores.correction(self.settings.algo.correction, self.groups),
         )
 
-    def policy_batch(self, optimizer_step: OptimizerStep, part: StepPart = WHOLE_STEP) -> GlobalBatch:
+    def policy_batch(self, optimizer_step: OptimizerStep, step_part: StepPart = WHOLE_STEP) -> GlobalBatch:
         """Return the batch of an optimizer step of the policy, or a part of it."""
         return pack(
             optimizer_step.rows,
@@ -141,7 +141,7 @@ class TrainingStep:
             self.signals,
             policy=optimizer_step.policy,
             trained=optimizer_step.trained,
-            part=part,
+            step_part=step_part,
             lr_scale=self.settings.policy_lr_scale(self.step, optimizer_step.index),
         )
 

@@ -17,8 +17,19 @@ from safetensors.numpy import load_file
 
 REQUIRED_METRICS = ("train/loss", "train/grad_norm", "train/reward")
 """Every training step of both runs must have these."""
-TIMES = ("seconds", "tool_seconds")
-"""Fields of a rollout that hold measured times."""
+TIMES = ("seconds", "tool_seconds", "checksum")
+"""Fields of a rollout that hold measured times, and its checksum, which counts them."""
+MEASURED = (
+    "time/",
+    "engine_idle/",
+    "learner_idle/",
+    "slot_idle/",
+    "host_memory/",
+    "rollout/cache_hit",
+    "async/running_episodes",
+    "async/finished_groups",
+)
+"""Beginnings of metrics that are measured: times, memory, and how far sampling is ahead of the learner."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -34,7 +45,7 @@ def compare_metrics(a: Path, b: Path) -> tuple[list[str], list[str]]:
         differences.append(f"metrics: {len(rows[0])} and {len(rows[1])} lines")
     for first, second in zip(*rows, strict=False):
         where = f"metrics of step {first['step']}"
-        keys = {key for key in first.keys() | second.keys() if not key.startswith("time/")}
+        keys = {key for key in first.keys() | second.keys() if not key.startswith(MEASURED)}
         for key in sorted(keys & first.keys() & second.keys()):
             if first[key] != second[key]:
                 differences.append(f"{where}: {key} is {first[key]!r} and {second[key]!r}")

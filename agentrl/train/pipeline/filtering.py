@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from agentrl.batch.group_filters import GroupFilters, kept
+from agentrl.batch.group_filters import GroupFilters, kept_rollouts
 from agentrl.config.rollout import RolloutConfig
 from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout
@@ -53,7 +53,7 @@ class Filtering:
         """Take a group that the filter ``reason`` dropped, also in an earlier process of the run."""
         self._groups[position] = group
         self._reasons[reason] += 1
-        for rollout in kept(group):
+        for rollout in kept_rollouts(group):
             self._rewards.append(rollout.reward)
             rollout.dropped, rollout.filtered = True, reason
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.batch.group_filters import kept
+from agentrl.batch.group_filters import kept_rollouts
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import RolloutRecorder
@@ -85,7 +85,7 @@ class RunRecords:
     def _filtered(self, position: int) -> list[Rollout]:
         """Return the rollouts of a group that was dropped, marked so."""
         group = self.journal.held(position)
-        for rollout in kept(group):
+        for rollout in kept_rollouts(group):
             rollout.dropped, rollout.filtered = True, self.journal.reason(position)
         return group
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch.balance import row_cost
-from agentrl.batch.prefix_groups import Division, divide
+from agentrl.batch.prefix_groups import Division, divide_rows
 from agentrl.batch.prefix_tree import prefix_tree
 from tests.batches import pack_rows
 from tests.unit.batch.test_packing import PAD, row
@@ -45,8 +45,8 @@ def time(divisions: list[Division], shares: int) -> float:
 @given(FORKS, st.integers(1, 4), st.integers(1, 200))
 def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, tokens):
     rows = forked(forks)
-    plain = divide(rows, shares, tokens, share_prefixes=False)
-    found = divide(rows, shares, tokens, share_prefixes=True)
+    plain = divide_rows(rows, shares, tokens, share_prefixes=False)
+    found = divide_rows(rows, shares, tokens, share_prefixes=True)
     for divisions in (plain, found):
         assert sorted(number for division in divisions for number in division.rows) == list(range(len(rows)))
         assert len(divisions) % shares == 0
@@ -64,31 +64,31 @@ def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, 
 
 def test_the_cost_of_a_tree_is_that_of_its_tokens_and_the_tokens_that_they_see():
     rows = group(300, 100, 4)
-    [tree] = divide(rows, 1, 1000, share_prefixes=True)
+    [tree] = divide_rows(rows, 1, 1000, share_prefixes=True)
     assert tree.cost == pytest.approx((row_cost(400) + 3 * (row_cost(400) - row_cost(300))) / 0.9)
 
 
 def test_a_group_is_computed_at_once():
     rows = group(2048, 512, 8, 1) + group(2048, 512, 8, 2)
-    divisions = divide(rows, 1, 8192, share_prefixes=True)
+    divisions = divide_rows(rows, 1, 8192, share_prefixes=True)
     assert [sorted(each.rows) for each in divisions] in ([[*range(8)], [*range(8, 16)]], [[*range(8, 16)], [*range(8)]])
     assert {each.computed_tokens for each in divisions} == {2048 + 8 * 512}
 
 
 def test_a_group_that_is_too_large_is_divided_into_parts_that_share():
-    divisions = divide(group(1000, 100, 20), 1, 1600, share_prefixes=True)
+    divisions = divide_rows(group(1000, 100, 20), 1, 1600, share_prefixes=True)
     assert sorted(len(each.rows) for each in divisions) == [2, 6, 6, 6]
     assert sum(each.computed_tokens for each in divisions) == 4 * 1000 + 20 * 100
 
 
 def test_no_rank_waits_for_another_to_compute_a_whole_group():
-    divisions = divide(group(500, 500, 8), 8, 8192, share_prefixes=True)
+    divisions = divide_rows(group(500, 500, 8), 8, 8192, share_prefixes=True)
     assert [len(each.rows) for each in divisions] == [1] * 8
 
 
 def test_short_prefixes_are_not_shared():
     rows = group(5, 100, 8)
-    assert divide(rows, 1, 4096, share_prefixes=True) == divide(rows, 1, 4096, share_prefixes=False)
+    assert divide_rows(rows, 1, 4096, share_prefixes=True) == divide_rows(rows, 1, 4096, share_prefixes=False)
 
 
 def test_a_batch_says_what_it_shares():
