@@ -139,7 +139,7 @@ class RandomLearner(WeightExporter):
             if bucket is None:
                 return
             watch.buckets += 1
-            for method in ("share", "tensors", "save", "changes"):
+            for method in ("ipc_handles", "tensors", "save", "changes"):
                 setattr(bucket, method, watch.packing(getattr(bucket, method)))
             yield bucket
             synchronize(self._device)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.distributed.base import TensorSpec
@@ -20,32 +18,12 @@ from agentrl.distributed.base import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.learner.base import LearnerRank, Role
+    from agentrl.learner.base import LearnerRank, RankOptions
     from agentrl.learner.export.bucket import RankBucket
     from agentrl.learner.export.exporter import WeightExporter
 
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
 """The tensors of a bucket, and whether it is the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """The arguments of `LearnerActor.set_up` that all ranks share."""
-
-    folder: Path
-    """Hugging Face folder of the model."""
-    learner: LearnerConfig
-    """Precision, optimizer, sharding."""
-    algo: AlgoConfig
-    """The algorithm, whose loss the ranks compute."""
-    seed: int
-    """Seed of random states; each rank adds its rank."""
-    device: str
-    """``cpu`` or ``cuda``."""
-    reference: Path | None = None
-    """Folder of the reference policy, if the loss needs one."""
-    role: Role = "policy"
-    """What the ranks train."""
 
 
 class LearnerActor:
@@ -84,8 +62,10 @@ class LearnerActor:
         self._store = TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def set_up(self, spec: RankSpec, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> int:
-        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor; return its share."""
+    def set_up(self, options: RankOptions, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> int:
+        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor; return its
+        `LearnerRank.data_parallel_rank`.
+        """
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
@@ -98,29 +78,21 @@ class LearnerActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if self._store is None:
             self._store = TCPStore(host, port, self._ranks, is_master=False)
-        device = pick_device(spec.learner.model_copy(update={"device": spec.device}), local_rank=0)
+        device = pick_device(options.config.model_copy(update={"device": options.device.type}), local_rank=0)
         with gloo_on(LOOPBACK if same_machine else ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
             dist.init_process_group(
-                collectives(spec.device),
+                collectives(options.device.type),
                 store=self._store,
                 rank=self._rank,
                 world_size=self._ranks,
-                timeout=timedelta(seconds=spec.learner.step_timeout_s),
+                timeout=timedelta(seconds=options.config.step_timeout_s),
             )
-            self.learner = make_backend(spec.learner).rank_class()(
-                spec.folder,
-                spec.learner,
-                spec.algo,
-                device=device,
-                seed=spec.seed,
-                reference=spec.reference,
-                role=spec.role,
-            )
+            self.learner = make_backend(options.config).rank_class()(replace(options, device=device))
         self.exporter = WeightExporter(self.learner, self.learner.adapters)
-        return self.learner.share
+        return self.learner.data_parallel_rank
 
     def sleep(self) -> None:
-        """Release the device's memory, including that of the bucket; see `LearnerRank.sleep`."""
+        """Release the device's memory, including that of the bucket."""
         self._buckets, self._bucket = iter(()), None
         self.learner.sleep()
 
@@ -136,7 +108,7 @@ class LearnerActor:
         return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
 
     def adapters(self, dtype: str | None, policy: str) -> list[tuple[str, torch.Tensor]]:
-        """Return the LoRA adapters on rank 0, nothing on others; see `LearnerGroup.adapters`."""
+        """Return the LoRA adapters on rank 0, nothing on others."""
         adapters = self.exporter.adapters(dtype, policy)
         return adapters if self._rank == 0 else []
 
@@ -147,10 +119,10 @@ class LearnerActor:
 
     @ray.method(concurrency_group="leaving")
     def leave_group(self) -> None:
-        """See `LearnerGroup.leave_group`. Runs in a separate thread, concurrently with the call that it interrupts."""
+        """Leave the broadcast group. Runs in a separate thread, concurrently with the call that it interrupts."""
         self.exporter.leave_group()
 
     @ray.method(concurrency_group="saving")
     def finish_save(self) -> None:
-        """See `LearnerRank.finish_save`. Runs in a separate thread, while the rank trains."""
+        """Wait until the checkpoint is written. Runs in a separate thread, while the rank trains."""
         self.learner.finish_save()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import ray
 import torch
 from ray.exceptions import RayError
+from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.cluster.learner_actor import LearnerActor, RankSpec
+from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.placement_group import ReservedPlacement, check_cluster
 from agentrl.cluster.rank_actors import GRACE_S, RankActors, T
 from agentrl.cluster.ray_address import learner_device
@@ -22,7 +24,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.flat_bucket import views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
-from agentrl.learner.base import RowLogprobs, RowScores, WeightBucket
+from agentrl.learner.base import CriticGroup, LearnerGroup, RankOptions, RowLogprobs, RowScores, WeightBucket
 from agentrl.learner.export.bucket import RankBucket
 from agentrl.obs.waiting import waiting
 
@@ -56,17 +58,17 @@ def start_learners(
 
     """
     device = learner_device(learner)
-    spec = RankSpec(model_folder.absolute(), learner, algo, seed, device, reference)
+    options = RankOptions(model_folder.absolute(), learner, algo, torch.device(device), seed, reference)
     log = run_dir / "learner.log"
     if placement is not None:
-        return RayLearnerGroup(None, spec, log, placement.rank_options)
+        return RayLearnerGroup(None, options, log, placement.rank_options)
     ranks = learner.ranks + critic_ranks
     runtime = RayRuntime(cpus=ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
     try:
         check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * ranks)
-        return RayLearnerGroup(runtime, spec, log)
+        return RayLearnerGroup(runtime, options, log)
     except BaseException:
         runtime.stop()
         raise
@@ -94,39 +96,41 @@ def start_critic(
         placement: contains the ranks. If they share the GPUs of the policy's ranks, each has the GPU of one of them.
 
     """
-    spec = RankSpec(model_folder.absolute(), learner, algo, seed, learner_device(learner), role="critic")
+    options = RankOptions(
+        model_folder.absolute(), learner, algo, torch.device(learner_device(learner)), seed, role="critic"
+    )
     if placement is None:
-        return RayCritic(None, spec, run_dir / "critic.log")
+        return RayCritic(None, options, run_dir / "critic.log")
     shared = policy if placement.layout.critic_needs.get("GPU") == 0 else None
-    return RayCritic(None, spec, run_dir / "critic.log", placement.critic_options, gpus_of=shared)
+    return RayCritic(None, options, run_dir / "critic.log", placement.critic_options, gpus_of=shared)
 
 
-class RayLearnerGroup(RankActors):
-    """Implements `agentrl.learner.base.LearnerGroup`."""
+class RayLearnerGroup(RankActors, LearnerGroup):
+    """Ranks of the policy."""
 
     _bucket_number = 0
     """Number of the current bucket, counted over all iterations."""
     _group_s = 0.0
     """Seconds that joining the broadcast group, or a broadcast in it, may take."""
 
+    @override
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
-        """Return log-probabilities by row; see `LearnerGroup.logprobs`."""
         return self._scores(batch, lambda rank, share: rank.logprobs(share, policy), "logprobs")
 
+    @override
     def update_reference(self) -> None:
-        """Copy the policy into the reference; see `LearnerGroup.update_reference`."""
         self._call(lambda actor: actor.learner.update_reference(), "update_reference")
 
+    @override
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        """Iterate over the weights; see `LearnerGroup.buckets`."""
         head = self._call(lambda actor: actor.first_bucket(bucket_bytes, dtype), "first_bucket")[0]
         while head is not None:
             self._bucket_number += 1
             yield RayBucket(self, self._bucket_number, *head)
             head = self._call(LearnerActor.next_bucket, "next_bucket")[0]
 
+    @override
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
-        """Return the LoRA adapters; see `LearnerGroup.adapters`."""
         return self._call(lambda actor: actor.adapters(dtype, policy), "adapters")[0]
 
     def call_bucket(
@@ -138,41 +142,42 @@ class RayLearnerGroup(RankActors):
         phase = f"{method} of a bucket"
         return self._call(lambda actor: call(actor.bucket), phase, ranks=ranks, at_least_s=limit_s)
 
+    @override
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open a group's store; see `LearnerGroup.open_group`."""
         self._group_s = timeout_s
         addresses = list(urls)
         return self._call(
             lambda actor: actor.exporter.open_group(addresses, size, backend, timeout_s), "open_group", ranks=1
         )[0]
 
+    @override
     def join_group(self, group: WeightGroup) -> None:
-        """Join the group; see `LearnerGroup.join_group`."""
         at_least_s = self._group_s + GRACE_S
         self._call(lambda actor: actor.exporter.join_group(group), "join_group", ranks=1, at_least_s=at_least_s)
 
+    @override
     def leave_group(self) -> None:
-        """Leave the group; see `LearnerGroup.leave_group`. If the rank is lost, so is its place in the group."""
+        """If the rank is lost, so is its place in the group."""
         if self._is_ready and self._over is None and self._actors:
             with suppress(RayError):
                 ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
 
+    @override
     def sleep(self) -> None:
-        """Release the device's memory, including that of a bucket; see `LearnerGroup.sleep`."""
         self._bucket_number += 1
         super().sleep()
 
 
-class RayCritic(RankActors):
-    """Implements `agentrl.learner.base.CriticGroup`."""
+class RayCritic(RankActors, CriticGroup):
+    """Ranks of the critic."""
 
+    @override
     def values(self, batch: GlobalBatch) -> RowScores:
-        """Return values by row; see `CriticGroup.values`."""
         return self._scores(batch, lambda rank, share: rank.values(share), "values")
 
 
-class RayBucket:
-    """Implements `agentrl.learner.base.WeightBucket` on the driver: every rank holds the bucket."""
+class RayBucket(WeightBucket):
+    """A bucket that every rank holds, on the driver."""
 
     def __init__(self, group: RayLearnerGroup, number: int, specs: Sequence[TensorSpec], last: bool) -> None:
         """Refer to the bucket with ``number``, counted over all iterations."""
@@ -181,32 +186,33 @@ class RayBucket:
         self.specs = specs
         self.last = last
 
+    @override
     def fingerprint(self) -> int:
-        """Return 64 bits of the weights on rank 0; see `WeightBucket.fingerprint`."""
         return self._group.call_bucket(self._number, "fingerprint", lambda bucket: bucket.fingerprint(), ranks=1)[0]
 
+    @override
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights on the CPU; see `WeightBucket.tensors`."""
         # As an array, which Ray does not copy.
         [flat] = self._group.call_bucket(self._number, "tensors", lambda bucket: bucket.cpu_bytes().numpy(), ranks=1)
         with warnings.catch_warnings():  # Ray's memory is read-only, and nothing writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return views(self.specs, torch.from_numpy(flat))
 
+    @override
     def save(self, file: Path) -> None:
-        """Write the weights from rank 0; see `WeightBucket.save`."""
         path = file.absolute()
         self._group.call_bucket(self._number, "save", lambda bucket: bucket.save(path), ranks=1)
 
-    def changes(self, base: str | None, held: str) -> Changes:
-        """Return the changes on rank 0; see `WeightBucket.changes`."""
-        return self._group.call_bucket(self._number, "changes", lambda bucket: bucket.changes(base, held), ranks=1)[0]
+    @override
+    def changes(self, base: str | None, version: str) -> Changes:
+        function = partial(RankBucket.changes, base=base, version=version)
+        return self._group.call_bucket(self._number, "changes", function, ranks=1)[0]
 
+    @override
     def broadcast(self) -> None:
-        """Send the weights from rank 0; see `WeightBucket.broadcast`."""
         self._group.call_bucket(self._number, "broadcast", lambda bucket: bucket.broadcast(), ranks=1)
 
-    def share(self) -> list[str]:
-        """Return the handles by rank; see `WeightBucket.share`."""
-        shares = self._group.call_bucket(self._number, "share", lambda bucket: bucket.share())
-        return [handle for handles in shares for handle in handles]
+    @override
+    def ipc_handles(self) -> list[str]:
+        by_rank = self._group.call_bucket(self._number, "ipc_handles", lambda bucket: bucket.ipc_handles())
+        return [handle for handles in by_rank for handle in handles]

@@ -11,15 +11,16 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
-from agentrl.cluster.learner_actor import LearnerActor, RankSpec
+from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.placement_group import ActorLocation, actor_location
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, kill_actor, raylet_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
-from agentrl.learner.base import LearnerRank, RowScores
+from agentrl.learner.base import LearnerRank, RankGroup, RankOptions, RowScores
 from agentrl.obs.waiting import waiting
 
 T = TypeVar("T")
@@ -32,13 +33,13 @@ _LOOK_S = 1.0
 """Seconds between two looks at Ray's processes while ranks start."""
 
 
-class RankActors:
+class RankActors(RankGroup):
     """What a learner and a critic have in common. If a rank is lost or hangs, all ranks are ended."""
 
     def __init__(
         self,
         runtime: RayRuntime | None,
-        spec: RankSpec,
+        options: RankOptions,
         log: Path,
         rank_options: Callable[[int], Mapping[str, Any]] = lambda rank: {},
         gpus_of: RankActors | None = None,
@@ -47,33 +48,33 @@ class RankActors:
 
         Args:
             runtime: stopped by `close`; None leaves Ray running.
-            spec: of the ranks.
+            options: of the ranks; ``device`` is ``cpu`` or ``cuda``.
             log: gets the ranks' tracebacks.
             rank_options: Ray actor options by rank, such as a scheduling strategy.
             gpus_of: other ranks, on the same machines, whose GPUs these use, rank by rank.
 
         """
         self._runtime = runtime
-        self._spec = spec
+        self._options = options
         self._gpus_of = gpus_of
         self._log = log
-        self._name = "critic" if spec.role == "critic" else "learner"
+        self._name = "critic" if options.role == "critic" else "learner"
         self._over: str | None = None
         self._is_ready = False
-        self._shares: list[int] = []
-        """The share of a batch that each rank computes; known when they are ready."""
-        ranks = spec.learner.ranks
-        options: dict[str, Any] = {
-            "num_gpus": int(spec.device == "cuda"),
+        self._data_parallel_ranks: list[int] = []
+        """By rank; empty until they are ready."""
+        ranks = options.config.ranks
+        actor_options: dict[str, Any] = {
+            "num_gpus": int(options.device.type == "cuda"),
             "concurrency_groups": {"leaving": 1, "saving": 1, "watching": 1},
         }
-        actor: Any = ray.remote(num_cpus=1, max_restarts=0, **options)(LearnerActor)
+        actor: Any = ray.remote(num_cpus=1, max_restarts=0, **actor_options)(LearnerActor)
         self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
         self._ends = [actor.wait_for_end.remote() for actor in self._actors]
         """Calls that fail when their rank is lost."""
         self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
         # Imports take seconds: the actors start them now, while the caller starts engines.
-        self._nodes = [actor.node.remote(spec.learner) for actor in self._actors]
+        self._nodes = [actor.node.remote(options.config) for actor in self._actors]
 
     def actor_locations(self) -> list[ActorLocation]:
         """Wait until every rank has its process, and return the locations by rank.
@@ -82,7 +83,7 @@ class RankActors:
             LearnerError: one could not start, or not within ``learner.start_timeout_s``.
 
         """
-        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        limit = time.monotonic() + self._options.config.start_timeout_s
         return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
 
     def ready(self) -> None:
@@ -95,7 +96,7 @@ class RankActors:
         """
         if self._is_ready:
             return
-        limit = time.monotonic() + self._spec.learner.start_timeout_s
+        limit = time.monotonic() + self._options.config.start_timeout_s
         nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
         same = len(set(nodes)) == 1
         host = LOOPBACK if same else nodes[0]
@@ -107,10 +108,10 @@ class RankActors:
             else [()] * len(nodes)
         )
         refs = [
-            actor.set_up.remote(self._spec, host, port, same, shared)
+            actor.set_up.remote(self._options, host, port, same, shared)
             for actor, shared in zip(self._actors, gpus, strict=True)
         ]
-        self._shares = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
+        self._data_parallel_ranks = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
         self._is_ready = True
 
     def check(self) -> None:
@@ -131,38 +132,40 @@ class RankActors:
         check_ray()
 
     @cached_property
+    @override
     def shares_prefixes(self) -> bool:
-        """Whether batches may share prefixes; see `LearnerGroup.shares_prefixes`."""
         return self._call(lambda actor: actor.learner.shares_prefixes, "loading the model")[0]
 
+    @override
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step; see `LearnerGroup.train_step`. The ranks stay usable after a refused batch."""
+        """The ranks stay usable after a refused batch."""
         check_provenance(batch)
         return self._call_with_shares(batch, lambda rank, share: rank.train_step(share), "train_step")[0]
 
+    @override
     def sleep(self) -> None:
-        """Release the device's memory; see `LearnerGroup.sleep`."""
         self._call(LearnerActor.sleep, "sleep")
 
+    @override
     def wake(self) -> None:
-        """Restore the device's memory; see `LearnerGroup.wake`."""
         self._call(lambda actor: actor.learner.wake(), "wake")
 
+    @override
     def save(self, folder: Path) -> None:
-        """Begin to write the state; see `LearnerGroup.save`."""
         path = folder.absolute()
         self._call(lambda actor: actor.learner.save(path), "save")
 
+    @override
     def finish_save(self) -> None:
-        """Wait until all ranks have written their parts; see `LearnerGroup.finish_save`."""
         self._check_usable()
         self._results([actor.finish_save.remote() for actor in self._actors], "save")
 
+    @override
     def load(self, folder: Path) -> None:
-        """Read the state; see `LearnerGroup.load`."""
         path = folder.absolute()
         self._call(lambda actor: actor.learner.load(path), "load")
 
+    @override
     def close(self) -> None:
         """End the ranks, and Ray if it was started for them. Idempotent."""
         if self._actors:
@@ -182,7 +185,7 @@ class RankActors:
     ) -> list[T]:
         """Call every rank with the share of a batch that it computes; return the results by rank."""
         self._check_usable()
-        sizes, shares = [len(share) for share in batch.micro], max(self._shares) + 1
+        sizes, shares = [len(share) for share in batch.micro], max(self._data_parallel_ranks) + 1
         assert sizes == sizes[:1] * shares, (
             f"a batch with shares of {sizes} micro-batches came to a {self._name} that computes {shares} shares"
         )
@@ -190,7 +193,7 @@ class RankActors:
         given = [ray.put(replace(batch, micro=(share,), metrics={})) for share in batch.micro]
         refs = [
             actor.__ray_call__.remote(lambda actor, share: call(actor.learner, share), given[share])
-            for actor, share in zip(self._actors, self._shares, strict=True)
+            for actor, share in zip(self._actors, self._data_parallel_ranks, strict=True)
         ]
         return self._results(refs, phase)
 
@@ -212,7 +215,7 @@ class RankActors:
 
     def _results(self, refs: Sequence[Any], phase: str, at_least_s: float = 0.0) -> list[Any]:
         """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results by rank."""
-        limit = time.monotonic() + max(self._spec.learner.step_timeout_s, at_least_s)
+        limit = time.monotonic() + max(self._options.config.step_timeout_s, at_least_s)
         return self._gather(refs, phase, limit, "learner.step_timeout_s")
 
     def _check_usable(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ Role = Literal["policy", "critic"]
 
 
 class WeightSource(Protocol):
-    """Whole (unsharded) weights by name."""
+    """Full (unsharded) weights by name."""
 
     @property
     def gathers_on(self) -> torch.device:
@@ -47,40 +48,49 @@ class WeightSource(Protocol):
 
 
 class LearnerRank(WeightSource, Protocol):
-    """One rank of a learner. All ranks are called in the same order, with the same arguments, or their share of a batch."""
+    """One rank of a learner. All ranks are called in the same order, with the same arguments, or their part of a batch.
+
+    While a rank sleeps, only the methods that `RankGroup.sleep` lists work.
+    """
 
     @property
     def adapters(self) -> Mapping[str, WeightSource]:
-        """By policy: the LoRA adapters that are trained, by their names in a PEFT folder; empty without LoRA."""
+        """The trained LoRA adapters of each policy, by their names in a PEFT folder; empty without LoRA."""
         ...
 
     @property
-    def share(self) -> int:
-        """Index of the share of a batch (`GlobalBatch.micro`) that this rank computes, alone or with other ranks."""
+    def data_parallel_rank(self) -> int:
+        """Index of the micro-batches in `GlobalBatch.micro` that this rank computes, alone or with other ranks."""
         ...
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the rank takes micro-batches that share prefixes; see `LearnerGroup.shares_prefixes`."""
+        """Whether the rank takes micro-batches that share prefixes; see `RankGroup.shares_prefixes`."""
         ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step on the only share of ``batch``, this rank's, which `check_provenance` has passed.
+        """Add the gradient of ``batch``, and take an optimizer step if it completes one (`GlobalBatch.completes`).
+
+        The batch that completes the step multiplies the whole gradient by its `GlobalBatch.gradient_scale`. A gradient that is
+        not finite is dropped, and the step skipped: weights and optimizer stay as they are.
+
+        Args:
+            batch: with this rank's micro-batches alone, as ``batch.micro[0]``; `check_provenance` has passed it.
 
         Returns:
-            metrics of the optimizer step, the same on every rank; none if ``batch`` does not complete it
-            (`GlobalBatch.completes`).
+            metrics of the optimizer step, the same on every rank; none if ``batch`` does not complete it. If there was a token
+            to train on, ``train/nonfinite_gradients`` is 1 if the step was skipped, else 0.
 
         Raises:
-            LearnerError: the gradient is not finite; weights and optimizer are as before.
+            LearnerError: the rank sleeps.
 
         """
         ...
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
-        """Return the log-probabilities of the rows in the only share of ``batch``, this rank's.
+        """Return the log-probabilities of the rows in ``batch.micro[0]``.
 
-        Of ranks that compute one share, one returns all of its rows. The others return the same, or none.
+        Of ranks that compute the same micro-batches, one returns all rows. The others return the same, or none.
 
         Raises:
             LearnerError: no such policy is loaded.
@@ -93,7 +103,7 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def values(self, batch: GlobalBatch) -> RowScores:
-        """Return the values of the rows in the only share of ``batch``, this rank's; see `CriticGroup.values`.
+        """Return the values of the rows in ``batch.micro[0]``; see `CriticGroup.values`.
 
         Raises:
             LearnerError: the rank is not a critic's.
@@ -102,7 +112,7 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Offload to the CPU and release the device's memory; see `LearnerGroup.sleep`."""
+        """Offload to the CPU and release the device's memory; see `RankGroup.sleep`."""
         ...
 
     def wake(self) -> None:
@@ -110,7 +120,7 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Begin to write ``folder``; see `LearnerGroup.save`."""
+        """Begin to write ``folder``; see `RankGroup.save`."""
         ...
 
     def finish_save(self) -> None:
@@ -131,36 +141,33 @@ class LearnerRank(WeightSource, Protocol):
         ...
 
 
-class RankClass(Protocol):
-    """The class of a backend's ranks."""
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What a rank is made of."""
 
-    def __call__(
-        self,
-        folder: Path,
-        config: LearnerConfig,
-        algo: AlgoConfig,
-        *,
-        device: torch.device,
-        seed: int,
-        reference: Path | None = None,
-        role: Role = "policy",
-    ) -> LearnerRank:
-        """Load this process's rank. The process group of all ranks must exist.
+    folder: Path
+    """Hugging Face folder of the model."""
+    config: LearnerConfig
+    """Precision, optimizer, sharding."""
+    algo: AlgoConfig
+    """The algorithm, whose loss the rank computes."""
+    device: torch.device
+    """Where the rank computes."""
+    seed: int
+    """Seed of random states, the same on all ranks; each adds its rank."""
+    reference: Path | None = None
+    """Folder of the reference policy, if the loss needs one."""
+    role: Role = "policy"
+    """What is trained."""
 
-        Args:
-            folder: the model, a Hugging Face folder.
-            config: of the learner.
-            algo: the loss.
-            device: where the rank computes.
-            seed: of the random states, the same on all ranks.
-            reference: folder of the frozen reference policy, if the loss needs one.
-            role: what is trained.
+    @property
+    def replays_routing(self) -> bool:
+        """Whether the trained model's routers take the experts that the engine chose."""
+        return self.algo.replays_routing and self.role == "policy"
 
-        Raises:
-            ModelError: a folder cannot be loaded.
 
-        """
-        ...
+RankClass = Callable[[RankOptions], LearnerRank]
+"""Loads this process's rank; the process group of all ranks must exist. Raises `ModelError` if a folder cannot be loaded."""
 
 
 class LearnerBackend(ABC):
@@ -193,20 +200,15 @@ class LearnerBackend(ABC):
 
 
 class WeightBucket(Protocol):
-    """Whole weights that every rank holds on its device until the next bucket is requested.
+    """Full (unsharded) weights that every rank holds on its device until the next bucket is requested.
 
     Methods block.
     """
 
-    @property
-    def specs(self) -> Sequence[TensorSpec]:
-        """Names, dtypes and shapes of the weights, in the order in which they follow each other in memory."""
-        ...
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the last bucket."""
-        ...
+    specs: Sequence[TensorSpec]
+    """Names, dtypes and shapes of the weights, in the order in which they follow each other in memory."""
+    last: bool
+    """Whether this is the last bucket."""
 
     def fingerprint(self) -> int:
         """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
@@ -220,15 +222,15 @@ class WeightBucket(Protocol):
         """Write the weights from rank 0 as safetensors."""
         ...
 
-    def changes(self, base: str | None, held: str) -> Changes:
-        """Return how the weights differ from those of the call with ``held=base``, and keep a copy of them in rank 0's memory.
+    def changes(self, base: str | None, version: str) -> Changes:
+        """Return how the weights differ from those of the call with ``version=base``, and keep a copy of them in rank 0's memory.
 
         Args:
             base: name of the weights to compare with; None: all are returned.
-            held: name of these weights.
+            version: name of these weights.
 
         Raises:
-            LearnerError: the last call was not that with ``held=base``, or a changed weight is not finite.
+            LearnerError: the last call was not that with ``version=base``, or a changed weight is not finite.
 
         """
         ...
@@ -244,7 +246,7 @@ class WeightBucket(Protocol):
         """
         ...
 
-    def share(self) -> list[str]:
+    def ipc_handles(self) -> list[str]:
         """Return, by rank, handles that open the weights in another process on the same GPU.
 
         Each is a bucket as SGLang's ``/update_weights_from_tensor`` takes it; see `agentrl.distributed.flat_bucket.serialize`.
@@ -255,8 +257,8 @@ class WeightBucket(Protocol):
         ...
 
 
-class LearnerGroup(Protocol):
-    """The driver side of a learner: takes global batches, returns results on the CPU."""
+class RankGroup(Protocol):
+    """The driver side of ranks: takes global batches, returns results on the CPU."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -264,7 +266,7 @@ class LearnerGroup(Protocol):
         ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step and return its metrics; none if ``batch`` does not complete it.
+        """Take an optimizer step and return its metrics; none if ``batch`` does not complete it. See `LearnerRank.train_step`.
 
         Raises:
             LearnerError: a rank failed.
@@ -273,27 +275,54 @@ class LearnerGroup(Protocol):
         """
         ...
 
-    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> dict[RowKey, Any]:
-        """Return, by row key, float32 log-probabilities ``[T]`` of each token given the tokens before it (0 for the first).
+    def sleep(self) -> None:
+        """Offload weights, optimizer and reference to the CPU, and release the device's memory. Idempotent.
 
-        Args:
-            batch: rows to score, at its temperature.
-            policy: ``main`` is the trained policy, ``reference`` the frozen one of the KL term.
+        A sleeping learner supports `LearnerGroup.buckets` (without ``ipc_handles`` and NCCL's ``broadcast``), `save` and
+        `close`; all other calls raise `LearnerError`.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Restore the device's memory. Idempotent.
 
         Raises:
-            LearnerError: no such policy is loaded, or a rank failed.
+            LearnerError: there is not enough memory; the learner stays offloaded.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
+
+        When it returns, training may go on: the state has been copied. An earlier save is waited for.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until all of the folder is written. May be called from any thread, while another trains.
+
+        Raises:
+            LearnerError, OSError: it could not be written.
 
         """
         ...
 
-    def update_reference(self) -> None:
-        """Make the reference policy a copy of the policy. Checkpoints have it from then on.
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote, on any number of ranks.
 
         Raises:
-            LearnerError: there is no reference, or it is of another architecture.
+            CheckpointError: the folder is incomplete, or of another model.
 
         """
         ...
+
+    def close(self) -> None:
+        """End the ranks."""
+        ...
+
+
+class WeightExport(Protocol):
+    """Export of the policy's weights: in buckets, as copies of LoRA adapters, and through a broadcast group."""
 
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
         """Iterate over the weights by Hugging Face name, tied weights once. Stopping early is allowed.
@@ -339,95 +368,43 @@ class LearnerGroup(Protocol):
         """Leave the group, if there is one; pending joins and broadcasts fail. May be called from any thread at any time."""
         ...
 
-    def sleep(self) -> None:
-        """Offload weights, optimizer and reference to the CPU, and release the device's memory. Idempotent.
 
-        A sleeping learner supports `buckets` (without ``share`` and NCCL's ``broadcast``), `save` and `close`; all other
-        calls raise `LearnerError`.
-        """
-        ...
+class LearnerGroup(RankGroup, WeightExport, Protocol):
+    """The driver side of a learner: the ranks that train the policy and export its weights."""
 
-    def wake(self) -> None:
-        """Restore the device's memory. Idempotent.
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
+        """Return, by row key, float32 log-probabilities ``[T]`` of each token given the tokens before it (0 for the first).
 
-        Raises:
-            LearnerError: there is not enough memory; the learner stays offloaded.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
-
-        When it returns, training may go on: the state has been copied. An earlier save is waited for.
-        """
-        ...
-
-    def finish_save(self) -> None:
-        """Wait until all of the folder is written. May be called from any thread, while another trains.
+        Args:
+            batch: rows to score, at its temperature.
+            policy: ``main`` is the trained policy, ``reference`` the frozen one of the KL term.
 
         Raises:
-            LearnerError, OSError: it could not be written.
+            LearnerError: no such policy is loaded, or a rank failed.
 
         """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote, on any number of ranks.
+    def update_reference(self) -> None:
+        """Make the reference policy a copy of the policy. Checkpoints have it from then on.
 
         Raises:
-            CheckpointError: the folder is incomplete, or of another model.
+            LearnerError: there is no reference, or it is of another architecture.
 
         """
         ...
 
-    def close(self) -> None:
-        """End the ranks."""
-        ...
 
-
-class CriticGroup(Protocol):
-    """The driver side of a critic: a learner whose model has a value head."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether batches may be packed with ``share_prefixes``; see `LearnerGroup.shares_prefixes`."""
-        ...
-
-    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
-        """Take one optimizer step on a ``value`` batch; see `LearnerGroup.train_step`."""
-        ...
+class CriticGroup(RankGroup, Protocol):
+    """The driver side of a critic: a learner whose model has a value head, which takes ``value`` batches."""
 
     def values(self, batch: GlobalBatch) -> RowScores:
         """Return, by row key, float32 values ``[T]`` of the states in which the tokens were sampled.
 
-        A state is what was before the token, so that its value is predicted from the same position as its log-probability.
+        A state is the text before the token, so that its value is predicted from the same position as its log-probability.
 
         Raises:
             LearnerError: a rank failed.
 
         """
-        ...
-
-    def sleep(self) -> None:
-        """Release the device's memory; see `LearnerGroup.sleep`."""
-        ...
-
-    def wake(self) -> None:
-        """Restore the device's memory; see `LearnerGroup.wake`."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Begin to write model, optimizer and random states; see `LearnerGroup.save`."""
-        ...
-
-    def finish_save(self) -> None:
-        """Wait until all of the folder is written; see `LearnerGroup.finish_save`."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote; see `LearnerGroup.load`."""
-        ...
-
-    def close(self) -> None:
-        """End the ranks."""
         ...

@@ -21,7 +21,7 @@ class IpcSync(BucketwiseSync):
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
-        handles = await asyncio.to_thread(bucket.share)
+        handles = await asyncio.to_thread(bucket.ipc_handles)
 
         async def send(engine: EngineControl) -> None:
             ranks = await engine.groups.ranks()

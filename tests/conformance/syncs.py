@@ -27,7 +27,7 @@ BUCKET = 40_000
 
 def by_value(bucket: RankBucket) -> WeightBucket:
     """Has the bucket share its weights by value: on a CPU there are no handles."""
-    bucket.share = lambda: [serialize_tensors(bucket.tensors())]  # type: ignore[method-assign]
+    bucket.ipc_handles = lambda: [serialize_tensors(bucket.tensors())]  # type: ignore[method-assign]
     return bucket
 
 

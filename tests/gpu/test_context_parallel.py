@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.base import RowLogprobs
+from agentrl.learner.base import RankOptions, RowLogprobs
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.fsdp.rank import FsdpRank
 from tests.algo_config import make_algo
@@ -71,7 +71,9 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         device = pick_device(config, local_rank=rank)
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
-        learner = FsdpRank(Path(folder, "model"), config, make_algo(entropy_coef=0.1), device=device, seed=0)
+        learner = FsdpRank(
+            RankOptions(Path(folder, "model"), config, make_algo(entropy_coef=0.1), device=device, seed=0)
+        )
         given, seconds = batch(), []
         for _ in range(STEPS):
             torch.cuda.synchronize()

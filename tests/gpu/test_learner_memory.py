@@ -88,7 +88,7 @@ def test_another_process_opens_weights_where_they_are(opened):
     for turn in range(3):
         buckets = 0
         for bucket in learner.buckets(100_000, "bfloat16" if turn else None):
-            [handles] = bucket.share()
+            [handles] = bucket.ipc_handles()
             assert opened(handles) == {name: tensor_checksum(tensor) for name, tensor in bucket.tensors()}
             buckets += 1
         assert buckets > 3
@@ -114,7 +114,7 @@ def test_a_learner_gives_its_gpu_back_and_takes_it_again(tmp_path):
             assert all(torch.equal(value, weights[name]) for name, value in tensors(learner).items())
             [bucket] = learner.buckets(1 << 30)
             with pytest.raises(LearnerError, match="not on a GPU"):
-                bucket.share()
+                bucket.ipc_handles()
             learner.save(tmp_path / "asleep")
             learner.wake()
             assert taken - torch.cuda.memory_allocated() < held / 10

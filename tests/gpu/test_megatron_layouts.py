@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.base import Role, RowScores
+from agentrl.learner.base import RankOptions, Role, RowScores
 from agentrl.learner.device import collectives, pick_device
 from agentrl.learner.registry import make_backend
 from tests.algo_config import make_algo
@@ -93,8 +93,8 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         backend = make_backend(config)
         make, found[name] = backend.rank_class(), {}
         for role, batch in batches(backend.data_parallel_size).items():
-            learner = make(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role)
-            mine = replace(batch, micro=(batch.micro[learner.share],), metrics={})
+            learner = make(RankOptions(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role))
+            mine = replace(batch, micro=(batch.micro[learner.data_parallel_rank],), metrics={})
             score = learner.logprobs if role == "policy" else learner.values
             found[name][role] = gathered(learner.train_step(mine), score(mine))
         if options is not None:

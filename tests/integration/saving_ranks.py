@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.learner.base import RankOptions
 from agentrl.learner.fsdp.rank import FsdpRank
 from tests.algo_config import make_algo
 from tests.integration.two_ranks import batch_of_share
@@ -24,7 +25,7 @@ def join(folder: Path, number: int, ranks: int, config: LearnerConfig = CONFIG) 
     """Return a rank in a new process group."""
     store = dist.FileStore(str(folder / f"store_of_{ranks}_{config.cpu_offload}"), ranks)
     dist.init_process_group("gloo", store=store, rank=number, world_size=ranks)
-    return FsdpRank(folder / "model", config, make_algo(), device=torch.device("cpu"), seed=0)
+    return FsdpRank(RankOptions(folder / "model", config, make_algo(), device=torch.device("cpu"), seed=0))
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     if number < 2:
         rank = join(folder, number, 2)
-        batch = batch_of_share(torch.load(folder / "batch.pt", weights_only=False), rank.share)
+        batch = batch_of_share(torch.load(folder / "batch.pt", weights_only=False), rank.data_parallel_rank)
         rank.train_step(batch)
         rank.save(folder / "of_two")
         rank.train_step(batch)  # what is written is the state before it

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
-from agentrl.learner.base import RowLogprobs
+from agentrl.learner.base import RankOptions, RowLogprobs
 from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.fsdp.rank import FsdpRank
 
@@ -63,9 +63,11 @@ def main() -> int:
     for config, cases in work.learners:
         # With a reference, for every ``algo`` section.
         algo = cases[0][0].model_copy(update={"kl_coef": 1.0})
-        rank = FsdpRank(work.model, config, algo, device=torch.device("cpu"), seed=0, reference=work.reference)
-        metrics = [compute(rank, algo, batch_of_share(batch, rank.share)) for algo, batch in cases]
-        found.append(Found(metrics, rank.logprobs(batch_of_share(cases[-1][1], rank.share))))
+        rank = FsdpRank(
+            RankOptions(work.model, config, algo, device=torch.device("cpu"), seed=0, reference=work.reference)
+        )
+        metrics = [compute(rank, algo, batch_of_share(batch, rank.data_parallel_rank)) for algo, batch in cases]
+        found.append(Found(metrics, rank.logprobs(batch_of_share(cases[-1][1], rank.data_parallel_rank))))
     torch.save(found, folder / f"found{number}.pt")
     rank.close()
     return 0

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from typing_extensions import override
 
 from agentrl.core.errors import LearnerError
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment, total_bytes, views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, WeightChangesError, encode
-from agentrl.learner.base import WeightSource
+from agentrl.learner.base import WeightBucket, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
 from agentrl.models.weight_checksum import fingerprint
@@ -50,8 +51,8 @@ SentWeights = dict[str, tuple[str, torch.Tensor]]
 """By weight: the name under which it was sent with `RankBucket.changes`, and a copy on the CPU."""
 
 
-class RankBucket:
-    """Implements `agentrl.learner.base.WeightBucket` on one rank. Valid until the next bucket is requested."""
+class RankBucket(WeightBucket):
+    """The bucket on one rank. Valid until the next one is requested."""
 
     def __init__(self, plan: Plan, memory: SharedMemory, broadcaster: WeightBroadcaster, sent: SentWeights) -> None:
         """Hold the weights in ``memory``, to be sent by ``broadcaster``; those of `changes` are kept in ``sent``."""
@@ -66,50 +67,54 @@ class RankBucket:
         """Return the weights by name on the device where they were gathered."""
         return views(self.specs, self._memory.flat)
 
+    @override
     def fingerprint(self) -> int:
-        """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
         return fingerprint(self._memory.flat[: self._size])
 
     def cpu_bytes(self) -> torch.Tensor:
         """Return the weights as uint8 bytes on the CPU, which the next bucket overwrites."""
         return self._memory.on_cpu(self._size)
 
+    @override
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU, where the next bucket overwrites them."""
         return views(self.specs, self.cpu_bytes())
 
+    @override
     def save(self, file: Path) -> None:
         """Write the weights as safetensors."""
         save_file(dict(self.tensors()), file, metadata={"format": "pt"})
         give_default_mode(file)
 
-    def changes(self, base: str | None, held: str) -> Changes:
-        """Return how the weights differ from those of an earlier call; see `WeightBucket.changes`."""
+    @override
+    def changes(self, base: str | None, version: str) -> Changes:
         parts, pieces = [], []
         for name, new in self.on_device():
-            before, old = self._sent.get(name, (None, None))
-            if base is not None and before != base:
-                raise LearnerError(f"the learner has no copy of {name} as it was sent in {base}, only of {before}")
+            sent_version, old = self._sent.get(name, (None, None))
+            if base is not None and sent_version != base:
+                raise LearnerError(
+                    f"the learner has no copy of {name} as it was sent in {base}, only of {sent_version}"
+                )
             try:
-                found = encode(name, new, None if base is None or old is None else old.to(new.device))
+                change = encode(name, new, None if base is None or old is None else old.to(new.device))
             except WeightChangesError as error:
                 raise LearnerError(str(error)) from error
-            if found is not None:
-                parts.append(found[0])
-                pieces += found[1]
-            self._sent[name] = held, new.detach().clone().cpu() if old is None else old.copy_(new)
+            if change is not None:
+                parts.append(change[0])
+                pieces += change[1]
+            self._sent[name] = version, new.detach().clone().cpu() if old is None else old.copy_(new)
         payload = torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.uint8)
         return Changes(parts, payload)
 
+    @override
     def broadcast(self) -> None:
-        """Send the weights; see `WeightBucket.broadcast`."""
         if broadcast_as_one(self.specs):
             self._broadcaster.broadcast([self._memory.flat[: self._size]])
         else:
             self._broadcaster.broadcast([tensor for _, tensor in self.on_device()])
 
-    def share(self) -> list[str]:
-        """Return this rank's handle of the weights; see `WeightBucket.share`."""
+    @override
+    def ipc_handles(self) -> list[str]:
         return [self._memory.handle(self._size, self.specs)]
 
 
@@ -132,22 +137,22 @@ def rank_buckets(
         yield bucket
 
 
-class NamedTensors:
-    """Implements `WeightSource` over given tensors."""
+class NamedTensors(WeightSource):
+    """Tensors by name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read ``tensors`` again for every bucket, so that they may change."""
         self.tensors = tensors
 
     @property
+    @override
     def gathers_on(self) -> torch.device:
-        """Return the tensors' device."""
         return next(iter(self.tensors.values())).device
 
+    @override
     def specs(self) -> Sequence[TensorSpec]:
-        """Return names, dtypes and shapes."""
         return [tensor_spec(*item) for item in self.tensors.items()]
 
+    @override
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors, cast."""
         torch._foreach_copy_([out for _, out in into], [self.tensors[name].detach() for name, _ in into])

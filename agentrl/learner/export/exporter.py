@@ -1,4 +1,4 @@
-"""Weight export of one process: buckets of whole weights, and the broadcast group through which they are sent."""
+"""Weight export of one process: buckets of full weights, and the broadcast group through which they are sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from agentrl.distributed.base import WeightGroup
-from agentrl.learner.base import WeightBucket, WeightSource
+from agentrl.learner.base import WeightBucket, WeightExport, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.bucket import SentWeights, rank_buckets
 
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class WeightExporter:
-    """Implements the weight export of `agentrl.learner.base.LearnerGroup` for one process.
+class WeightExporter(WeightExport):
+    """Weight export of one process. Methods are collective.
 
     Used by every rank of a Ray learner, and a base class of in-process learners and of test and benchmark learners.
     """
@@ -29,25 +31,25 @@ class WeightExporter:
         self._broadcaster = WeightBroadcaster()
         self._sent: SentWeights = {}
 
+    @override
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        """Iterate over the weights; see `LearnerGroup.buckets`. Collective."""
         return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster, self._sent)
 
+    @override
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
-        """Return a policy's LoRA adapters; see `LearnerGroup.adapters`. Collective."""
         if policy not in self._adapters:
             return []
         buckets = rank_buckets(self._adapters[policy], sys.maxsize, dtype, self._broadcaster)
         return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors()]
 
+    @override
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open a group's store; see `LearnerGroup.open_group`."""
         return self._broadcaster.open(urls, size, backend, timeout_s)
 
+    @override
     def join_group(self, group: WeightGroup) -> None:
-        """Join the group; see `LearnerGroup.join_group`."""
         self._broadcaster.join(group)
 
+    @override
     def leave_group(self) -> None:
-        """Leave the group; see `LearnerGroup.leave_group`."""
         self._broadcaster.leave()

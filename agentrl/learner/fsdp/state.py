@@ -58,7 +58,7 @@ class SavedRank(Protocol):
 
     config: LearnerConfig
     device: torch.device
-    source: Path
+    model_folder: Path
     """The model folder that the rank was loaded from; its tokenizer files are copied."""
     model: PackedModel
     optimizers: dict[str, torch.optim.Optimizer]
@@ -77,7 +77,7 @@ class SavedRank(Protocol):
     merged: MergedWeights
     """The weights of `model`, with LoRA adapters merged."""
 
-    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the state, which no step changes."""
         ...
 
@@ -110,10 +110,10 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         sharded["reference"] = reference
     if rank.merged.adapters:
         sharded["adapters"] = dict(rank.merged.adapters)
-    sharded = tree_map_only(torch.Tensor, rank.staged, sharded)
-    merged = {name: rank.merged.get(name, rank.staged) for name in rank.merged.base}
-    staged = {name: rank.staged(tensor) for name, tensor in weights.items() if name not in merged} | merged
-    adapters = PolicyFolders(rank.merged, rank.config.lora, rank.staged, folder / "policies")
+    sharded = tree_map_only(torch.Tensor, rank.cpu_copy, sharded)
+    merged = {name: rank.merged.get(name, rank.cpu_copy) for name in rank.merged.base}
+    staged = {name: rank.cpu_copy(tensor) for name, tensor in weights.items() if name not in merged} | merged
+    adapters = PolicyFolders(rank.merged, rank.config.lora, rank.cpu_copy, folder / "policies")
     states = rank_states(rank.device)
     dist.barrier()
 
@@ -181,7 +181,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
 def _copy_files(rank: SavedRank, folder: Path) -> None:
     """Write what a Hugging Face folder has besides weights: configuration, tokenizer, chat template."""
-    copy_other_files(rank.source, folder)
+    copy_other_files(rank.model_folder, folder)
     model: Any = rank.model.hf
     model.config.dtype = torch.float32
     model.config.save_pretrained(folder)
@@ -197,7 +197,7 @@ def _load_optimizers(rank: SavedRank, folder: Path, names: Sequence[str]) -> dic
     if own.offloaded:
         own.create([rank.optimizers[name] for name in names])
     states: dict[str, Any] = tree_map_only(
-        torch.Tensor, lambda t: rank.staged(t) if own.holds(t) else t, _optimizer_states(rank, names)
+        torch.Tensor, lambda t: rank.cpu_copy(t) if own.holds(t) else t, _optimizer_states(rank, names)
     )
     load_sharded(states, checkpoint_id=folder)
     return states

@@ -53,7 +53,7 @@ class SavedRank(Protocol):
 
     config: LearnerConfig
     device: torch.device
-    source: Path
+    model_folder: Path
     """The model folder that the rank was loaded from; its other files are copied."""
     trained: LoadedModel
     training: Training
@@ -65,11 +65,11 @@ class SavedRank(Protocol):
 
     writers: Writers
 
-    def present(self, tensor: torch.Tensor) -> torch.Tensor:
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state in readable memory."""
         ...
 
-    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the state, which no step changes; other tensors moved there."""
         ...
 
@@ -90,21 +90,21 @@ class Writers:
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     """Begin to write the state, whose tensors have been copied, and return when this rank's part is there. Collective."""
     model = rank.trained.model
-    drafts = None if model.values else DraftLayers(rank.source, model.config.num_layers, "model.path")
+    drafts = None if model.values else DraftLayers(rank.model_folder, model.config.num_layers, "model.path")
     writer = WeightWriter(folder / "model", [*rank.trained.weights.specs(), *(drafts.specs if drafts else ())])
     first = dist.get_rank() == 0
     if first:
         shutil.rmtree(folder, ignore_errors=True)
         for name in ("model", "megatron", "random"):
             (folder / name).mkdir(parents=True)
-        copy_other_files(rank.source, folder / "model")
+        copy_other_files(rank.model_folder, folder / "model")
         _copy_config(rank, folder / "model")
         writer.create()
         (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     dist.barrier()
-    with rank.training.reading(rank.present):
+    with rank.training.reading(rank.readable):
         state = _sharded(rank, loading=False)
-    dict_list_map_inplace(lambda each: _staged(each, rank.staged), state)
+    dict_list_map_inplace(lambda each: _staged(each, rank.cpu_copy), state)
     files = ShardedFiles(state, folder / "megatron")
     states = rank_states(rank.device)
 
@@ -126,7 +126,7 @@ def _write_model(rank: SavedRank, writer: WeightWriter) -> None:
     fault: OSError | None = None
     for plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
         into = [_empty(spec) for spec in plan.specs]
-        rank.trained.weights.gather(into, groups, rank.staged)
+        rank.trained.weights.gather(into, groups, rank.cpu_copy)
         if dist.get_rank() == 0 and fault is None:
             try:
                 for name, tensor in into:
@@ -188,7 +188,7 @@ def _empty(spec: TensorSpec) -> tuple[str, torch.Tensor]:
 
 
 def _copy_config(rank: SavedRank, folder: Path) -> None:
-    config = json.loads((rank.source / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((rank.model_folder / "config.json").read_text(encoding="utf-8"))
     config["dtype"] = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
     if rank.trained.model.values:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number a token

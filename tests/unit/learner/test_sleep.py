@@ -57,7 +57,7 @@ def test_a_sleeping_learner_exports_its_weights_and_refuses_other_calls(learners
             call(batch)
     [bucket] = learner.buckets(1 << 30)
     with pytest.raises(LearnerError, match="not on a GPU"):
-        bucket.share()
+        bucket.ipc_handles()
     learner.wake()
     learner.train_step(batch)
 

@@ -34,7 +34,7 @@ from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
 
 def by_value(bucket: RankBucket) -> WeightBucket:
     """Has the bucket share its weights by value: on a CPU there are no handles."""
-    bucket.share = lambda: [serialize_tensors(bucket.tensors())] * 2  # type: ignore[method-assign]
+    bucket.ipc_handles = lambda: [serialize_tensors(bucket.tensors())] * 2  # type: ignore[method-assign]
     return bucket
 
 
@@ -294,7 +294,7 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
     class Ranked(BucketLearner):
         def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
             for bucket in super().buckets(bucket_bytes, dtype):
-                bucket.share = lambda: [serialize_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
+                bucket.ipc_handles = lambda: [serialize_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
                 yield bucket
 
     class Two(RecordingEngine):

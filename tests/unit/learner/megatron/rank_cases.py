@@ -58,7 +58,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
         policy, critic = folder / "experts", critic_of(folder / "qwen3")
         for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
             rank, checkpoint = make(model, MegatronRank, config), folder / f"checkpoint of {kind}"
-            batch = replace(batches[kind], micro=(batches[kind].micro[rank.share],))
+            batch = replace(batches[kind], micro=(batches[kind].micro[rank.data_parallel_rank],))
             if not found:
                 rank.train_step(batch)
                 if kind == "value":

@@ -15,6 +15,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.types import Row, RowKey
+from agentrl.learner.base import RankOptions
 from tests.algo_config import make_algo
 from tests.batches import pack_rows
 from tests.unit.learner.learners import make_rows
@@ -128,7 +129,7 @@ def compute(policy: Any, critic: Any, shares: int) -> Found:
     from agentrl.learner.batch_loss import BatchLoss
 
     def share_of(batch: GlobalBatch) -> GlobalBatch:
-        return replace(batch, micro=(batch.micro[policy.share],), metrics={})
+        return replace(batch, micro=(batch.micro[policy.data_parallel_rank],), metrics={})
 
     batches = {name: share_of(batch) for name, batch in make_batches(shares).items()}
     logprobs, metrics = policy.logprobs(batches["grpo"]), {}
@@ -143,14 +144,13 @@ def compute(policy: Any, critic: Any, shares: int) -> Found:
 
 def make_rank(folder: Path, cls: Any, config: LearnerConfig) -> Any:
     """Make a rank with a reference."""
-    return cls(
-        folder, config, algo_of("grpo"), device=torch.device("cpu"), seed=0, reference=folder.parent / "reference"
-    )
+    algo, reference = algo_of("grpo"), folder.parent / "reference"
+    return cls(RankOptions(folder, config, algo, torch.device("cpu"), seed=0, reference=reference))
 
 
 def make_critic(folder: Path, cls: Any, config: LearnerConfig) -> Any:
     """Make a rank of a critic."""
-    return cls(folder, config, algo_of("ppo"), device=torch.device("cpu"), seed=0, role="critic")
+    return cls(RankOptions(folder, config, algo_of("ppo"), torch.device("cpu"), seed=0, role="critic"))
 
 
 def critic_of(folder: Path) -> Path:

@@ -1,0 +1,220 @@
+"""What the ranks of the backends have in common: the optimizer step, CPU offload, and checkpoints in the background."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.core.errors import LearnerError
+from agentrl.learner.base import LearnerRank, RankOptions, RowLogprobs, RowScores, WeightSource
+from agentrl.learner.batch_loss import BatchLoss
+from agentrl.learner.device import peak_memory
+from agentrl.learner.offload import CpuOffload
+from agentrl.learner.optimization import config_of_role
+from agentrl.learner.random_states import seed_everything
+from agentrl.learner.step_metrics import StepMetrics
+
+
+class BackendRank(LearnerRank, ABC):
+    """A rank without its model: subclasses load the model, compute scores and gradients, and name the tensors of the state.
+
+    A critic has a value head in place of the language head, ``algo.critic.optimizer``, and the loss of values.
+
+    Raises:
+        ConfigError, ModelError: a model cannot be loaded; see the subclass.
+
+    """
+
+    adapters: Mapping[str, WeightSource] = MappingProxyType({})
+    data_parallel_rank: int = 0
+    reference: object | None = None
+    """The reference policy, if the loss needs one."""
+
+    def __init__(self, options: RankOptions) -> None:
+        self.config = config_of_role(options.config, options.algo, options.folder, options.role)
+        self.device = options.device
+        self.model_folder = options.folder
+        self.name = "critic" if options.role == "critic" else "main"
+        self.loss = BatchLoss(options.algo, options.device)
+        self._metrics: StepMetrics | None = None
+        """Of the parts of an optimizer step that is not complete."""
+        self._offload = CpuOffload()
+        self._writing: Future[None] = Future()
+        """Of the newest checkpoint."""
+        self._writing.set_result(None)
+        seed_everything(options.seed + dist.get_rank())
+
+    # Hooks
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context in which the backend computes."""
+        return nullcontext()
+
+    @abstractmethod
+    def _add_gradients(self, batch: GlobalBatch, metrics: StepMetrics) -> None:
+        """Add the batch's gradient to the weights' gradients, and its losses to ``metrics``."""
+
+    @abstractmethod
+    def _reduce(self, metrics: StepMetrics, scale: float) -> dict[str, float]:
+        """Return the metrics of the global batch, the losses times ``scale``, on every rank. Collective."""
+
+    @abstractmethod
+    def _scale_gradients(self, factor: float) -> None: ...
+
+    @abstractmethod
+    def _update(self, lr_scale: float) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step, unless the gradient is not finite; return the step's metrics."""
+
+    @abstractmethod
+    def _zero_grad(self) -> None: ...
+
+    @abstractmethod
+    def _score_rows(self, batch: GlobalBatch, name: str) -> RowScores:
+        """Return the scores of every token by row, of ``main``, ``critic`` or ``reference``; 0 for the first token."""
+
+    @abstractmethod
+    def _copy_to_reference(self) -> None:
+        """Copy the policy's weights into the reference."""
+
+    @abstractmethod
+    def _settle_weights(self) -> None:
+        """Bring this rank's parts of the weights up to date before they are copied."""
+
+    @abstractmethod
+    def _release_gradients(self) -> None: ...
+
+    def _restore_gradients(self) -> None:
+        """Allocate what `_release_gradients` released, if the backend does not do so in the backward pass."""
+
+    @abstractmethod
+    def _state(self) -> Iterable[torch.Tensor]:
+        """Return this rank's parts of weights, optimizer states and reference, but for what is in CPU memory already."""
+
+    @abstractmethod
+    def _saved_state(self) -> Iterable[torch.Tensor]:
+        """Return those of the parts that a checkpoint has."""
+
+    @abstractmethod
+    def _start_saving(self, folder: Path) -> Future[None]:
+        """Begin to write the copies of `_saved_state`."""
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None: ...
+
+    # Training and scores
+
+    @override
+    def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+        """Without a token to train on no optimizer step is taken."""
+        self._check_awake()
+        metrics = self._metrics = self._metrics or StepMetrics(self.device)
+        with self.computing():
+            self._add_gradients(batch, metrics)
+            if not batch.completes:
+                return {}
+            self._metrics = None
+            reduced = self._reduce(metrics, batch.gradient_scale) | peak_memory(self.device)
+            if reduced["train/trained_tokens"]:
+                self._scale_gradients(batch.gradient_scale)
+                reduced |= self._update(batch.lr_scale)
+            self._zero_grad()
+        return reduced
+
+    @override
+    def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
+        self._check_awake()
+        with self.computing():
+            return self._score_rows(batch, policy)
+
+    @override
+    def values(self, batch: GlobalBatch) -> RowScores:
+        return self.logprobs(batch, "critic")
+
+    def unknown_model(self, name: str) -> LearnerError:
+        """Return the error for a model that is not loaded."""
+        hint = "; set algo.kl_coef above 0, or give the learner its folder" if name == "reference" else ""
+        names = [self.name] if self.reference is None else [self.name, "reference"]
+        return LearnerError(f"the learner has no policy {name!r}, only {', '.join(names)}{hint}")
+
+    @override
+    @torch.no_grad()
+    def update_reference(self) -> None:
+        self._check_awake()
+        if self.reference is None:
+            raise LearnerError(
+                "the learner has no reference policy: set algo.kl_coef above 0, or algo.reference_steps=0"
+            )
+        with self.computing():
+            self._copy_to_reference()
+
+    # Offload
+
+    @property
+    @override
+    def gathers_on(self) -> torch.device:
+        return torch.device("cpu") if self._offload else self.device
+
+    @override
+    @torch.no_grad()
+    def sleep(self) -> None:
+        if self._offload:
+            return
+        wait([self._writing])  # it reads the copies
+        with self.computing():
+            self._settle_weights()
+            self._release_gradients()
+            self._offload.offload(self._state())
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @override
+    def wake(self) -> None:
+        try:
+            self._offload.restore()
+            self._restore_gradients()
+        except torch.OutOfMemoryError as error:
+            raise LearnerError(
+                "the learner stays offloaded, as its GPU no longer has the memory that it released: "
+                f"{str(error).splitlines()[0]}; another process keeps too much of it while the learner trains"
+            ) from error
+
+    def _check_awake(self) -> None:
+        if self._offload:
+            raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
+
+    # Checkpoints
+
+    @override
+    @torch.no_grad()
+    def save(self, folder: Path) -> None:
+        wait([self._writing])
+        with self.computing():
+            self._settle_weights()
+            self._offload.copy(self._saved_state())
+            self._writing = self._start_saving(folder)
+
+    @override
+    def finish_save(self) -> None:
+        self._writing.result()
+
+    @override
+    def load(self, folder: Path) -> None:
+        self._check_awake()
+        self.finish_save()
+        dist.barrier()
+        with self.computing():
+            self._load(folder)
+
+    @override
+    def close(self) -> None:
+        wait([self._writing])
+        dist.destroy_process_group()
