@@ -9,17 +9,17 @@ import numpy as np
 from agentrl.core.errors import ConfigError, unknown_name
 
 
-def check_faults(faults: Mapping[str, float], known: Collection[str]) -> None:
+def check_faults(faults: Mapping[str, float], fault_names: Collection[str]) -> None:
     """Check the option ``faults``.
 
     Raises:
-        UnknownNameError: a fault is not ``known``.
+        UnknownNameError: a fault is not in ``fault_names``.
         ConfigError: the values are not probabilities.
 
     """
     for name in faults:
-        if name not in known:
-            raise unknown_name("fault", name, known, "tasks.options.faults")
+        if name not in fault_names:
+            raise unknown_name("fault", name, fault_names, "tasks.options.faults")
     if any(p < 0 for p in faults.values()) or sum(faults.values()) > 1 + 1e-9:
         raise ConfigError(f"tasks.options.faults={dict(faults)}: probabilities are ≥ 0 and sum to at most 1")
 

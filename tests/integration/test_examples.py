@@ -54,7 +54,7 @@ def test_it_states_the_result_to_expect(name: str) -> None:
     assert command(name)[-1] in (EXAMPLES / name / "config.yaml").read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize("reference", ["02_own_environment/env.py:Trail", "03_own_tool/env.py:Registry"])
+@pytest.mark.parametrize("reference", ["02_own_environment/env.py:Trail", "03_own_tool/registry_env.py:Registry"])
 def test_its_environment_keeps_the_contract(reference: str) -> None:
     check_env(env_class(str(EXAMPLES / reference)))
 

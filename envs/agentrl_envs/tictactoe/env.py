@@ -25,7 +25,7 @@ _LINE_ORDER = ("+-", "__", "-_", "+_", "--", "++")
 
 def own_view(board: str, mark: str) -> str:
     """Return the board with ``+`` for the marks of ``mark``, ``-`` for the other player's and ``_`` for free cells."""
-    return board.translate(str.maketrans({mark: "+", other(mark): "-", ".": "_"}))
+    return board.translate({ord(mark): "+", ord(other(mark)): "-", ord("."): "_"})
 
 
 def lines_through(view: str, cell: int) -> list[str]:

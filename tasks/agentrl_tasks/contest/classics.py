@@ -48,8 +48,10 @@ def draw_words(rng: Random) -> Problem:
     letter, times = rng.choice(_LETTERS[:8]), rng.randint(1, 3)
 
     def solve(text: str) -> str:
-        found = sorted({word for word in text.split()[1:] if word.count(letter) >= times}, key=lambda w: (-len(w), w))
-        return "".join(f"{word}\n" for word in found) or "none\n"
+        words_found = sorted(
+            {word for word in text.split()[1:] if word.count(letter) >= times}, key=lambda w: (-len(w), w)
+        )
+        return "".join(f"{word}\n" for word in words_found) or "none\n"
 
     def draw(rng: Random) -> str:
         words = ["".join(rng.choice(_LETTERS[:8]) for _ in range(rng.randint(1, 8))) for _ in range(rng.randint(1, 25))]

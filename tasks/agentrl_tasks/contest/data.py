@@ -122,7 +122,7 @@ class Contest(TaskSet):
         self._read: dict[str, Sequence[Task]] = {}
 
     @property
-    def _published(self) -> bool:
+    def _has_files(self) -> bool:
         return any(self._files.values())
 
     def split(self, name: str) -> Sequence[Task]:
@@ -134,11 +134,11 @@ class Contest(TaskSet):
             ConfigError: a row is invalid; the message says where.
 
         """
-        known = self._files if self._published else self._sizes
-        if name not in known:
-            raise unknown_name("split", name, known, "tasks.train_split, tasks.eval_split")
-        if not self._published:
-            return self._generated(name)
+        splits = self._files if self._has_files else self._sizes
+        if name not in splits:
+            raise unknown_name("split", name, splits, "tasks.train_split, tasks.eval_split")
+        if not self._has_files:
+            return self._generate(name)
         if name not in self._read:
             self._check_files()
             self._read[name] = [task for path in self._files[name] for task in self._tasks(path, name)]
@@ -146,7 +146,7 @@ class Contest(TaskSet):
 
     def demonstrator(self, task: Task, rng: np.random.Generator) -> Programmer:
         """Return an expert for a generated task; with the option ``slips`` some experts fail."""
-        if self._published:
+        if self._has_files:
             raise NotImplementedError(
                 "published problems have no demonstrations; leave tasks.options.train and eval out"
             )
@@ -156,10 +156,10 @@ class Contest(TaskSet):
 
     def problem(self, task: Task) -> Problem:
         """Return the problem of a generated task, reference solution included."""
-        problem, _ = self._generated(task.metadata["split"]).problem(task.metadata["index"])
+        problem, _ = self._generate(task.metadata["split"]).problem(task.metadata["index"])
         return problem
 
-    def _generated(self, name: str) -> Generated:
+    def _generate(self, name: str) -> Generated:
         seed, families, public, hidden = self._made
         return Generated(name, self._sizes[name], seed, families, public, hidden)
 
@@ -171,26 +171,26 @@ class Contest(TaskSet):
     def _tasks(self, path: Path, name: str) -> Iterator[Task]:
         for row in read_rows(path, f"tasks.options.{name}", COLUMNS):
             try:
-                found = parse_row(row)
+                problem = parse_row(row)
             except FunctionStyle:
                 if self._functions == "refuse":
                     raise
                 continue
-            hidden = found.hidden[: self._max_tests]
+            hidden = problem.hidden[: self._max_tests]
             yield Task(
                 id=f"contest/{name}/{path.name}:{row.number}",
-                prompt=(Message("user", found.statement),),
+                prompt=(Message("user", problem.statement),),
                 answer=as_answer(hidden),
-                metadata={"family": path.stem, **found.metadata},
+                metadata={"family": path.stem, **problem.metadata},
             )
 
 
 def with_examples(statement: str, shown: Sequence[Example]) -> str:
     """Return a statement followed by examples."""
-    parts = (f"\n\nInput:\n{one.input.rstrip()}\nOutput:\n{one.output.rstrip()}" for one in shown)
+    parts = (f"\n\nInput:\n{example.input.rstrip()}\nOutput:\n{example.output.rstrip()}" for example in shown)
     return statement + "".join(parts)
 
 
 def as_answer(hidden: Sequence[Example]) -> dict[str, Any]:
     """Return tests in the format of ``Task.answer``."""
-    return {"inputs": [one.input for one in hidden], "outputs": [one.output for one in hidden]}
+    return {"inputs": [test.input for test in hidden], "outputs": [test.output for test in hidden]}

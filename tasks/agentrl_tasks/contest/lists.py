@@ -106,16 +106,16 @@ def draw_lists(rng: Random) -> Problem:
 def list_problem(filter_: Filter, transform: Transform, output: Output) -> Problem:
     """Return the problem of three components."""
 
-    def solve(given: str) -> str:
-        kept = [transform.of(x) for x in map(int, given.split()) if filter_.test(x)]
-        return " ".join(map(str, output.of(kept))) + "\n"
+    def solve(text: str) -> str:
+        numbers = [transform.of(x) for x in map(int, text.split()) if filter_.test(x)]
+        return " ".join(map(str, output.of(numbers))) + "\n"
 
     def draw(rng: Random) -> str:
         while True:
             numbers = [rng.randint(1, LARGEST) for _ in range(rng.randint(*LENGTHS))]
-            kept = sum(map(filter_.test, numbers))
+            matching = sum(map(filter_.test, numbers))
             # If all are kept, a program without the condition passes too.
-            if kept >= 2 and (kept < len(numbers) or not filter_.code):
+            if matching >= 2 and (matching < len(numbers) or not filter_.code):
                 return " ".join(map(str, numbers)) + "\n"
 
     right = _program(filter_.code, transform.code, output.code)
@@ -145,7 +145,7 @@ def _program(condition: str, transform: str, output: str) -> str:
 
 
 def _statement(filter_: str, transform: str, output: Output) -> str:
-    which = f"those {filter_}" if filter_ else "all of them"
-    what = f"{transform} {which}".strip()
-    task = f"{what} {output.words}" if output.many else f"{output.words} {what}"
+    selection = f"those {filter_}" if filter_ else "all of them"
+    subject = f"{transform} {selection}".strip()
+    task = f"{subject} {output.words}" if output.many else f"{output.words} {subject}"
     return f"The input is one line of integers. Print {task}."

@@ -39,10 +39,10 @@ class Example:
 
 def examples(problem: Problem, rng: Random, count: int) -> list[Example]:
     """Return ``count`` tests with distinct inputs; fewer if too few distinct ones are drawn."""
-    found: dict[str, Example] = {}
+    example_by_input: dict[str, Example] = {}
     for _ in range(20 * count):
         text = problem.draw(rng)
-        found.setdefault(text, Example(text, problem.solve(text)))
-        if len(found) == count:
+        example_by_input.setdefault(text, Example(text, problem.solve(text)))
+        if len(example_by_input) == count:
             break
-    return list(found.values())
+    return list(example_by_input.values())

@@ -67,15 +67,15 @@ def parse_row(row: Row) -> Published:
 
 
 def _tests(row: Row, *columns: str) -> tuple[Example, ...]:
-    found: list[Example] = []
+    tests: list[Example] = []
     for column in columns:
-        value = _decoded(row, column)
+        value = _decode_json(row, column)
         if value is not None:
-            found += _examples(row, column, value)
-    return tuple(found)
+            tests += _examples(row, column, value)
+    return tuple(tests)
 
 
-def _decoded(row: Row, column: str) -> Any:
+def _decode_json(row: Row, column: str) -> Any:
     value = row.values.get(column)
     if not isinstance(value, str):
         return value
@@ -89,9 +89,9 @@ def _examples(row: Row, column: str, value: Any) -> list[Example]:
     """Parse ``{inputs: […], outputs: […]}``, ``{input: […], output: […]}``, or ``[{input, output}, …]``."""
     _refuse_functions(row, column, value)
     if isinstance(value, Sequence):
-        if not all(isinstance(one, Mapping) and "input" in one and "output" in one for one in value):
+        if not all(isinstance(case, Mapping) and "input" in case and "output" in case for case in value):
             raise _fault(row, f"has in {column!r} a list of other elements than {{input, output}}")
-        inputs, outputs = [one["input"] for one in value], [one["output"] for one in value]
+        inputs, outputs = [case["input"] for case in value], [case["output"] for case in value]
     elif isinstance(value, Mapping):
         inputs = value.get("inputs", value.get("input"))
         outputs = value.get("outputs", value.get("output"))
@@ -112,23 +112,25 @@ def _text(row: Row, column: str, value: Any) -> str:
 
 
 def _refuse_functions(row: Row, column: str, value: Any) -> None:
-    metadata = _decoded(row, "metadata")
+    metadata = _decode_json(row, "metadata")
     cases = value if isinstance(value, Sequence) else [value]
-    named = [
+    function_names = [
         holder[key]
         for holder in (metadata, *cases)
         if isinstance(holder, Mapping)
         for key in _FUNCTION_KEYS
         if holder.get(key)
     ]
-    styled = any(isinstance(case, Mapping) and case.get("type", "stdin_stdout") != "stdin_stdout" for case in cases)
-    if named or styled:
-        name = f" ({named[0]})" if named else ""
+    has_function_type = any(
+        isinstance(case, Mapping) and case.get("type", "stdin_stdout") != "stdin_stdout" for case in cases
+    )
+    if function_names or has_function_type:
+        name = f" ({function_names[0]})" if function_names else ""
         raise FunctionStyle(
             f"{row.place} has tests in {column!r} that call a function{name}, but the judge tests programs by standard input "
             "and output; tasks.options.functions=skip skips such rows"
         )
 
 
-def _fault(row: Row, what: str) -> ConfigError:
-    return ConfigError(f"{row.place} {what}; it has: {', '.join(row.columns) or 'nothing'}")
+def _fault(row: Row, problem: str) -> ConfigError:
+    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

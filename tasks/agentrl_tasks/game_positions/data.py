@@ -36,7 +36,7 @@ class Positions(MadeTasks):
         new: dict[str, tuple[Message, ...]] = {}
         """By agent, what it has read since its last turn."""
         players = {agent: self._player(rng) for agent in game.agents}
-        found: list[Task] = []
+        positions: list[Task] = []
         while True:
             for agent, view in views.items():
                 messages = view["messages"]
@@ -51,11 +51,11 @@ class Positions(MadeTasks):
                 legal = list(infos[agent].get("legal_moves", ()))
                 move = players[agent].act(new[agent], legal)
                 name = f"game_positions/{self.split}/{index}"
-                found.append(Task(name, read[agent], answer=move, metadata={"legal_moves": legal}))
+                positions.append(Task(name, read[agent], answer=move, metadata={"legal_moves": legal}))
                 actions[agent] = Message("assistant", move)
                 read[agent], new[agent] = (*read[agent], actions[agent]), ()
             views, _, _, _, infos = game.step(actions)
-        return found[int(rng.integers(len(found)))]
+        return positions[int(rng.integers(len(positions)))]
 
 
 class _Played:

@@ -16,7 +16,7 @@ from agentrl_tasks.faults import check_faults, draw_fault
 from .demonstrator import FAULTS, Expert
 from .families import FAMILIES
 from .generated import Generated
-from .rows import COLUMNS, FORMATS, Published, format_of
+from .rows import COLUMNS, FORMATS, Published, detect_format
 
 SPLITS = ("train", "eval")
 
@@ -127,13 +127,13 @@ class MathProblems(TaskSet):
 
     def _problems(self, path: Path, key: str) -> list[Published]:
         parse: Callable[[Row], Published] | None = FORMATS.get(self._format)
-        found = []
+        problems = []
         for row in read_rows(path, key, COLUMNS):
-            parse = parse or FORMATS[format_of(row)]
-            found.append(parse(row))
-        if not found:
+            parse = parse or FORMATS[detect_format(row)]
+            problems.append(parse(row))
+        if not problems:
             raise ConfigError(f"{key}={path}: the file holds no rows")
-        return found
+        return problems
 
 
 def _check_generated(families: Sequence[str], levels: Sequence[int], train_size: int, eval_size: int) -> None:

@@ -40,7 +40,7 @@ class Expert:
 
     def _code(self) -> str:
         if self._fault == "method":
-            return self._wrong[int(self._rng.integers(len(self._wrong)))]
+            return str(self._wrong[int(self._rng.integers(len(self._wrong)))])
         return self._slip(self._program) if self._fault == "copy" else self._program
 
     def _call(self, code: str) -> str:
@@ -60,10 +60,10 @@ class Expert:
 
     def _slip(self, text: str) -> str:
         """Return ``text`` with one digit changed, never to a leading 0; without digits, without its last character."""
-        places = list(_DIGIT.finditer(text))
-        if not places:
+        digits = list(_DIGIT.finditer(text))
+        if not digits:
             return text[:-1]
-        place = places[int(self._rng.integers(len(places)))]
-        first = place.start() == 0 or not text[place.start() - 1].isdigit()
-        others = [digit for digit in "0123456789"[first:] if digit != place[0]]
-        return f"{text[: place.start()]}{others[int(self._rng.integers(len(others)))]}{text[place.end() :]}"
+        digit = digits[int(self._rng.integers(len(digits)))]
+        first = digit.start() == 0 or not text[digit.start() - 1].isdigit()
+        other_digits = [replacement for replacement in "0123456789"[first:] if replacement != digit[0]]
+        return f"{text[: digit.start()]}{other_digits[int(self._rng.integers(len(other_digits)))]}{text[digit.end() :]}"

@@ -44,14 +44,14 @@ def chain(rng: Random) -> Problem:
     slip = rng.randrange(level)
     for index in range(level):
         n = rng.randrange(2, 100)
-        sign, other, word, value = (
+        sign, wrong_sign, word, value = (
             ("+", "-", f"add {n}", value + n),
             ("-", "+", f"subtract {n}", value - n),
             ("*", "+", f"multiply by {n}", value * n),
         )[rng.randrange(3)]
         words.append(word)
         lines.append(f"x {sign}= {n}")
-        wrong.append(f"x {other if index == slip else sign}= {n}")
+        wrong.append(f"x {wrong_sign if index == slip else sign}= {n}")
     text = f"Start with {first}, {', '.join(words)}. What is the result?"
     return Problem(text, _program(lines), str(value), (_program(wrong),), level)
 
@@ -66,7 +66,7 @@ def remainder(rng: Random) -> Problem:
     if rng.random() < 0.5:
         a, b = rng.randrange(100, 10_000), rng.randrange(100, 10_000)
         text, code, answer = f"{a} times {b}", f"print({a} * {b} % {modulus})", a * b % modulus
-        wrong = (f"print({a} * {b})", f"print({a} + {b} % {modulus})")
+        wrong: tuple[str, ...] = (f"print({a} * {b})", f"print({a} + {b} % {modulus})")
     else:
         a, b = rng.randrange(2, 100), rng.randrange(10, 1000)
         text, code, answer = f"{a} to the power {b}", f"print(pow({a}, {b}, {modulus}))", pow(a, b, modulus)
@@ -78,11 +78,11 @@ def divisor(rng: Random) -> Problem:
     """Return a greatest common divisor or a least common multiple of two numbers."""
     shared = rng.randrange(2, 60)
     a, b = shared * rng.randrange(2, 80), shared * rng.randrange(2, 80)
-    name, other = _pick(rng, "gcd lcm", "lcm gcd").split()
-    asked = {"gcd": "greatest common divisor", "lcm": "least common multiple"}[name]
+    name, wrong_name = _pick(rng, "gcd lcm", "lcm gcd").split()
+    description = {"gcd": "greatest common divisor", "lcm": "least common multiple"}[name]
     answer = math.gcd(a, b) if name == "gcd" else a * b // math.gcd(a, b)
-    code, wrong = (f"import math\nprint(math.{function}({a}, {b}))" for function in (name, other))
-    return Problem(f"What is the {asked} of {a} and {b}?", code, str(answer), (wrong,))
+    code, wrong = (f"import math\nprint(math.{function}({a}, {b}))" for function in (name, wrong_name))
+    return Problem(f"What is the {description} of {a} and {b}?", code, str(answer), (wrong,))
 
 
 def series(rng: Random) -> Problem:
@@ -121,7 +121,7 @@ def counting(rng: Random) -> Problem:
             4,
         ),
     )[rng.randrange(3)]
-    code, wrong = (f"print(sum({one} for k in range({low}, {high} + 1)))" for one in (test, wrong_test))
+    code, wrong = (f"print(sum({condition} for k in range({low}, {high} + 1)))" for condition in (test, wrong_test))
     return Problem(f"How many integers from {low} to {high} {text}?", code, str(answer), (wrong,), level)
 
 

@@ -56,7 +56,7 @@ def dapo(row: Row) -> Published:
     extra = row.values.get("extra_info")
     index = extra.get("index") if isinstance(extra, Mapping) else None
     return Published(
-        _unwrapped(question),
+        _strip_wrapper(question),
         _text(row, key, answer, "a text or a number"),
         str(row.values.get("data_source") or row.path.stem),
         index if isinstance(index, int | str) else row.number,
@@ -83,7 +83,7 @@ FORMATS: Mapping[str, Callable[[Row], Published]] = {"dapo": dapo, "gsm8k": gsm8
 """Parsers by ``tasks.options.format``."""
 
 
-def format_of(row: Row) -> str:
+def detect_format(row: Row) -> str:
     """Return the format of a row, by its columns.
 
     Raises:
@@ -99,18 +99,18 @@ def format_of(row: Row) -> str:
     )
 
 
-def _unwrapped(prompt: str) -> str:
-    before, after = _DAPO_WRAPPER
-    _, found, rest = prompt.partition(before)
-    inner, end, _ = (rest if found else prompt).rpartition(after)
-    return (inner if end else rest if found else prompt).strip() or prompt
+def _strip_wrapper(prompt: str) -> str:
+    instruction_end, reminder = _DAPO_WRAPPER
+    _, wrapper, unwrapped = prompt.partition(instruction_end)
+    inner, end, _ = (unwrapped if wrapper else prompt).rpartition(reminder)
+    return (inner if end else unwrapped if wrapper else prompt).strip() or prompt
 
 
-def _text(row: Row, key: str, value: Any, wanted: str) -> str:
+def _text(row: Row, key: str, value: Any, expected: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise _fault(row, f"has {value!r:.80} as {key!r}, which must be {wanted}, and not empty")
+        raise _fault(row, f"has {value!r:.80} as {key!r}, which must be {expected}, and not empty")
     return value.strip()
 
 
-def _fault(row: Row, what: str) -> ConfigError:
-    return ConfigError(f"{row.place} {what}; it has: {', '.join(row.columns) or 'nothing'}")
+def _fault(row: Row, problem: str) -> ConfigError:
+    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

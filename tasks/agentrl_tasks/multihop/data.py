@@ -115,7 +115,7 @@ class Multihop(TaskSet):
         return Expert(world, question, draw_fault(self._faults, rng), rng)
 
     def _rows(self, world: World) -> list[dict[str, str]]:
-        documents = world.mismatched() if self._shuffle_titles else world.documents
+        documents = world.shuffled_documents() if self._shuffle_titles else world.documents
         return [{"id": str(i), "contents": f'"{d.title}"\n{d.text}'} for i, d in enumerate(documents)]
 
     def _check(self, hops: Sequence[int], scale: float, train_size: int, eval_size: int) -> None:

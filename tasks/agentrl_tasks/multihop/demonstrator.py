@@ -70,25 +70,29 @@ class Expert:
         if fault in ("walk", "detour") and hops > 1:
             return _plan(*self._walk(1 + self._below(hops)))
         # These faults stop early: with a right answer after them, a policy would be rewarded for the fault.
-        known = self._below(hops) if fault in ("format", "query") else hops
-        plan = _plan(question.relations[:known], question.path)
+        planned_hops = self._below(hops) if fault in ("format", "query") else hops
+        plan = _plan(question.relations[:planned_hops], question.path)
         if fault == "detour":
-            plan.insert(0, PlannedTurn(self._choice(self._known(question.path[0])), "search", question.path[0]))
+            plan.insert(
+                0, PlannedTurn(self._choice(self._available_relations(question.path[0])), "search", question.path[0])
+            )
         if fault == "format":
             at = self._below(len(plan))
             plan.insert(at, PlannedTurn(plan[at].thought, "", plan[at].content))
         elif fault == "query":
-            at = self._below(known + 1)
-            name, _, rest = question.path[at].partition(" ")
-            plan.insert(at, PlannedTurn(question.relations[at], "search", name if rest else question.relations[at]))
+            at = self._below(planned_hops + 1)
+            name, _, last_name = question.path[at].partition(" ")
+            plan.insert(
+                at, PlannedTurn(question.relations[at], "search", name if last_name else question.relations[at])
+            )
         return plan
 
     def _stray(self, at: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Take another relation at hop ``at``, then go on with the question's as far as they apply."""
         taken, path = list(self._question.relations[:at]), list(self._question.path[: at + 1])
-        wrong = [name for name in self._known(path[-1]) if name != self._question.relations[at]]
+        wrong = [name for name in self._available_relations(path[-1]) if name != self._question.relations[at]]
         for relation in (self._choice(wrong), *self._question.relations[at + 1 :]):
-            if relation not in self._known(path[-1]):
+            if relation not in self._available_relations(path[-1]):
                 break
             taken.append(relation)
             path.append(self._world.facts[path[-1], relation])
@@ -97,19 +101,19 @@ class Expert:
     def _walk(self, hops: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         taken: list[str] = []
         path = [self._question.path[0]]
-        while len(taken) < hops and (known := self._known(path[-1])):
-            taken.append(self._choice(known))
+        while len(taken) < hops and (relations := self._available_relations(path[-1])):
+            taken.append(self._choice(relations))
             path.append(self._world.facts[path[-1], taken[-1]])
         return tuple(taken), tuple(path)
 
     def _misread(self, title: str) -> str:
         """Return a fact of the document ``title``: that of the question's last relation, if it has one."""
-        known, last = self._known(title), self._question.relations[-1]
-        if not known:
+        relations, last = self._available_relations(title), self._question.relations[-1]
+        if not relations:
             return title
-        return self._world.facts[title, last if last in known else self._choice(known)]
+        return self._world.facts[title, last if last in relations else self._choice(relations)]
 
-    def _known(self, name: str) -> tuple[str, ...]:
+    def _available_relations(self, name: str) -> tuple[str, ...]:
         return RELATIONS_OF[self._world.kinds[name]]
 
     def _choice(self, items: tuple[str, ...] | list[str]) -> str:

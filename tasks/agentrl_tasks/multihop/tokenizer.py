@@ -49,7 +49,8 @@ def save_tokenizer(folder: str) -> Any:
     """Train the tokenizer, save it in the format of Transformers with its chat template, and return it."""
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(), pad_token=PAD, eos_token=END)
+    make_tokenizer: Any = PreTrainedTokenizerFast
+    wrapped = make_tokenizer(tokenizer_object=train_tokenizer(), pad_token=PAD, eos_token=END)
     wrapped.add_special_tokens({"additional_special_tokens": [START]})
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)

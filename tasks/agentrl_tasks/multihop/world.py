@@ -127,14 +127,14 @@ class World:
         self.facts = {}
         for name, kind in self.kinds.items():
             for relation in RELATIONS_OF[kind]:
-                others = self.entities[RELATIONS[relation].object]
-                value = rng.choice(others)
+                candidates = self.entities[RELATIONS[relation].object]
+                value = rng.choice(candidates)
                 while value == name:
-                    value = rng.choice(others)
+                    value = rng.choice(candidates)
                 self.facts[name, relation] = value
         self.documents = [Document(name, self._describe(rng, name, name)) for name in self.kinds]
 
-    def mismatched(self) -> list[Document]:
+    def shuffled_documents(self) -> list[Document]:
         """Return the documents with their texts shuffled among the titles of a kind; no title keeps its text.
 
         A policy that reads its answers in the documents is wrong on these; a policy that knows them by heart is not.
@@ -143,8 +143,8 @@ class World:
         documents = []
         for names in self.entities.values():
             order = rng.sample(names, len(names))
-            other = dict(zip(order, order[1:] + order[:1], strict=True))
-            documents += [Document(name, self._describe(rng, name, other[name])) for name in names]
+            source_by_name = dict(zip(order, order[1:] + order[:1], strict=True))
+            documents += [Document(name, self._describe(rng, name, source_by_name[name])) for name in names]
         return documents
 
     def question(self, rng: Random, hops: int) -> Question:
@@ -152,8 +152,8 @@ class World:
         while True:
             path = [rng.choice(self.entities[rng.choice(("person", "city", "work", "company"))])]
             relations: list[str] = []
-            while len(relations) < hops and (known := RELATIONS_OF[self.kinds[path[-1]]]):
-                relations.append(rng.choice(known))
+            while len(relations) < hops and (choices := RELATIONS_OF[self.kinds[path[-1]]]):
+                relations.append(rng.choice(choices))
                 path.append(self.facts[path[-1], relations[-1]])
             if len(relations) == hops and len(set(path)) == len(path):
                 return Question(tuple(relations), tuple(path))

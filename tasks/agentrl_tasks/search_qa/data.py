@@ -78,11 +78,11 @@ class SearchQa(TaskSet):
         if name == "train" and not self._files[name]:
             raise ConfigError(f"{key} is not set: give it a JSONL or parquet file of questions, or a list of them")
         questions = list(chain.from_iterable(_questions(path, key) for path in self._files[name]))
-        order = range(len(questions)) if name == "train" else interleaved([question.source for question in questions])
+        order = range(len(questions)) if name == "train" else interleave([question.source for question in questions])
         return Questions(name, questions, order)
 
 
-def interleaved(sources: Sequence[str]) -> Sequence[int]:
+def interleave(sources: Sequence[str]) -> Sequence[int]:
     """Return all indices of ``sources``, taking one of each source in turn."""
     seen: dict[str, int] = {}
     rounds = []
@@ -93,10 +93,10 @@ def interleaved(sources: Sequence[str]) -> Sequence[int]:
 
 
 def _questions(path: Path, key: str) -> list[Question]:
-    found = [parse_row(row) for row in read_rows(path, key, COLUMNS)]
-    if not found:
+    questions = [parse_row(row) for row in read_rows(path, key, COLUMNS)]
+    if not questions:
         raise ConfigError(f"{key}={path}: the file holds no rows")
-    return found
+    return questions
 
 
 def _documents(path: Path) -> Iterator[Mapping[str, str]]:

@@ -51,7 +51,7 @@ def _question(row: Row) -> str:
 
     Published prompts add a question mark to questions whose column has none.
     """
-    column, prompted = row.values.get("question"), _prompted(row)
+    column, prompted = row.values.get("question"), _prompt_question(row)
     if column is None and prompted is None:
         raise _fault(row, f"has no 'question', and no message of its 'prompt' with a question after {MARKER!r}")
     if column is None or (isinstance(column, str) and prompted is not None and prompted.startswith(column.strip())):
@@ -62,7 +62,7 @@ def _question(row: Row) -> str:
     return column.strip()
 
 
-def _prompted(row: Row) -> str | None:
+def _prompt_question(row: Row) -> str | None:
     """Return the question in the last message of the prompt, or None if it is not a published prompt."""
     prompt = row.values.get("prompt")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt):
@@ -74,27 +74,27 @@ def _prompted(row: Row) -> str | None:
 
 
 def _answers(row: Row) -> tuple[str, ...]:
-    key, found = "reward_model.ground_truth.target", _at(row.values, "reward_model", "ground_truth", "target")
-    if found is None:
-        key, found = "golden_answers", row.values.get("golden_answers")
-    if found is None:
+    key, target = "reward_model.ground_truth.target", _at(row.values, "reward_model", "ground_truth", "target")
+    if target is None:
+        key, target = "golden_answers", row.values.get("golden_answers")
+    if target is None:
         raise _fault(row, "has neither 'reward_model.ground_truth.target' nor 'golden_answers'")
-    answers = [found] if isinstance(found, str) else found
+    answers = [target] if isinstance(target, str) else target
     if (
         not isinstance(answers, Sequence)
         or not answers
         or not all(isinstance(answer, str) and answer for answer in answers)
     ):
-        raise _fault(row, f"has {found!r:.80} as {key!r}, which must be a text or a list of texts, and not empty")
+        raise _fault(row, f"has {target!r:.80} as {key!r}, which must be a text or a list of texts, and not empty")
     return tuple(answers)
 
 
 def _at(values: Mapping[str, Any], *keys: str) -> Any:
-    found: Any = values
+    value: Any = values
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
-def _fault(row: Row, what: str) -> ConfigError:
-    return ConfigError(f"{row.place} {what}; it has: {', '.join(row.columns) or 'nothing'}")
+def _fault(row: Row, problem: str) -> ConfigError:
+    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

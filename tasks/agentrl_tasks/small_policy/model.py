@@ -53,5 +53,6 @@ def init_model(folder: Path, tokenizer: Any, *, seed: int = 0, size: PolicySize 
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     give_default_mode(*folder.glob("*.safetensors"))

@@ -73,7 +73,8 @@ def save_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = VOCABUL
     """Save a `tokenizer` of ``texts`` in the format of Transformers with its chat template, and return it."""
     from transformers import PreTrainedTokenizerFast
 
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer(texts, vocabulary), pad_token=PAD, eos_token=END)
+    make_tokenizer: Any = PreTrainedTokenizerFast
+    wrapped = make_tokenizer(tokenizer_object=tokenizer(texts, vocabulary), pad_token=PAD, eos_token=END)
     wrapped.add_special_tokens({"additional_special_tokens": [START]})
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)

@@ -121,7 +121,7 @@ def test_documents_say_every_fact_and_only_under_their_own_title() -> None:
 
 def test_shuffled_titles_leave_no_document_its_own_facts() -> None:
     world = World(5, held_out=True)
-    texts = {d.title: d.text for d in world.mismatched()}
+    texts = {d.title: d.text for d in world.shuffled_documents()}
     assert set(texts) == set(world.kinds)
     right = np.mean([value in texts[name] for (name, _), value in world.facts.items()])
     assert right < 0.1, "what is left are chance hits among a world's few regions"

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from agentrl_tools.judge import JudgeOptions, JudgeService, JudgeTool, Rule, Verdict, verdict_of
+from agentrl_tools.judge import JudgeOptions, JudgeService, JudgeTool, Rule, Verdict, judge_outcome
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError, SandboxFailure
@@ -142,9 +142,9 @@ def test_output_is_compared(printed: str, expected: str, rule: Rule, fits: bool)
     ],
 )
 def test_right_output_counts_only_after_a_good_end(status: ToolStatus, verdict: Verdict) -> None:
-    assert verdict_of(outcome("6\n", status), "6", Rule()) is verdict
+    assert judge_outcome(outcome("6\n", status), "6", Rule()) is verdict
     if status is ToolStatus.OK:
-        assert verdict_of(outcome("7\n", status), "6", Rule()) is Verdict.WRONG_ANSWER
+        assert judge_outcome(outcome("7\n", status), "6", Rule()) is Verdict.WRONG_ANSWER
 
 
 def test_what_is_expected_enters_no_sandbox() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from .functions import CONSTANTS, FUNCTIONS
-from .numbers import MAX_DIGITS, CalculatorError, Number, bounded, literal, power
+from .numbers import MAX_DIGITS, CalculatorError, Number, check_size, literal, power
 
 MAX_CHARS = 2000
 """Characters of an expression. With numbers of bounded size this bounds the time too: some milliseconds."""
@@ -56,7 +56,7 @@ class _Walk:
         if depth > MAX_DEPTH:
             raise CalculatorError("the expression is nested too deeply")
         try:
-            return bounded(self._value(node, depth + 1))
+            return check_size(self._value(node, depth + 1))
         except ZeroDivisionError:
             raise CalculatorError("division by zero") from None
         except OverflowError:
@@ -88,7 +88,7 @@ class _Walk:
         for step in reversed(steps):
             if type(step.op) not in _OPERATORS:
                 raise CalculatorError(_refusal(step))
-            result = bounded(_OPERATORS[type(step.op)](result, self.value(step.right, depth)))
+            result = check_size(_OPERATORS[type(step.op)](result, self.value(step.right, depth)))
         return result
 
     def _literal(self, node: ast.Constant) -> Fraction:

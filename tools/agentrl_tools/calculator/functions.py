@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from .numbers import MAX_BITS, MAX_DIGITS, CalculatorError, Number, apply_real, exact_root, power, whole
+from .numbers import MAX_BITS, MAX_DIGITS, CalculatorError, Number, apply_real, exact_root, power, to_integer
 
 Function = Callable[..., Number]
 
@@ -63,7 +63,7 @@ def _exact_log(number: Number, base: Number) -> Fraction | None:
 
 def _round(number: Number, places: Number = Fraction(0)) -> Number:
     """Round halves to even, as Python does."""
-    digits = whole(places, "round")
+    digits = to_integer(places, "round")
     if abs(digits) > MAX_DIGITS:
         raise CalculatorError(f"round to more than {MAX_DIGITS} digits")
     if isinstance(number, float):
@@ -72,7 +72,7 @@ def _round(number: Number, places: Number = Fraction(0)) -> Number:
 
 
 def _factorial(number: Number) -> Number:
-    n = whole(number, "factorial")
+    n = to_integer(number, "factorial")
     if n < 0:
         raise CalculatorError("factorial of a negative number is not defined")
     if n > MAX_DIGITS:
@@ -99,33 +99,33 @@ def _perm(total: Number, chosen: Number | None = None) -> Number:
 
 
 def _counts(total: Number, chosen: Number, name: str) -> tuple[int, int]:
-    n, k = whole(total, name), whole(chosen, name)
+    n, k = to_integer(total, name), to_integer(chosen, name)
     if n < 0 or k < 0:
         raise CalculatorError(f"{name} of a negative number is not defined")
     return n, k
 
 
 def _gcd(*numbers: Number) -> Number:
-    return Fraction(math.gcd(*(whole(number, "gcd") for number in numbers)))
+    return Fraction(math.gcd(*(to_integer(number, "gcd") for number in numbers)))
 
 
 def _lcm(*numbers: Number) -> Number:
     result = 1
     for number in numbers:
-        result = math.lcm(result, whole(number, "lcm"))
+        result = math.lcm(result, to_integer(number, "lcm"))
         if result.bit_length() > MAX_BITS:
             raise CalculatorError(f"a number with more than {MAX_DIGITS} digits")
     return Fraction(result)
 
 
-def _mean(first: Number, *rest: Number) -> Number:
-    return sum(rest, first) / (1 + len(rest))
+def _mean(first: Number, *others: Number) -> Number:
+    return sum(others, first) / (1 + len(others))
 
 
 def _modular_power(base: Number, exponent: Number, modulus: Number | None = None) -> Number:
     if modulus is None:
         return power(base, exponent)
-    b, n, m = (whole(number, "pow with three numbers") for number in (base, exponent, modulus))
+    b, n, m = (to_integer(number, "pow with three numbers") for number in (base, exponent, modulus))
     if max(b.bit_length(), n.bit_length(), m.bit_length()) > _MODULAR_BITS:
         raise CalculatorError(f"pow with three numbers takes {_MODULAR_BITS} bits each")
     try:

@@ -23,7 +23,7 @@ class CalculatorError(Exception):
     """An invalid expression, with a message for the policy."""
 
 
-def bounded(number: Number) -> Number:
+def check_size(number: Number) -> Number:
     """Return a number that is neither too long nor outside the real numbers.
 
     Raises:
@@ -59,15 +59,15 @@ def literal(text: str) -> Fraction:
     return Fraction(decimal)
 
 
-def whole(number: Number, what: str) -> int:
+def to_integer(number: Number, name: str) -> int:
     """Return a number as an integer.
 
     Raises:
-        CalculatorError: it is not an integer; the message names ``what``.
+        CalculatorError: it is not an integer; the message names ``name``.
 
     """
     if isinstance(number, float) or number.denominator != 1:
-        raise CalculatorError(f"{what} needs whole numbers, not {shown(number)}")
+        raise CalculatorError(f"{name} needs whole numbers, not {shown(number)}")
     return number.numerator
 
 

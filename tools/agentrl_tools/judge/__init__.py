@@ -3,6 +3,6 @@
 from .options import JudgeOptions
 from .service import JudgeService
 from .tool import JudgeTool
-from .verdicts import Rule, Verdict, verdict_of
+from .verdicts import Rule, Verdict, judge_outcome
 
-__all__ = ["JudgeOptions", "JudgeService", "JudgeTool", "Rule", "Verdict", "verdict_of"]
+__all__ = ["JudgeOptions", "JudgeService", "JudgeTool", "Rule", "Verdict", "judge_outcome"]

@@ -13,7 +13,7 @@ from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .options import JudgeOptions
 from .traces import look
-from .verdicts import Rule, Verdict, verdict_of
+from .verdicts import Rule, Verdict, judge_outcome
 
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 PARAMETERS = {
@@ -55,7 +55,7 @@ class JudgeTool(HostedTool):
 
         """
         arguments = call.arguments
-        fault = _fault_of(arguments)
+        fault = _find_fault(arguments)
         if fault:
             return ToolResult(call.id, ToolStatus.INVALID, f"judge: {fault}")
         async with self._slots:
@@ -68,18 +68,18 @@ class JudgeTool(HostedTool):
         rule = Rule(arguments.get("compare", "tokens"), arguments.get("tolerance"))
         verdicts = [Verdict.NOT_RUN] * len(arguments["inputs"])
         async with _sandboxes(session) as next_sandbox:
-            for number, (given, expected) in enumerate(zip(arguments["inputs"], arguments["outputs"], strict=True)):
+            for number, (stdin, expected) in enumerate(zip(arguments["inputs"], arguments["outputs"], strict=True)):
                 last = number == len(verdicts) - 1
                 sandbox = await next_sandbox(number, last=last)
                 job = Job(
                     f"test-{number}",
                     code=arguments["program"],
-                    stdin=given.encode(),
+                    stdin=stdin.encode(),
                     wall_s=self._options.wall_s,
                     cpu_s=self._options.time_s,
                     output_bytes=self._options.output_kb * 1024,
                 )
-                verdicts[number] = verdict_of(await sandbox.run(job), expected, rule)
+                verdicts[number] = judge_outcome(await sandbox.run(job), expected, rule)
                 if verdicts[number] is not Verdict.ACCEPTED and arguments.get("stop_early", False):
                     break
         return verdicts
@@ -120,7 +120,7 @@ async def _sandboxes(session: ToolSession) -> AsyncIterator[_Sandboxes]:
         await sandboxes.close()
 
 
-def _fault_of(arguments: Mapping[str, Any]) -> str:
+def _find_fault(arguments: Mapping[str, Any]) -> str:
     if len(arguments["inputs"]) != len(arguments["outputs"]):
         return f"{len(arguments['inputs'])} inputs and {len(arguments['outputs'])} outputs; every test has one of each"
     try:

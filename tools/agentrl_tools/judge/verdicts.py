@@ -52,15 +52,15 @@ class Rule:
         """Return whether ``printed`` matches ``expected``."""
         if self.compare == "lines":
             return _lines(printed) == _lines(expected)
-        given, wanted = printed.split(), expected.split()
-        return len(given) == len(wanted) and all(map(self._same, given, wanted))
+        words, expected_words = printed.split(), expected.split()
+        return len(words) == len(expected_words) and all(map(self._same, words, expected_words))
 
-    def _same(self, given: str, wanted: str) -> bool:
-        if given == wanted:
+    def _same(self, word: str, expected_word: str) -> bool:
+        if word == expected_word:
             return True
-        if self.tolerance is None or not (_is_number(given) and _is_number(wanted)):
+        if self.tolerance is None or not (_is_number(word) and _is_number(expected_word)):
             return False
-        number, right = float(given), float(wanted)
+        number, right = float(word), float(expected_word)
         # 1e999 reads as infinity, from which everything and nothing is within a tolerance.
         if not (math.isfinite(number) and math.isfinite(right)):
             return False
@@ -87,7 +87,7 @@ _ENDED = {
 }
 
 
-def verdict_of(outcome: Outcome, expected: str, rule: Rule) -> Verdict:
+def judge_outcome(outcome: Outcome, expected: str, rule: Rule) -> Verdict:
     """Return the verdict on one run. The output counts only if the run ended by itself with exit status 0."""
     if outcome.status is not ToolStatus.OK:
         return _ENDED[outcome.status]

@@ -50,9 +50,9 @@ class PythonTool(SandboxTool):
 def without_fence(code: str) -> str:
     """Return code without a Markdown fence around all of it, which many policies cannot help writing."""
     text = code.strip()
-    first, newline, rest = text.partition("\n")
+    first, newline, body = text.partition("\n")
     fence = first[: len(first) - len(first.lstrip(first[:1]))]
     language = first[len(fence) :].strip()
-    if fence[:3] not in ("```", "~~~") or not newline or not rest.endswith(fence) or not _LANGUAGE.fullmatch(language):
+    if fence[:3] not in ("```", "~~~") or not newline or not body.endswith(fence) or not _LANGUAGE.fullmatch(language):
         return code
-    return rest.removesuffix(fence).rstrip(" \t").removesuffix("\n").removesuffix("\r")
+    return body.removesuffix(fence).rstrip(" \t").removesuffix("\n").removesuffix("\r")

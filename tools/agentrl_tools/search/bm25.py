@@ -56,12 +56,12 @@ class BM25:
         if not words:
             return []
         scores: NDArray[np.float32] = self._bm25.get_scores(words)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > topk:
+        matches = np.flatnonzero(scores > 0)
+        if len(matches) > topk:
             # Documents that tie for the last place are kept, so that the stable order below decides and not the partition.
-            last = np.partition(scores[found], -topk)[-topk]
-            found = found[scores[found] >= last]
-        best = found[np.argsort(-scores[found], kind="stable")][:topk]
+            last = np.partition(scores[matches], -topk)[-topk]
+            matches = matches[scores[matches] >= last]
+        best = matches[np.argsort(-scores[matches], kind="stable")][:topk]
         return [{"document": self._documents[i], "score": float(scores[i])} for i in best.tolist()]
 
 

@@ -41,8 +41,8 @@ class E5:
 
     def _hits(self, scores: list[float], numbers: list[int]) -> list[Hit]:
         # An approximate index gives -1 for each hit that it did not find.
-        found = [(score, number) for score, number in zip(scores, numbers, strict=True) if number >= 0]
-        return [{"document": self._documents[number], "score": score} for score, number in found]
+        scored_numbers = [(score, number) for score, number in zip(scores, numbers, strict=True) if number >= 0]
+        return [{"document": self._documents[number], "score": score} for score, number in scored_numbers]
 
 
 def e5_corpora(

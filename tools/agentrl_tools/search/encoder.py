@@ -43,9 +43,11 @@ class Encoder:
         except Exception as error:  # transformers raises whatever its readers do
             raise ConfigError(f"{key}={model} cannot be loaded: {type(error).__name__}: {error}") from error
         # The pooler is not used: it follows the hidden states. transformers initialises missing weights at random.
-        missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
-        if missing:
-            raise ConfigError(f"{key}={model}: {len(missing)} weights are missing, such as {missing[0]!r}")
+        missing_weights = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
+        if missing_weights:
+            raise ConfigError(
+                f"{key}={model}: {len(missing_weights)} weights are missing, such as {missing_weights[0]!r}"
+            )
         self._model: Any = loaded.to(self.device).eval()
         self._max_tokens = min(MAX_TOKENS, getattr(loaded.config, "max_position_embeddings", MAX_TOKENS))
         self.name = model

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import orjson
@@ -16,11 +16,11 @@ from agentrl.core.errors import UnknownNameError
 from agentrl.toolserver import limits
 
 from .options import MAX_TOPK, query_fault
-
-if TYPE_CHECKING:
-    from .tool import SearchTool
+from .retriever import Hit
 
 MSGPACK = "application/msgpack"
+Search = Callable[[Sequence[str], int, str | None], Awaitable[list[list[Hit]]]]
+"""``search(queries, topk, corpus)``: the hits of each query; `SearchTool.search`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +55,31 @@ def parse_request(body: Any, topk: int) -> Retrieval:
         raise ValueError(f"a request may have {limits.QUERIES} queries, it has {len(queries)}")
     if fault := next(filter(None, map(query_fault, queries)), ""):
         raise ValueError(fault)
-    wanted = body.get("topk")
-    wanted = topk if wanted is None else wanted
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= MAX_TOPK:
-        raise ValueError(f"'topk' must be a whole number from 1 to {MAX_TOPK}, it is {wanted!r}")
+    requested_topk = body.get("topk")
+    topk = topk if requested_topk is None else requested_topk
+    if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= MAX_TOPK:
+        raise ValueError(f"'topk' must be a whole number from 1 to {MAX_TOPK}, it is {topk!r}")
     corpus = body.get("corpus")
     if corpus is not None and not isinstance(corpus, str):
         raise ValueError(f"'corpus' must be a string, it is {corpus!r}")
-    return Retrieval(queries, wanted, corpus, bool(body.get("return_scores", False)))
+    return Retrieval(queries, topk, corpus, bool(body.get("return_scores", False)))
 
 
-def retrieve_route(tool: SearchTool) -> Route:
-    """Return the route, which searches the corpora of ``tool``."""
+def retrieve_route(search: Search, topk: int) -> Route:
+    """Return the route of plain queries, with ``topk`` documents a query that does not say how many."""
 
     async def retrieve(request: Request) -> Response:
         body = await request.body()
         try:
             packed = "msgpack" in request.headers.get("content-type", "")
-            wanted = parse_request(msgpack.unpackb(body) if packed else orjson.loads(body), tool.topk)
-            found = await tool.search(wanted.queries, wanted.topk, wanted.corpus)
+            retrieval = parse_request(msgpack.unpackb(body) if packed else orjson.loads(body), topk)
+            hits_by_query = await search(retrieval.queries, retrieval.topk, retrieval.corpus)
         # All of these are the client's mistakes: bytes that are not JSON or msgpack, invalid fields, an unknown corpus.
         except (ValueError, msgpack.UnpackException, UnknownNameError) as error:
             return _reply(request, {"error": str(error)}, 400)
-        result: Any = found if wanted.return_scores else [[hit["document"] for hit in hits] for hits in found]
-        return _reply(request, {"result": result})
+        if retrieval.return_scores:
+            return _reply(request, {"result": hits_by_query})
+        return _reply(request, {"result": [[hit["document"] for hit in hits] for hits in hits_by_query]})
 
     return Route("/retrieve", retrieve, methods=["POST"])
 

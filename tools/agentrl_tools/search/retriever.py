@@ -51,8 +51,8 @@ class Corpora:
         return self.retrievers[corpus].search(queries, topk)
 
 
-def unknown_corpus(corpus: str | None, known: Iterable[str]) -> UnknownNameError:
+def unknown_corpus(corpus: str | None, names: Iterable[str]) -> UnknownNameError:
     """Return the error for a corpus that is not there."""
     if corpus is None:
-        return UnknownNameError(f"which corpus? The server holds several: {', '.join(sorted(known))}")
-    return unknown_name("corpus", corpus, known, "the field 'corpus'")
+        return UnknownNameError(f"which corpus? The server holds several: {', '.join(sorted(names))}")
+    return unknown_name("corpus", corpus, names, "the field 'corpus'")

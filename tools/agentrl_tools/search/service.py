@@ -87,13 +87,13 @@ class SearchService(HostedService):
         parsed = self._parse(options)
         if parsed.retriever == "e5":
             require_e5()
-        missing = [
+        missing_files = [
             f"tools.search.options.corpus: there is no file {path} (corpus {name!r})"
             for name, path in parsed.files().items()
             if not path.is_file()
         ]
-        if missing:
-            raise MissingError("\n".join(missing))
+        if missing_files:
+            raise MissingError("\n".join(missing_files))
 
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Write the server's configuration, and without ``corpus`` the taskset's corpora, under ``folder``."""

@@ -84,11 +84,11 @@ class SearchTool(StatelessTool):
             groups.setdefault((call.arguments.get("topk", self.topk), call.arguments.get("corpus")), []).append(number)
         for (topk, corpus), numbers in groups.items():
             try:
-                found = self._search([calls[number].arguments["query"] for number in numbers], topk, corpus)
+                hits_by_query = self._search([calls[number].arguments["query"] for number in numbers], topk, corpus)
             except UnknownNameError as error:
                 results |= {n: ToolResult(calls[n].id, ToolStatus.INVALID, f"search: {error}") for n in numbers}
                 continue
-            for number, hits in zip(numbers, found, strict=True):
+            for number, hits in zip(numbers, hits_by_query, strict=True):
                 text = "\n\n".join(hit["document"]["contents"] for hit in hits) or "No document matches the query."
                 results[number] = ToolResult(calls[number].id, ToolStatus.OK, text, data=hits)
         return [results[number] for number in range(len(calls))]
@@ -115,13 +115,13 @@ class SearchTool(StatelessTool):
         """Return ``POST /retrieve``."""
         from .retrieve import retrieve_route
 
-        return [retrieve_route(self)]
+        return [retrieve_route(self.search, self.topk)]
 
     def health(self) -> Mapping[str, Any]:
         """Return the documents of each corpus, and the queries so far."""
         assert self._corpora is not None, "start comes first"
         return {
-            "corpora": {name: len(one) for name, one in self._corpora.retrievers.items()},
+            "corpora": {name: len(retriever) for name, retriever in self._corpora.retrievers.items()},
             "searched": self.searched,
         }
 

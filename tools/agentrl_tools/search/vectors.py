@@ -41,11 +41,13 @@ def build_index(encoder: Encoder, documents: Sequence[Document], report: Callabl
     for start in range(0, total, CHUNK):
         rows = documents[start : start + CHUNK]
         index.add(encoder.encode([row["contents"] for row in rows], "passage"))
-        now = time.monotonic()
-        if now - reported > REPORT_S:
-            reported, rate = now, index.ntotal / (now - begun)
-            left = (total - index.ntotal) / rate / 60
-            report(f"encoded {index.ntotal:,} of {total:,} passages, {rate:,.0f} a second, {left:,.0f} minutes left")
+        current_time = time.monotonic()
+        if current_time - reported > REPORT_S:
+            reported, rate = current_time, index.ntotal / (current_time - begun)
+            minutes_left = (total - index.ntotal) / rate / 60
+            report(
+                f"encoded {index.ntotal:,} of {total:,} passages, {rate:,.0f} a second, {minutes_left:,.0f} minutes left"
+            )
     return index
 
 
@@ -111,14 +113,14 @@ class FlatOnDevice:
             numbers.append(best.indices + start)
             start += len(block)
         best = torch.cat(scores, 1).topk(min(k, start))
-        found = torch.cat(numbers, 1).gather(1, best.indices)
-        return best.values.cpu().numpy(), found.cpu().numpy()
+        best_numbers = torch.cat(numbers, 1).gather(1, best.indices)
+        return best.values.cpu().numpy(), best_numbers.cpu().numpy()
 
 
 def on_device(index: Any, device: torch.device) -> VectorIndex:
     """Return the fastest search of ``index``: a flat index's vectors on the GPU, other kinds in FAISS."""
-    found: VectorIndex = FlatOnDevice(index, device) if device.type == "cuda" and is_flat(index) else index
-    return found
+    searchable: VectorIndex = FlatOnDevice(index, device) if device.type == "cuda" and is_flat(index) else index
+    return searchable
 
 
 def is_flat(index: Any) -> bool:
