@@ -77,10 +77,10 @@ class AsyncBench:
     def computed_tokens(self, plans: Sequence[EpisodePlan]) -> float:
         """Return the tokens that the learner computes of a group, in the time of tokens of single rows."""
         prompt = self.token_scale * plans[0].prompt
-        whole = self.token_scale * sum(plan.tokens for plan in plans)
-        added = whole - len(plans) * prompt
+        all_tokens = self.token_scale * sum(plan.tokens for plan in plans)
+        added = all_tokens - len(plans) * prompt
         micro_batches = min(len(plans), math.ceil(added / max(1.0, self.tokens_per_micro - prompt)))
-        return min(whole, self.shared_cost * (added + micro_batches * prompt))
+        return min(all_tokens, self.shared_cost * (added + micro_batches * prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Outcome:
     def ages_by_length(self) -> list[float]:
         """Mean age of the tokens of each quarter of the trained tokens, from the shortest episodes to the longest."""
         order_N = np.argsort(self.lengths_N, kind="stable")
-        return [float(part.mean()) for part in np.array_split(self.ages_N[order_N], 4)]
+        return [float(quarter.mean()) for quarter in np.array_split(self.ages_N[order_N], 4)]
 
 
 class _PlannedEnv(AsyncEnv):
@@ -147,10 +147,10 @@ def byte_renderer() -> ChatRenderer:
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
     kind: Any = PreTrainedTokenizerFast
-    made = kind(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
-    made.chat_template = _TEMPLATE
-    return make_renderer(made)
+    tokenizer = kind(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = _TEMPLATE
+    return make_renderer(tokenizer)
 
 
 class Simulation:
@@ -243,7 +243,7 @@ class Simulation:
             trained=self._trained,
             engines_idle=1 - self._engines.busy_s() / seconds,
             learner_idle=1 - self._learner_s / seconds,
-            prefilled=self._engines.prefilled(),
+            prefilled=self._engines.prefilled_tokens(),
         )
 
     def _jobs(self, position: int) -> list[Job]:
@@ -257,8 +257,8 @@ class Simulation:
     def _computed_tokens(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the tokens that the learner computes of each group; see `AsyncBench.computed_tokens`."""
         by_task: dict[str, list[EpisodePlan]] = {}
-        for one in rollouts:
-            by_task.setdefault(one.prompt_id, []).append(self._plans[one.rollout_id])
+        for rollout in rollouts:
+            by_task.setdefault(rollout.prompt_id, []).append(self._plans[rollout.rollout_id])
         return {task: self.bench.computed_tokens(plans) for task, plans in by_task.items()}
 
     async def _compute(self, tokens: float) -> None:
@@ -284,20 +284,20 @@ class Simulation:
             assert not rollout.dropped
             ages = [version - row.versions[row.mask == 1].astype(np.int64) for row in rollout.rows]
             self._ages += ages
-            self._lengths += [np.full(len(one), rollout.sampled_tokens) for one in ages]
+            self._lengths += [np.full(len(row_ages), rollout.sampled_tokens) for row_ages in ages]
         self._trained += len(rollouts)
 
 
 def best_split(bench: AsyncBench, measure: Callable[[Split], float], first: int) -> Split:
     """Return the split of separate GPUs with the least seconds: from ``first`` engines on, downhill."""
-    found: dict[int, float] = {}
+    seconds_by_engines: dict[int, float] = {}
 
     def seconds(engines: int) -> float:
         if not 0 < engines < bench.gpus:
             return float("inf")
-        if engines not in found:
-            found[engines] = measure(Split(engines, bench.gpus - engines))
-        return found[engines]
+        if engines not in seconds_by_engines:
+            seconds_by_engines[engines] = measure(Split(engines, bench.gpus - engines))
+        return seconds_by_engines[engines]
 
     best = first
     while (better := min((best - 1, best + 1), key=seconds)) and seconds(better) < seconds(best):
@@ -318,7 +318,7 @@ class Mode:
     @property
     def seconds(self) -> list[float]:
         """Of each seed."""
-        return [one.seconds for one in self.outcomes]
+        return [outcome.seconds for outcome in self.outcomes]
 
 
 def measure_async(
@@ -331,14 +331,18 @@ def measure_async(
     """
     renderer, engines, short = byte_renderer(), bench.gpus // 2, replace(bench, steps=max(1, bench.steps // 2))
 
-    def run(case: tuple[int, bool], some: AsyncBench, seed: int, split: Split) -> Outcome:
+    def run(case: tuple[int, bool], workload: AsyncBench, seed: int, split: Split) -> Outcome:
         progress(f"staleness {case[0]}{', streaming' if case[1] else ''}, {split} GPUs, seed {seed}")
-        return Simulation(some, renderer, split, case[0], seed, streams=case[1]).run()
+        return Simulation(workload, renderer, split, case[0], seed, streams=case[1]).run()
 
     shared = Split(bench.gpus, bench.gpus, colocated=True)
     yield Mode(0, False, shared, [run((0, False), bench, seed, shared) for seed in range(seeds)])
-    for case in [(0, False), *([(0, True)] if streams else []), *((one, streams) for one in staleness if one)]:
-        chosen = partial(run, case, short, seeds)
-        best = best_split(bench, lambda split, chosen=chosen: chosen(split).seconds, engines)  # type: ignore[misc]
+    for case in [
+        (0, False),
+        *([(0, True)] if streams else []),
+        *((max_staleness, streams) for max_staleness in staleness if max_staleness),
+    ]:
+        run_case = partial(run, case, short, seeds)
+        best = best_split(bench, lambda split, run_case=run_case: run_case(split).seconds, engines)  # type: ignore[misc]
         engines = best.engines
         yield Mode(*case, best, [run(case, bench, seed, best) for seed in range(seeds)])

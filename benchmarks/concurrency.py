@@ -80,17 +80,17 @@ def measure_concurrency(
                 url = f"http://{LOOPBACK}:{port}"
                 engine.wait_healthy(f"{url}/health", _START_S)
                 sampler = {"backend": "sglang", "url": url}
-                given = config.model_dump(mode="json", include={"run", "model", "render"}) | {"sampler": sampler}
+                settings = config.model_dump(mode="json", include={"run", "model", "render"}) | {"sampler": sampler}
                 for over_http in (False, True):
                     progress(f"{concurrency} episodes, {'HTTP' if over_http else 'sampler in the process'}")
                     spawn = multiprocessing.get_context("spawn")
                     with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                        yield process.submit(run_load, given, load, delay_s, over_http=over_http).result()
+                        yield process.submit(run_load, settings, load, delay_s, over_http=over_http).result()
 
 
-def run_load(given: dict[str, Any], bench: EfficiencyBench, delay_s: float, *, over_http: bool) -> LoadTimes:
+def run_load(settings: dict[str, Any], bench: EfficiencyBench, delay_s: float, *, over_http: bool) -> LoadTimes:
     """Run the episodes of one pass."""
-    return asyncio.run(_run_load(validate(given), bench, delay_s, over_http=over_http))
+    return asyncio.run(_run_load(validate(settings), bench, delay_s, over_http=over_http))
 
 
 async def _run_load(config: Config, bench: EfficiencyBench, delay_s: float, *, over_http: bool) -> LoadTimes:

@@ -36,7 +36,7 @@ def copy_rate(device: torch.device, chunk: int, total: int) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    return _rate(lambda count: _timed(copy, count, device), chunk, total)
+    return _rate(lambda count: _time_moves(copy, count, device), chunk, total)
 
 
 class Broadcast:
@@ -120,7 +120,7 @@ def _receive(pipe: Connection, group: WeightGroup, gpu: str | None) -> None:
         pipe.send("done")
 
 
-def _timed(move: Callable[[], None], count: int, device: torch.device) -> float:
+def _time_moves(move: Callable[[], None], count: int, device: torch.device) -> float:
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(count):

@@ -56,7 +56,7 @@ class EfficiencyBench:
     repeats: int
 
     @property
-    def sampled(self) -> int:
+    def sampled_tokens(self) -> int:
         """Sampled tokens of one pass."""
         return self.episodes * self.turns * self.new_tokens
 
@@ -87,7 +87,9 @@ class Pass:
 
 def efficiency(passes: Sequence[Pass], loop: Who) -> float:
     """Return the ratio of a loop's tokens per second to the bare client's, each the median of its passes."""
-    ours, bare = (median(one.tokens_per_s for one in passes if one.who == who) for who in (loop, "bare client"))
+    ours, bare = (
+        median(measured.tokens_per_s for measured in passes if measured.who == who) for who in (loop, "bare client")
+    )
     return ours / bare
 
 
@@ -116,7 +118,7 @@ class Script:
     """Tokens appended to the sampled ones of each turn but the last."""
     params: list[SamplingParams] = field(default_factory=list)
     """Sampling parameters of each turn."""
-    known: int = 0
+    token_count: int = 0
     """Number of tokens up to the end of the last recorded turn."""
 
 
@@ -135,12 +137,12 @@ class Recorder:
         if script is None:
             script = self.scripts[session_id] = Script(prompt.token_ids)
         else:
-            script.added.append(prompt.token_ids[script.known :])
+            script.added.append(prompt.token_ids[script.token_count :])
         script.params.append(params)
         sampled = await self._sampler.generate(
             prompt, params, session_id=session_id, request_id=request_id, policy=policy
         )
-        script.known = len(prompt.token_ids) + len(sampled.token_ids)
+        script.token_count = len(prompt.token_ids) + len(sampled.token_ids)
         return sampled
 
     async def abort(self, request_id: str) -> None:
@@ -205,16 +207,16 @@ async def measure_efficiency(
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
         folder, source = Path(name), resolve_model(config.model.path)
         config = bench_config(config, bench)
-        made_up = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
-        write_random_model(folder / "model", find_model_shape(bench.size), tokenizer=source, weights=not made_up)
+        random_weights = config.sampler.sglang.get("load_format") == "dummy" and config.sampler.backend == "sglang"
+        write_random_model(folder / "model", find_model_shape(bench.size), tokenizer=source, weights=not random_weights)
         progress("starting the engine")
         async with open_services(config, {"": NoTasks()}, folder / "model", folder, config.run.seed) as services:
             urls = [client.url for client in services.fleet.live]
             bare = BareClient(urls, bench.concurrency, config.sampler.request_timeout_s)
             try:
                 jobs = make_jobs(source, bench, config.run.seed)
-                async for one in _passes(services, bare, jobs, bench, folder, progress):
-                    yield one
+                async for measured in _passes(services, bare, jobs, bench, folder, progress):
+                    yield measured
             finally:
                 await bare.aclose()
 
@@ -231,7 +233,7 @@ async def _passes(
     scripts = await _record(services, jobs)
     await bare.run(scripts)
     scripts = [
-        replace(script, params=[replace(one, max_new_tokens=bench.new_tokens) for one in script.params])
+        replace(script, params=[replace(measured, max_new_tokens=bench.new_tokens) for measured in script.params])
         for script in scripts
     ]
     runner = full_turns(services, bench.new_tokens)
@@ -240,16 +242,16 @@ async def _passes(
         progress(f"pass {number} of {len(order)}")
         await services.fleet.flush()
         if who == "bare client":
-            one = await _by_bare_client(bare, scripts)
+            measured = await _by_bare_client(bare, scripts)
         else:
             staleness = int(who == "asynchronous")
             times = await bench_loop(runner, jobs, bench.concurrency, staleness, folder / f"pass-{number}")
-            one = Pass(who, times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
-        if one.tokens != bench.sampled:
+            measured = Pass(who, times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
+        if measured.tokens != bench.sampled_tokens:
             raise EngineError(
-                f"the {one.who} pass received {one.tokens} tokens from the engine, and requested {bench.sampled}"
+                f"the {measured.who} pass received {measured.tokens} tokens from the engine, and requested {bench.sampled_tokens}"
             )
-        yield one
+        yield measured
 
 
 async def _record(services: Services, jobs: Sequence[Job]) -> list[Script]:
@@ -279,13 +281,13 @@ async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:
 
 def bench_config(config: Config, bench: EfficiencyBench) -> Config:
     """Return a configuration with the engines of ``config`` and the episodes of ``bench``."""
-    kept = config.model_dump(mode="json", include={"run", "model", "render", "sampler"})
-    sampler: dict[str, Any] = kept["sampler"]
+    settings = config.model_dump(mode="json", include={"run", "model", "render", "sampler"})
+    sampler: dict[str, Any] = settings["sampler"]
     sampler["max_new_tokens"] = bench.new_tokens
     if config.sampler.backend == "sglang":
         # Random weights need no file, and no text is needed.
-        made_up = {"load_format": "dummy", "skip_tokenizer_init": True}
-        sampler["sglang"] = made_up | sampler["sglang"]
+        no_files = {"load_format": "dummy", "skip_tokenizer_init": True}
+        sampler["sglang"] = no_files | sampler["sglang"]
     else:
         sampler["embedded"] |= {"slots": bench.concurrency, "context": bench.context}
     rollout = {
@@ -296,7 +298,7 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
         "failure": dict.fromkeys(("sampler", "environment", "task"), "stop"),
     }
     env = {"name": f"{RecordedEnv.__module__}:{RecordedEnv.__qualname__}", "options": {"turns": bench.turns}}
-    return validate({**kept, "env": env, "rollout": rollout})
+    return validate({**settings, "env": env, "rollout": rollout})
 
 
 def make_jobs(source: Path, bench: EfficiencyBench, seed: int) -> list[Job]:

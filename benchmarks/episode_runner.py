@@ -47,7 +47,7 @@ class RolloutTimes:
 
 async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTimes:
     """Run all jobs once and return the times. Run it twice and use the second: the first fills caches."""
-    return await _measured(runner.run_many(jobs))
+    return await _measure(runner.run_many(jobs))
 
 
 async def bench_loop(
@@ -76,7 +76,7 @@ async def bench_loop(
         admission, runner, groups.__getitem__, concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
     )
     try:
-        return await _measured(_take_steps(scheduler, recorder, steps))
+        return await _measure(_take_steps(scheduler, recorder, steps))
     finally:
         await scheduler.aclose()
         journal.close()
@@ -84,7 +84,7 @@ async def bench_loop(
 
 async def _take_steps(scheduler: GroupScheduler, recorder: RolloutRecorder, steps: int) -> list[Rollout]:
     """Take the rollouts of all steps, record them as a run does, and return them."""
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     position = TaskPosition()
     for step in range(1, steps + 1):
         taken = await scheduler.take()
@@ -92,11 +92,11 @@ async def _take_steps(scheduler: GroupScheduler, recorder: RolloutRecorder, step
         await scheduler.journal.taken(step, taken.positions, position)
         await asyncio.to_thread(recorder.write, step, taken.rollouts)
         scheduler.note_version(step)
-        found += taken.rollouts
-    return found
+        rollouts += taken.rollouts
+    return rollouts
 
 
-async def _measured(episodes: Coroutine[Any, Any, list[Rollout]]) -> RolloutTimes:
+async def _measure(episodes: Coroutine[Any, Any, list[Rollout]]) -> RolloutTimes:
     wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     rollouts = await episodes
     wall, cpu, loop = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - loop

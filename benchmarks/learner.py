@@ -87,8 +87,8 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
     options = RowOptions(bench.rows, bench.median_tokens, bench.longest, shape.vocab_size, bench.seed)
     rows = WORKLOADS[bench.workload](options)
     with tempfile.TemporaryDirectory() as folder:
-        of_token = f", {shape.active_parameters / 1e9:.2f}B of a token" if shape.num_experts else ""
-        tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters{of_token}")
+        active = f", {shape.active_parameters / 1e9:.2f}B of a token" if shape.num_experts else ""
+        tell(f"writing a random model of {shape.parameters / 1e9:.2f}B parameters{active}")
         model = Path(folder) / "model"
         write_random_model(model, shape, weights=True, device=device)
         peak_rate = config.learner.ranks * matrix_rate(torch.device(device))
@@ -96,20 +96,20 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
         _free()
         tell(f"a product of large bfloat16 matrices: {peak_rate / 1e12:.0f} TFLOP/s")
         best_s = work / peak_rate
-        yield _of_agentrl("agentrl", config, bench, rows, model, best_s, tell)
+        yield _measure_agentrl("agentrl", config, bench, rows, model, best_s, tell)
         for name in bench.loops:
             _free()
             if name in BACKENDS:
                 learner = config.learner.model_copy(update={"backend": name})
-                other = config.model_copy(update={"learner": learner})
-                yield _of_agentrl(f"agentrl {name}", other, bench, rows, model, best_s, tell)
+                other_config = config.model_copy(update={"learner": learner})
+                yield _measure_agentrl(f"agentrl {name}", other_config, bench, rows, model, best_s, tell)
                 continue
             loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))
-            yield _measured(name, loop.step, bench, rows, best_s, tell)
+            yield _measure_steps(name, loop.step, bench, rows, best_s, tell)
             del loop
 
 
-def _of_agentrl(
+def _measure_agentrl(
     name: str,
     config: Config,
     bench: LearnerBench,
@@ -126,7 +126,7 @@ def _of_agentrl(
     with _learner(config, model, model.parent) as learner:
         batch = packed_batch(config, rows, share_prefixes=config.batch.share_prefixes and learner.shares_prefixes)
         memory, _ = estimate_memory(config, model, accumulates=len(batch.micro[0]) > 1)
-        times = _measured(name, lambda: learner.train_step(batch), bench, rows, best_s, tell)
+        times = _measure_steps(name, lambda: learner.train_step(batch), bench, rows, best_s, tell)
     return replace(times, estimated_gib=memory.total / 2**30)
 
 
@@ -159,12 +159,12 @@ def training_flops(shape: Shape, rows: Sequence[Row]) -> float:
 def matrix_rate(device: torch.device) -> float:
     """Return the floating-point operations per second of a product of large square bfloat16 matrices."""
     size = _MATRIX[device.type]
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    first, second = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
     for _ in range(20):
         _wait(device)
         start = time.perf_counter()
-        left @ right
+        first @ second
         _wait(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / median(seconds[5:])
@@ -189,7 +189,7 @@ def _learner(config: Config, model: Path, folder: Path) -> Iterator[LearnerGroup
         learner.close()
 
 
-def _measured(
+def _measure_steps(
     name: str,
     step: Callable[[], dict[str, float]],
     bench: LearnerBench,
@@ -203,13 +203,13 @@ def _measured(
         metrics = step()
         seconds.append(time.perf_counter() - start)
         tell(f"{name}: step {number + 1} of {bench.steps}, {seconds[-1]:.2f} s")
-    taken = median(seconds[2:] or seconds[-1:])
+    step_s = median(seconds[2:] or seconds[-1:])
     tokens = sum(len(row.token_ids) for row in rows)
     peak = metrics.get("train/peak_gpu_gib")
     memory = "" if peak is None else f", {peak:.1f} GiB of a GPU"
-    tell(f"{name}: {tokens / taken:,.0f} tokens/s, utilization {best_s / taken:.3f}{memory}")
+    tell(f"{name}: {tokens / step_s:,.0f} tokens/s, utilization {best_s / step_s:.3f}{memory}")
     profile = profile_step(step, top=bench.kernels) if bench.kernels else None
-    return StepTimes(name, seconds[0], taken, tokens / taken, best_s / taken, peak, profile=profile)
+    return StepTimes(name, seconds[0], step_s, tokens / step_s, best_s / step_s, peak, profile=profile)
 
 
 def _wait(device: torch.device) -> None:

@@ -63,7 +63,7 @@ class OtherLoop:
                 layer.forward = torch.compile(layer.forward)
         self._liger = options.liger
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
-        self._batches = [_padded(group, device) for group in _sorted_groups(rows, tokens)]
+        self._batches = [_pad(group, device) for group in _sorted_groups(rows, tokens)]
         self._count = sum(int((labels != -100).sum()) for _, labels in self._batches)
         self._trl = _TrlStep(self._model, self._optimizer) if options.trl else None
 
@@ -175,7 +175,7 @@ def _sorted_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
     yield group
 
 
-def _padded(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(rows: Sequence[Row], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and labels, padded at the end, where a causal model needs no mask."""
     longest = max(len(row.token_ids) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)

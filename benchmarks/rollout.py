@@ -61,12 +61,12 @@ class Replay:
             await self._sampler.close_session(session_id)
 
 
-def jobs_of(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
+def grouped_jobs(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
     samples = config.rollout.n_samples_per_prompt
     with closing(order_of(config, read_splits(config, tasks))) as source:
-        taken = get_tasks(source, -(-episodes // samples))
-    return [Job(taken[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
+        tasks_of_groups = get_tasks(source, -(-episodes // samples))
+    return [Job(tasks_of_groups[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 
 
 async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTimes]:
@@ -80,7 +80,7 @@ async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTim
         async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
             replay = Replay(services.fleet.sampler)
             runner: EpisodeRunner = services.runner(sampler=replay)
-            jobs = jobs_of(config, tasks, episodes)
+            jobs = grouped_jobs(config, tasks, episodes)
             await bench_rollout(services.runner(), jobs[: min(64, len(jobs))])
             await services.fleet.flush()
             engine = await bench_rollout(runner, jobs)
@@ -159,7 +159,7 @@ def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
         return long_episode(tokenizer, end, turns, TURN_TOKENS, seed=turns)
 
     def texts(episode: LongEpisode) -> list[str]:
-        return [str(tokenizer.decode(list(said.token_ids[:-1]))) for said in episode.said]
+        return [str(tokenizer.decode(list(sample.token_ids[:-1]))) for sample in episode.samples]
 
     seconds(episode(4)), retokenise(tokenizer, episode(4), texts(episode(4)))
     for turns in LONG_TURNS:

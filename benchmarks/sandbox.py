@@ -40,10 +40,10 @@ class SandboxBench:
         for name in self.backends:
             config = self._config(name)
             # Containers are children of the daemon and not limited to this process's cores.
-            for some in (1, cores) if name != "docker" and cores > 1 else (cores,):
-                progress(f"{name} alone, {some} core(s)")
-                for times in measure_backend(partial(make_backend, config), self.sessions, self.calls, some):
-                    yield f"{name}, {some} core{'s' if some > 1 else ''}", times
+            for core_count in (1, cores) if name != "docker" and cores > 1 else (cores,):
+                progress(f"{name} alone, {core_count} core(s)")
+                for times in measure_backend(partial(make_backend, config), self.sessions, self.calls, core_count):
+                    yield f"{name}, {core_count} core{'s' if core_count > 1 else ''}", times
             progress(f"{name} through server and client")
             for sessions in self.sessions:
                 yield f"{name}, server + client", asyncio.run(self._through_server(config, sessions))

@@ -51,14 +51,14 @@ async def measure(opener: Opener, sessions: int, calls: int) -> SandboxTimes:
     cold_s = time.perf_counter() - began
     gate = asyncio.Semaphore(OPENERS)
 
-    async def opened(number: int) -> Call:
+    async def open_session(number: int) -> Call:
         async with gate:
             call = await opener(number)
             await call("print(0)")
             return call
 
     began = time.perf_counter()
-    callers = [first, *await asyncio.gather(*(opened(number) for number in range(1, sessions)))]
+    callers = [first, *await asyncio.gather(*(open_session(number) for number in range(1, sessions)))]
     open_s = time.perf_counter() - began
     seconds: list[float] = []
     wrong = 0
@@ -68,9 +68,9 @@ async def measure(opener: Opener, sessions: int, calls: int) -> SandboxTimes:
         for turn in range(max(calls // sessions, 4)):
             expected = f"{number} {turn}"
             started = time.perf_counter()
-            said = await call(f"print({number}, {turn})")
+            reply = await call(f"print({number}, {turn})")
             seconds.append(time.perf_counter() - started)
-            wrong += said.strip() != expected
+            wrong += reply.strip() != expected
 
     began = time.perf_counter()
     await asyncio.gather(*(work(number, call) for number, call in enumerate(callers)))
@@ -150,12 +150,12 @@ async def docker_exec_opener(config: SandboxConfig) -> AsyncIterator[Opener]:
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
     """Limit this thread, and the processes that it starts, to ``count`` cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:count])
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(affinity)[:count])
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, affinity)
 
 
 def measure_backend(

@@ -100,7 +100,7 @@ class _Server:
         }
         return _json(self._output(tokens, number) + orjson.dumps(meta)[1:] + b"}")
 
-    async def other(self, request: web.Request) -> web.Response:
+    async def answer_other(self, request: web.Request) -> web.Response:
         """Answer all other endpoints."""
         return _json(orjson.dumps({"success": True, "max_req_input_len": _LONGEST_PROMPT}))
 
@@ -114,7 +114,7 @@ def make_app(sampler: ScriptedSampler) -> web.Application:
     server = _Server(sampler)
     app = web.Application(client_max_size=2**26)
     app.router.add_post("/generate", server.generate)
-    app.router.add_route("*", "/{path:.*}", server.other)
+    app.router.add_route("*", "/{path:.*}", server.answer_other)
     return app
 
 

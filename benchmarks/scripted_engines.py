@@ -151,8 +151,8 @@ class _Engine:
 
     def _advance(self) -> None:
         """Bring the progress to the present."""
-        now = asyncio.get_running_loop().time()
-        passed, self._since = now - self._since, now
+        current_time = asyncio.get_running_loop().time()
+        passed, self._since = current_time - self._since, current_time
         if self._paused or not self._heap:
             return
         self.busy_s += passed
@@ -235,6 +235,6 @@ class ScriptedEngines:
         """Return the seconds in which an engine had a request, averaged over engines."""
         return sum(engine.busy_s for engine in self._engines) / len(self._engines)
 
-    def prefilled(self) -> float:
+    def prefilled_tokens(self) -> float:
         """Return the tokens of contexts that all engines have computed."""
         return sum(engine.prefilled for engine in self._engines)

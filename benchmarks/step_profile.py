@@ -40,10 +40,10 @@ def profile_step(step: Callable[[], object], *, top: int) -> StepProfile:
         top: names of kernels.
 
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    return read_events(found.events() or (), top=top)
+    return read_events(profiler.events() or (), top=top)
 
 
 def read_events(events: Iterable[Any], *, top: int) -> StepProfile:

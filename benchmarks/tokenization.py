@@ -30,7 +30,7 @@ class LongEpisode:
 
     observed: tuple[str, ...]
     """Observation before each turn."""
-    said: tuple[Generation, ...]
+    samples: tuple[Generation, ...]
     """Sample of each turn."""
 
 
@@ -46,13 +46,13 @@ def long_episode(
         return list(tokenizer.encode(text, add_special_tokens=False))[: half - 1]
 
     observed = tuple(str(tokenizer.decode(ids())) for _ in range(turns))
-    said = tuple(
+    samples = tuple(
         Generation(
             (*words, end_token_id), (-0.5,) * (len(words) + 1), FinishReason.STOP, ((0, 1),), 0, f"request-{turn}"
         )
         for turn, words in enumerate(ids() for _ in range(turns))
     )
-    return LongEpisode(observed, said)
+    return LongEpisode(observed, samples)
 
 
 async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
@@ -65,7 +65,7 @@ async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
             sampler=_Recorded(episode),
             tool_clients={},
             limits=Limits(
-                max_turns=len(episode.said),
+                max_turns=len(episode.samples),
                 max_tokens=unlimited,
                 max_seconds=float(unlimited),
                 max_new_tokens=unlimited,
@@ -77,9 +77,9 @@ async def converse(renderer: Renderer, episode: LongEpisode) -> list[Row]:
         conversation = Conversation(context, state)
         conversation.begin([Message("user", episode.observed[0])], "bench")
         for text in (*episode.observed[1:], None):
-            said = await conversation.sample()
-            assert said is not None, "the limits allow all turns"
-            conversation.answer(said, () if text is None else (Message("user", text),), over=text is None)
+            sample = await conversation.sample()
+            assert sample is not None, "the limits allow all turns"
+            conversation.answer(sample, () if text is None else (Message("user", text),), over=text is None)
         return state.trajectory.rows("bench", "bench")
 
 
@@ -87,12 +87,12 @@ class _Recorded:
     """A sampler that returns the episode's samples in order."""
 
     def __init__(self, episode: LongEpisode) -> None:
-        self._said = iter(episode.said)
+        self._samples = iter(episode.samples)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
     ) -> Generation:
-        return next(self._said)
+        return next(self._samples)
 
     async def abort(self, request_id: str) -> None:
         """Do nothing: no request is in progress."""
@@ -111,9 +111,9 @@ def retokenise(tokenizer: PreTrainedTokenizerBase, episode: LongEpisode, texts: 
     """
     messages: list[dict[str, str]] = []
     start = time.thread_time()
-    for observed, said in zip(episode.observed, texts, strict=True):
+    for observed, sampled_text in zip(episode.observed, texts, strict=True):
         messages.append({"role": "user", "content": observed})
         ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
         assert len(ids) > 0
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": sampled_text})
     return time.thread_time() - start

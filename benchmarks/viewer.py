@@ -50,9 +50,9 @@ def measure_view(rollouts: int, tokens: int) -> ViewTimes:
         folder = Path(name)
         recorder = RolloutRecorder(folder / "rollouts")
         for step, entries in groupby(synthetic_entries(rollouts, tokens), key=lambda entry: entry.step):
-            some = list(entries)
-            recorder.write(step, [entry.rollout for entry in some])
-            recorder.finish(step, {entry.rollout.rollout_id: entry.advantage or 0.0 for entry in some})
+            step_entries = list(entries)
+            recorder.write(step, [entry.rollout for entry in step_entries])
+            recorder.finish(step, {entry.rollout.rollout_id: entry.advantage or 0.0 for entry in step_entries})
         begun = time.perf_counter()
         run = open_run(folder)
         page = build_page(select(run, Filters(), 0).entries(run, Filters()), title="synthetic", decode=synthetic_texts)
@@ -70,10 +70,10 @@ def find_browser() -> str:
         UserError: none is on the PATH.
 
     """
-    found = next((path for path in map(shutil.which, BROWSERS) if path), None)
-    if found is None:
+    browser = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    if browser is None:
         raise UserError(f"no browser on the PATH: none of {', '.join(BROWSERS)}")
-    return found
+    return browser
 
 
 def open_page(page: Path, browser: str) -> tuple[float, float]:

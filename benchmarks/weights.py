@@ -95,14 +95,14 @@ class Stopwatch:
     def packing(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return ``call``, with its time added to ``pack_s``."""
 
-        def timed(*args: object) -> T:
+        def timed_call(*args: object) -> T:
             begun = time.perf_counter()
             try:
                 return call(*args)
             finally:
                 self.pack_s += time.perf_counter() - begun
 
-        return timed
+        return timed_call
 
 
 class RandomLearner(WeightExporter):
@@ -147,7 +147,7 @@ class RandomLearner(WeightExporter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Devices:
     """Devices of learner and engines."""
 
     device: torch.device
@@ -158,7 +158,7 @@ class _Place:
     """GPUs of engines with a separate GPU."""
 
     @classmethod
-    def here(cls, sampler: SamplerConfig, transports: Sequence[str]) -> _Place:
+    def find(cls, sampler: SamplerConfig, transports: Sequence[str]) -> _Devices:
         """Return the devices of this machine.
 
         Raises:
@@ -205,27 +205,27 @@ async def measure_weights(
     if unknown := set(transports) - set(TRANSPORTS):
         raise ConfigError(f"--transports: {', '.join(unknown)} is none of {', '.join(TRANSPORTS)}")
     shapes = {size: find_model_shape(size) for size in bench.sizes}
-    place = _Place.here(sampler, transports)
+    devices = _Devices.find(sampler, transports)
     async with AsyncExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-", dir=bench.folder)))
         source, with_weights = resolve_model(config.model.path), sampler.backend != "sglang"
         for size, shape in shapes.items():
             write_random_model(folder / size, shape, tokenizer=source, weights=with_weights)
         config = config.model_copy(update={"sampler": sampler})
-        engines = await _start(config, folder, bench.sizes, place, transports, exits, progress)
-        broadcast = exits.enter_context(_broadcast(place)) if "distributed" in transports else None
+        engines = await _start(config, folder, bench.sizes, devices, transports, exits, progress)
+        broadcast = exits.enter_context(_broadcast(devices)) if "distributed" in transports else None
         versions = dict.fromkeys(engines, 0)
         for size, shape in shapes.items():
-            learner = RandomLearner(shape, place.device, config.run.seed)
+            learner = RandomLearner(shape, devices.device, config.run.seed)
             for transport in transports:
-                key = size, _apart(transport, place)
+                key = size, _apart(transport, devices)
                 for mib in bench.bucket_mib:
                     limit = bucket_bytes_of(transport, mib or config.weights.bucket_mib)
                     progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
-                    pushes = _Pushes(config, learner, engines[key], transport, limit, folder / "weights", place)
+                    pushes = _Pushes(config, learner, engines[key], transport, limit, folder / "weights", devices)
                     runs = await pushes.run(versions[key] + 1, 1 if transport == "disk" else bench.repeats)
                     versions[key] = pushes.version
-                    plain = await asyncio.to_thread(_plain, transport, limit, pushes.bytes, place, broadcast)
+                    plain = await asyncio.to_thread(_plain, transport, limit, pushes.bytes, devices, broadcast)
                     seconds, *parts = (median(values) for values in zip(*runs, strict=True))
                     gather_s, send_s, pack_s, request_s = parts
                     yield SyncTimes(
@@ -245,7 +245,7 @@ class _Pushes:
         transport: str,
         bucket_bytes: int,
         folder: Path,
-        place: _Place,
+        devices: _Devices,
     ) -> None:
         dtype = "bfloat16" if config.weights.dtype == "auto" else config.weights.dtype
         self.bytes = 0
@@ -261,7 +261,7 @@ class _Pushes:
             folder=folder,
             dtype=dtype,
             check=config.weights.check,
-            backend=place.backend,
+            backend=devices.backend,
             timeout_s=config.sampler.request_timeout_s,
         )
 
@@ -303,18 +303,20 @@ async def _start(
     config: Config,
     folder: Path,
     sizes: Sequence[str],
-    place: _Place,
+    devices: _Devices,
     transports: Sequence[str],
     exits: AsyncExitStack,
     progress: Callable[[str], None],
 ) -> dict[tuple[str, bool], SGLangClient]:
     """Start all engines concurrently; return their clients by size and by whether they have a separate GPU."""
-    keys = [(size, apart) for size in sizes for apart in sorted({_apart(one, place) for one in transports})]
+    keys = [
+        (size, apart) for size in sizes for apart in sorted({_apart(transport, devices) for transport in transports})
+    ]
     progress(f"starting {len(keys)} engine(s)")
 
     async def start(size: str, apart: bool) -> EngineProcess:
         spec = EngineSpec(config.sampler, folder / size, folder / "logs" / f"{size}-{apart}", config.run.seed)
-        return await asyncio.to_thread(spec.start, 0, gpus=place.apart if apart else place.shared)
+        return await asyncio.to_thread(spec.start, 0, gpus=devices.apart if apart else devices.shared)
 
     results = await asyncio.gather(*(start(*key) for key in keys), return_exceptions=True)
     clients = {}
@@ -329,21 +331,21 @@ async def _start(
     return clients
 
 
-def _apart(transport: str, place: _Place) -> bool:
+def _apart(transport: str, devices: _Devices) -> bool:
     """Return whether the engine has a separate GPU; on a CPU there is only one place."""
-    return transport == "distributed" and place.device.type == "cuda"
+    return transport == "distributed" and devices.device.type == "cuda"
 
 
-def _broadcast(place: _Place) -> Broadcast:
-    return Broadcast(place.device, place.apart[0] if place.apart else None)
+def _broadcast(devices: _Devices) -> Broadcast:
+    return Broadcast(devices.device, devices.apart[0] if devices.apart else None)
 
 
-def _plain(transport: str, chunk: int, total: int, place: _Place, broadcast: Broadcast | None) -> float | None:
+def _plain(transport: str, chunk: int, total: int, devices: _Devices, broadcast: Broadcast | None) -> float | None:
     chunk = min(chunk, total)
     if transport == "distributed":
         assert broadcast is not None
         return broadcast.rate(chunk, total)
-    return copy_rate(place.device, chunk, total) if transport == "ipc" else None
+    return copy_rate(devices.device, chunk, total) if transport == "ipc" else None
 
 
 def _sampler(sampler: SamplerConfig) -> SamplerConfig:
@@ -355,5 +357,5 @@ def _sampler(sampler: SamplerConfig) -> SamplerConfig:
     """
     if sampler.urls:
         raise ConfigError(f"sampler.url={sampler.url}: the benchmark starts its own engines; leave out sampler.url")
-    made_up = _MADE_UP if sampler.backend == "sglang" else {}
-    return sampler.model_copy(update={"sglang": {**made_up, **sampler.sglang}})
+    random_weights = _MADE_UP if sampler.backend == "sglang" else {}
+    return sampler.model_copy(update={"sglang": {**random_weights, **sampler.sglang}})

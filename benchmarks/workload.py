@@ -41,14 +41,16 @@ class EpisodePlan:
 
     def with_sampled(self, factor: float) -> EpisodePlan:
         """Return the episode with this many times as many sampled tokens in each turn, at least one."""
-        return replace(self, turns=tuple((max(1, round(factor * one)), after) for one, after in self.turns))
+        return replace(
+            self, turns=tuple((max(1, round(factor * sampled)), observed) for sampled, observed in self.turns)
+        )
 
 
 Group = tuple[EpisodePlan, ...]
 """The episodes of a task."""
 
 
-def plan_of(rollout: Rollout) -> EpisodePlan | None:
+def plan_from_rollout(rollout: Rollout) -> EpisodePlan | None:
     """Return the plan of a recorded rollout; None if it has not exactly one row, or nothing was sampled."""
     if len(rollout.rows) != 1 or not (rollout.rows[0].requests >= 0).any():
         return None
@@ -63,7 +65,7 @@ def plan_of(rollout: Rollout) -> EpisodePlan | None:
             turns[-1][0] += 1
         else:
             turns[-1][1] += 1
-    return EpisodePlan(prompt, tuple((sampled, after) for sampled, after in turns), rollout.tool_seconds)
+    return EpisodePlan(prompt, tuple((sampled, observed) for sampled, observed in turns), rollout.tool_seconds)
 
 
 def recorded_groups(run_dir: Path) -> list[Group]:
@@ -77,7 +79,7 @@ def recorded_groups(run_dir: Path) -> list[Group]:
     for path in rollout_files(run_dir).values():
         by_task: dict[str, list[EpisodePlan]] = {}
         for rollout in read_rollouts(path):
-            if (plan := plan_of(rollout)) is not None:
+            if (plan := plan_from_rollout(rollout)) is not None:
                 by_task.setdefault(rollout.prompt_id, []).append(plan)
         groups += map(tuple, by_task.values())
     if not groups:
@@ -88,7 +90,7 @@ def recorded_groups(run_dir: Path) -> list[Group]:
 def write_groups(groups: Sequence[Group], path: Path) -> None:
     """Write groups, each episode as ``[prompt, milliseconds in tools, sampled, observed, sampled, observed, …]``."""
     flat = [
-        [[one.prompt, round(1000 * one.tools_s), *(count for turn in one.turns for count in turn)] for one in group]
+        [[plan.prompt, round(1000 * plan.tools_s), *(count for turn in plan.turns for count in turn)] for plan in group]
         for group in groups
     ]
     path.write_bytes(orjson.dumps(flat))

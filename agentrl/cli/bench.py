@@ -18,16 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ConfigError: agentrl was not installed from a checkout.
     """
     checkout = Path(agentrl.__file__).parents[1]
-    if not (checkout / "benchmarks" / "command.py").is_file():
+    if not (checkout / "benchmarks" / "commands" / "registry.py").is_file():
         raise ConfigError(
             f"agentrl bench: {checkout} has no benchmarks/, which is not part of the wheel; clone the repository and install it "
             "with pip install -e ."
         )
     if str(checkout) not in sys.path:
         sys.path.append(str(checkout))
-    importlib.import_module("benchmarks.command").add_arguments(parser)
+    importlib.import_module("benchmarks.commands.registry").add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    importlib.import_module("benchmarks.command").run(arguments)
+    importlib.import_module("benchmarks.commands.registry").run(arguments)

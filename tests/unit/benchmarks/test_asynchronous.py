@@ -22,7 +22,7 @@ from benchmarks.workload import (
     EpisodePlan,
     Tail,
     drawn_groups,
-    plan_of,
+    plan_from_rollout,
     read_groups,
     recorded_groups,
     write_groups,
@@ -88,12 +88,12 @@ def test_a_request_waits_for_room_in_the_batch() -> None:
 @settings(max_examples=20)
 @given(rollouts())
 def test_recorded_rollouts_become_plans(rollout: Rollout) -> None:
-    plan = plan_of(rollout)
+    plan = plan_from_rollout(rollout)
     mask = rollout.rows[0].mask
     assert plan is not None
     assert (plan.sampled, plan.tokens, len(plan.turns)) == (mask.sum(), len(mask), len(rollout.rows[0].request_ids))
     mask_stale([rollout], VERSION, 0)
-    assert plan_of(rollout) == plan, "masks do not matter"
+    assert plan_from_rollout(rollout) == plan, "masks do not matter"
     with TemporaryDirectory() as folder:
         RolloutFile(Path(folder, "rollouts", "step_000001.jsonl")).write(rollout)
         assert recorded_groups(Path(folder)) == [(plan,)]

@@ -17,10 +17,10 @@ def test_a_long_conversation_is_one_row_and_what_the_template_writes(renderer):
     tokenizer = tokenizer_of(renderer)
     episode = long_episode(tokenizer, renderer.end_token_id, 5, 40, seed=3)
     assert len(set(episode.observed)) == 5, "every observation is tokenised"
-    assert {len(said.token_ids) for said in episode.said} == {20}
+    assert {len(said.token_ids) for said in episode.samples} == {20}
     (row,) = asyncio.run(converse(renderer, episode))
-    assert row.token_ids[row.mask == 1].tolist() == [token for said in episode.said for token in said.token_ids]
-    texts = [tokenizer.decode(list(said.token_ids[:-1])) for said in episode.said]
+    assert row.token_ids[row.mask == 1].tolist() == [token for said in episode.samples for token in said.token_ids]
+    texts = [tokenizer.decode(list(said.token_ids[:-1])) for said in episode.samples]
     messages = [
         {"role": role, "content": text}
         for observed, said in zip(episode.observed, texts, strict=True)

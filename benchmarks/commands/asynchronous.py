@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from agentrl.core.errors import ConfigError
+from benchmarks.commands.output import open_table, split_numbers
 
 if TYPE_CHECKING:
     from benchmarks.asynchronous import Mode
 
+HELP = "asynchronous against synchronous training in virtual time, each with its best split of the GPUs"
+_HEADS = (
+    "staleness", "GPUs", "seconds", "speed-up", "age mean", "p95", "max", "by length", "engines idle", "learner idle",
+    "dropped",
+)  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
+    """Add the options of this benchmark."""
     parser.add_argument("--rollouts", type=Path, metavar="RUN_DIR", help="draw episodes from this run's rollout files")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of engines and learner together")
     parser.add_argument("--staleness", default="1,2,4,8", help="values of async.max_staleness, comma-separated")
@@ -55,29 +61,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         tail=Tail(arguments.tail, arguments.longest),
         engine=EngineRates(keeps_cache=arguments.pause == "in_place"),
     )
-    heads = (
-        "staleness",
-        "GPUs",
-        "seconds",
-        "speed-up",
-        "age mean",
-        "p95",
-        "max",
-        "by length",
-        "engines idle",
-        "learner idle",
-    )
-    table = Table(*heads, "dropped")
     modes: list[Mode] = []
-    try:
-        with console.status("simulating") as status:
-            staleness = _numbers(arguments.staleness)
-            for mode in measure_async(bench, staleness, arguments.seeds, status.update, streams=arguments.streaming):
-                modes.append(mode)
-    finally:
-        for mode in modes:
-            table.add_row(*_row(mode, modes))
-        console.print(table)
+    with open_table(console, "simulating", *_HEADS) as (table, progress):
+        try:
+            staleness = split_numbers(arguments.staleness, "--staleness")
+            modes.extend(measure_async(bench, staleness, arguments.seeds, progress, streams=arguments.streaming))
+        finally:  # the speed-up is over the fastest of all synchronous rows
+            for mode in modes:
+                table.add_row(*_row(mode, modes))
     console.print(
         f"{bench.steps} steps of {bench.prompts} groups of {bench.samples} episodes, {arguments.seeds} seeds, virtual seconds. "
         "GPUs: of engines + learner, or shared by both in turns. Speed-up: over the fastest synchronous row, mean and range "
@@ -86,20 +77,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     )
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--staleness {text}: comma-separated numbers are expected") from None
-
-
 def _row(mode: Mode, modes: list[Mode]) -> list[str]:
     import numpy as np
 
-    base = min((one for one in modes if not one.max_staleness), key=lambda one: sum(one.seconds))
+    synchronous = [mode for mode in modes if not mode.max_staleness]
+    base = min(synchronous, key=lambda mode: sum(mode.seconds))
     ratios = [slow / fast for slow, fast in zip(base.seconds, mode.seconds, strict=True)]
-    ages_N = np.concatenate([one.ages_N for one in mode.outcomes])
-    quarters = np.mean([one.ages_by_length for one in mode.outcomes], axis=0)
+    ages_N = np.concatenate([outcome.ages_N for outcome in mode.outcomes])
+    quarters = np.mean([outcome.ages_by_length for outcome in mode.outcomes], axis=0)
     return [
         f"{mode.max_staleness}{', streaming' if mode.streams else ''}",
         str(mode.split),
@@ -108,8 +93,8 @@ def _row(mode: Mode, modes: list[Mode]) -> list[str]:
         f"{ages_N.mean():.2f}",
         f"{np.percentile(ages_N, 95):.0f}",
         str(ages_N.max()),
-        " ".join(f"{one:.2f}" for one in quarters),
-        f"{np.mean([one.engines_idle for one in mode.outcomes]):.2f}",
-        f"{np.mean([one.learner_idle for one in mode.outcomes]):.2f}",
-        str(sum(one.admitted - one.trained for one in mode.outcomes)),
+        " ".join(f"{age:.2f}" for age in quarters),
+        f"{np.mean([outcome.engines_idle for outcome in mode.outcomes]):.2f}",
+        f"{np.mean([outcome.learner_idle for outcome in mode.outcomes]):.2f}",
+        str(sum(outcome.admitted - outcome.trained for outcome in mode.outcomes)),
     ]

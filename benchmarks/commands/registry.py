@@ -1,0 +1,33 @@
+"""The table of benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+from agentrl.obs.console import make_console
+from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, sandbox, view, weights
+
+BENCHMARKS: dict[str, ModuleType] = {
+    "rollout": rollout,
+    "efficiency": efficiency,
+    "weights": weights,
+    "learner": learner,
+    "async": asynchronous,
+    "masks": masks,
+    "view": view,
+    "sandbox": sandbox,
+}
+"""Modules by name, in the order of the help."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a subcommand with its options for each benchmark."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
+    for name, benchmark in BENCHMARKS.items():
+        benchmark.add_arguments(actions.add_parser(name, help=benchmark.HELP))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print."""
+    BENCHMARKS[arguments.action].run(arguments, make_console())
