@@ -42,18 +42,18 @@ def _agent_faults(rows: Sequence[Row]) -> Iterator[Fault]:
     agents: dict[str, str] = {}
     for row in rows:
         for name in row.request_ids:
-            if (other := agents.setdefault(name, row.key.agent_id)) != row.key.agent_id:
-                yield Fault(f"request {name!r} sampled for agent {other!r} too", row.key.row)
+            if (first_agent := agents.setdefault(name, row.key.agent_id)) != row.key.agent_id:
+                yield Fault(f"request {name!r} sampled for agent {first_agent!r} too", row.key.row)
 
 
 def _row_faults(rows: Sequence[Row]) -> Iterator[Fault]:
     """Yield violations of row numbers and forks: every row but the first has a fork reason."""
-    for place, row in enumerate(rows):
-        if row.key.row != place:
-            yield Fault(f"it stands in place {place}", row.key.row)
-        if place and row.fork is None:
+    for position, row in enumerate(rows):
+        if row.key.row != position:
+            yield Fault(f"it stands in place {position}", row.key.row)
+        if position and row.fork is None:
             yield Fault("it forks, and has no fork reason", row.key.row)
-        if not place and row.fork is not None:
+        if not position and row.fork is not None:
             yield Fault(f"it is the first row of the trajectory, and has a fork reason: {row.fork.value}", row.key.row)
 
 
@@ -80,80 +80,87 @@ class _Graph:
     def faults(self) -> Iterator[Fault]:
         """Yield differences from the graph."""
         seen: dict[str, tuple[int, int, int]] = {}
-        for place, (row, (size, other)) in enumerate(zip(self.rows, self.shared, strict=True)):
-            yield from self._leaf_faults(place)
+        for index, (row, (size, earlier)) in enumerate(zip(self.rows, self.shared, strict=True)):
+            yield from self._leaf_faults(index)
             yield from _shared_faults(row, size)
             if size:
-                yield from _value_faults(row, self.rows[other], size)
-            yield from self._request_faults(place, seen)
+                yield from _value_faults(row, self.rows[earlier], size)
+            yield from self._request_faults(index, seen)
 
-    def _leaf_faults(self, place: int) -> Iterator[Fault]:
-        size, other = self.shared[place]
-        row, before = self.rows[place], self.rows[other]
-        if other >= 0 and size == len(row.token_ids):
-            yield Fault(f"all of it is in row {before.key.row}, so it is not a separate row", row.key.row)
-        elif other >= 0 and size == len(before.token_ids):
-            yield Fault(f"row {before.key.row} is the beginning of it, so it does not fork there", row.key.row)
+    def _leaf_faults(self, index: int) -> Iterator[Fault]:
+        size, earlier_index = self.shared[index]
+        row, earlier = self.rows[index], self.rows[earlier_index]
+        if earlier_index >= 0 and size == len(row.token_ids):
+            yield Fault(f"all of it is in row {earlier.key.row}, so it is not a separate row", row.key.row)
+        elif earlier_index >= 0 and size == len(earlier.token_ids):
+            yield Fault(f"row {earlier.key.row} is the beginning of it, so it does not fork there", row.key.row)
 
-    def _request_faults(self, place: int, seen: dict[str, tuple[int, int, int]]) -> Iterator[Fault]:
+    def _request_faults(self, index: int, seen: dict[str, tuple[int, int, int]]) -> Iterator[Fault]:
         """Yield requests whose tokens, or the tokens before them, differ from an earlier row with the same request."""
-        row = self.rows[place]
+        row = self.rows[index]
         for number, name in enumerate(row.request_ids):
             (tokens,) = np.nonzero(row.requests == number)
             if not len(tokens):
                 continue
             start, end = int(tokens[0]), int(tokens[-1]) + 1
             if name not in seen:
-                seen[name] = (place, start, end)
+                seen[name] = (index, start, end)
                 continue
-            other, its_start, its_end = seen[name]
-            before = self.rows[other].key.row
-            common = _common(self.keys[other], self.keys[place])
-            if start != its_start or common < start:
+            earlier_index, earlier_start, earlier_end = seen[name]
+            earlier_number = self.rows[earlier_index].key.row
+            common = _common(self.keys[earlier_index], self.keys[index])
+            if start != earlier_start or common < start:
                 yield Fault(
-                    f"request {name!r} follows other tokens than in row {before}", row.key.row, min(start, common)
+                    f"request {name!r} follows other tokens than in row {earlier_number}",
+                    row.key.row,
+                    min(start, common),
                 )
-            elif common < min(end, its_end):
+            elif common < min(end, earlier_end):
                 token = int(row.token_ids[common])
-                words = f"request {name!r} sampled id {token}, and in row {before} {self.rows[other].token_ids[common]}"
+                earlier_token = self.rows[earlier_index].token_ids[common]
+                words = f"request {name!r} sampled id {token}, and in row {earlier_number} {earlier_token}"
                 yield Fault(words, row.key.row, common)
-            elif end > its_end:
-                seen[name] = (place, start, end)
+            elif end > earlier_end:
+                seen[name] = (index, start, end)
 
 
 def _shared_faults(row: Row, size: int) -> Iterator[Fault]:
     """Yield sampled tokens that are trained in several rows, or in none: only the first row with a token trains it."""
     sampled = row.provenance == Provenance.SAMPLED
     marked = row.mask_reason == MaskReason.SHARED
-    before = np.arange(len(sampled)) < size
-    for words, where in {
-        "an earlier row has it too, and it is not marked as shared": sampled & before & ~marked,
-        "it is marked as shared, and no earlier row has it": sampled & ~before & marked,
+    in_prefix = np.arange(len(sampled)) < size
+    for words, faulty_T in {
+        "an earlier row has it too, and it is not marked as shared": sampled & in_prefix & ~marked,
+        "it is marked as shared, and no earlier row has it": sampled & ~in_prefix & marked,
     }.items():
-        if where.any():
-            token = int(where.argmax())
+        if faulty_T.any():
+            token = int(faulty_T.argmax())
             yield Fault(f"{words} (id {row.token_ids[token]}, mask {row.mask[token]})", row.key.row, token)
 
 
-def _value_faults(row: Row, other: Row, size: int) -> Iterator[Fault]:
+def _value_faults(row: Row, earlier: Row, size: int) -> Iterator[Fault]:
     for name, words in (("logprobs", "log-probability"), ("versions", "policy version")):
-        mine, theirs = getattr(row, name)[:size], getattr(other, name)[:size]
-        different = ~((mine == theirs) | ((mine != mine) & (theirs != theirs)))
+        values, earlier_values = getattr(row, name)[:size], getattr(earlier, name)[:size]
+        different = ~((values == earlier_values) | ((values != values) & (earlier_values != earlier_values)))
         if different.any():
             token = int(different.argmax())
-            yield Fault(f"its {words} is {mine[token]}, and in row {other.key.row} {theirs[token]}", row.key.row, token)
+            yield Fault(
+                f"its {words} is {values[token]}, and in row {earlier.key.row} {earlier_values[token]}",
+                row.key.row,
+                token,
+            )
 
 
 def _key(row: Row, numbers: dict[str, int]) -> Key:
-    named = [numbers.setdefault(name, len(numbers)) for name in row.request_ids]
-    of_rollout = np.array([*named, -1], np.int64)
-    inside = (row.requests >= 0) & (row.requests < len(named))
-    requests = of_rollout[np.where(inside, row.requests, -1)]
+    rollout_numbers = [numbers.setdefault(name, len(numbers)) for name in row.request_ids]
+    number_by_request = np.array([*rollout_numbers, -1], np.int64)
+    has_request = (row.requests >= 0) & (row.requests < len(rollout_numbers))
+    requests = number_by_request[np.where(has_request, row.requests, -1)]
     return np.stack((row.token_ids.astype(np.int64), row.provenance.astype(np.int64), requests), axis=1)
 
 
-def _common(left: Key, right: Key) -> int:
+def _common(first: Key, second: Key) -> int:
     """Return the length of the common prefix of two rows."""
-    size = min(len(left), len(right))
-    different = (left[:size] != right[:size]).any(axis=1)
+    size = min(len(first), len(second))
+    different = (first[:size] != second[:size]).any(axis=1)
     return int(different.argmax()) if different.any() else size

@@ -31,17 +31,17 @@ class Violation:
 
     def __str__(self) -> str:
         """Return place and fault in one line."""
-        parts = [
+        fields = [
             self.where,
             f"rollout {self.rollout_id}" if self.rollout_id else "",
             f"row {self.fault.row}" if self.fault.row is not None else "",
             f"token {self.fault.token}" if self.fault.token is not None else "",
         ]
-        return f"{', '.join(part for part in parts if part)}: {self.fault.words}"
+        return f"{', '.join(field for field in fields if field)}: {self.fault.words}"
 
 
 @dataclass(frozen=True, slots=True)
-class Drifted:
+class DriftedTurn:
     """A turn whose text has other ids when it is retokenized."""
 
     rollout_id: str
@@ -78,7 +78,7 @@ class Report:
     """Sampled turns whose text was retokenized."""
     drifted: int = 0
     """Those with other ids after retokenization."""
-    examples: list[Drifted] = field(default_factory=list)
+    examples: list[DriftedTurn] = field(default_factory=list)
     """The first drifted turns."""
     violations: list[Violation] = field(default_factory=list)
     """In the order of the files."""

@@ -25,9 +25,9 @@ def row_faults(row: Row) -> Iterator[Fault]:
     if not sizes["token_ids"]:
         yield Fault("it has no tokens", number)
         return
-    for words, where in {**_mask_faults(row), **_provenance_faults(row)}.items():
-        if where.any():
-            token = int(where.argmax())
+    for words, faulty_T in {**_mask_faults(row), **_provenance_faults(row)}.items():
+        if faulty_T.any():
+            token = int(faulty_T.argmax())
             yield Fault(f"{words} ({_values(row, token)})", number, token)
     yield from _request_faults(row)
     if not (math.isfinite(row.temperature) and row.temperature >= 0):
@@ -36,30 +36,30 @@ def row_faults(row: Row) -> Iterator[Fault]:
 
 def _mask_faults(row: Row) -> Mapping[str, Where]:
     sampled = row.provenance == Provenance.SAMPLED
-    none = row.mask_reason == MaskReason.NONE
+    unmasked = row.mask_reason == MaskReason.NONE
     return {
         "the mask is neither 0 nor 1": row.mask > 1,
         "its provenance is unknown": row.provenance > max(Provenance),
         "the reason for its mask is unknown": row.mask_reason > max(MaskReason),
         "it has mask 1, and no engine sampled it": (row.mask == 1) & ~sampled,
-        "its mask and the reason for it disagree": (row.mask == 1) != none,
+        "its mask and the reason for it disagree": (row.mask == 1) != unmasked,
         "it was sampled, and its mask is 0 as if it were not": sampled & (row.mask_reason == MaskReason.OBSERVED),
         "it was not sampled, and its mask has a reason for samples": ~sampled
-        & ~none
+        & ~unmasked
         & (row.mask_reason != MaskReason.OBSERVED),
     }
 
 
 def _provenance_faults(row: Row) -> Mapping[str, Where]:
     sampled = row.provenance == Provenance.SAMPLED
-    bare = (row.logprobs != 0) | (row.versions != -1) | (row.requests != -1)
+    has_sample_values = (row.logprobs != 0) | (row.versions != -1) | (row.requests != -1)
     return {
         "its id is below 0": row.token_ids < 0,
         "its log-probability is no finite number of at most 0": sampled
         & ~(np.isfinite(row.logprobs) & (row.logprobs <= 0)),
         "it was sampled by no policy version": sampled & (row.versions < 0),
         "it was sampled by no known request": sampled & ((row.requests < 0) | (row.requests >= len(row.request_ids))),
-        "no engine sampled it, and it has what only samples have": ~sampled & bare,
+        "no engine sampled it, and it has what only samples have": ~sampled & has_sample_values,
     }
 
 
@@ -69,15 +69,15 @@ def _request_faults(row: Row) -> Iterator[Fault]:
     if len(set(names)) < len(names) or not all(names):
         yield Fault(f"its request ids are not unique names: {', '.join(map(repr, names))}", number)
     starts = np.flatnonzero(np.diff(row.requests, prepend=-1))
-    begun = [(int(token), int(row.requests[token])) for token in starts if row.requests[token] >= 0]
-    for place, (token, request) in enumerate(begun):
-        if request < len(names) and request != place:
+    segments = [(int(token), int(row.requests[token])) for token in starts if row.requests[token] >= 0]
+    for position, (token, request) in enumerate(segments):
+        if request < len(names) and request != position:
             yield Fault(
                 f"request {names[request]!r} does not sample one stretch of tokens, in its order", number, token
             )
             return
-    if len(begun) < len(names):
-        yield Fault(f"request {names[len(begun)]!r} has sampled none of its tokens", number)
+    if len(segments) < len(names):
+        yield Fault(f"request {names[len(segments)]!r} has sampled none of its tokens", number)
     older = (np.diff(row.versions) < 0) & (np.diff(row.requests) == 0) & (row.requests[1:] >= 0)
     if older.any():
         token = int(older.argmax()) + 1

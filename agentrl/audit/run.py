@@ -29,10 +29,10 @@ def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
     for path in paths:
         ids: dict[str, str] = {}
         expected = 0
-        for place, (found, damaged, number) in enumerate(scan_rollouts(path), 1):
-            where = f"{path}:{place}"
-            if isinstance(found, str):
-                report.violations.append(Violation(where, "", Fault(found)))
+        for line_number, (rollout, damaged, number) in enumerate(scan_rollouts(path), 1):
+            location = f"{path}:{line_number}"
+            if isinstance(rollout, str):
+                report.violations.append(Violation(location, "", Fault(rollout)))
                 expected += 1
                 continue
             faults = [Fault("it is not as it was written: its checksum is another", row) for row in damaged]
@@ -40,12 +40,12 @@ def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
                 words = f"it was written as rollout {number} of the file, and stands in place of rollout {expected}"
                 faults.append(Fault(f"{words}: others were removed, added or moved"))
             expected = (expected if number is None else number) + 1
-            if found.rollout_id in ids:
+            if rollout.rollout_id in ids:
                 faults.append(Fault("the file holds a rollout of this id already"))
-            ids[found.rollout_id] = found.prompt_id
-            faults += rollout_faults(found, texts)
-            report.violations += [Violation(where, found.rollout_id, fault) for fault in faults]
-            _count(report, found, texts, sound=not faults)
+            ids[rollout.rollout_id] = rollout.prompt_id
+            faults += rollout_faults(rollout, texts)
+            report.violations += [Violation(location, rollout.rollout_id, fault) for fault in faults]
+            _count(report, rollout, texts, sound=not faults)
         report.violations += [Violation(str(path), "", fault) for fault in _lost(path, ids)]
     return report
 
@@ -53,26 +53,26 @@ def audit_files(paths: Iterable[Path], texts: Texts | None = None) -> Report:
 def _lost(path: Path, prompts: Mapping[str, str]) -> Iterator[Fault]:
     """Yield trained rollouts that a step's file lacks. With ``obs.rollouts=first`` it has those of one task alone."""
     groups = {name.rpartition("/")[0] for name in prompts}
-    of_several_tasks = len(set(prompts.values())) > 1
+    has_several_tasks = len(set(prompts.values())) > 1
     trained = trained_rollouts(path)
     lost = sorted(
-        name for name in trained if name not in prompts and (of_several_tasks or name.rpartition("/")[0] in groups)
+        name for name in trained if name not in prompts and (has_several_tasks or name.rpartition("/")[0] in groups)
     )
     if lost:
         yield Fault(f"it lacks {len(lost)} of the rollouts that were trained, such as {lost[0]!r}: lines were removed")
 
 
 def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:
-    """Return the faults of a rollout. Rows with faults of their own are not compared with each other."""
+    """Return the faults of a rollout. Rows are compared with each other if none has a fault."""
     faults = [fault for row in rollout.rows for fault in row_faults(row)]
     if not faults:
-        faults = [*graph_faults(rollout), *_refused(rollout)]
+        faults = [*graph_faults(rollout), *_learner_faults(rollout)]
     if not faults and texts is not None:
         faults = list(texts.faults(rollout, sampled_turns(rollout)))
     return faults
 
 
-def _refused(rollout: Rollout) -> Iterator[Fault]:
+def _learner_faults(rollout: Rollout) -> Iterator[Fault]:
     """Yield why the learner would refuse the rows."""
     try:
         check_rows(rollout.rows)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.audit.report import Drifted, Report
+from agentrl.audit.report import DriftedTurn, Report
 
 SHOWN = 8
 """Ids of a drifted turn in the output."""
@@ -50,7 +50,7 @@ def _drift(report: Report) -> str:
     return f"{report.drifted:,} of {report.turns:,} sampled turns ({share:.2%}) would be other ids if tokenised again"
 
 
-def _ids(ids: tuple[int, ...], drifted: Drifted) -> str:
+def _ids(ids: tuple[int, ...], drifted: DriftedTurn) -> str:
     same = 0
     while (
         same < min(len(drifted.sampled), len(drifted.again)) and drifted.sampled[-1 - same] == drifted.again[-1 - same]

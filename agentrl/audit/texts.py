@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.audit.report import EXAMPLES, Drifted, Fault, Report
+from agentrl.audit.report import EXAMPLES, DriftedTurn, Fault, Report
 from agentrl.core.types import Provenance, Rollout
 
 Turns = dict[str, tuple[int, ...]]
@@ -31,30 +31,33 @@ class Texts:
         if (
             rollout.prompt
             and rollout.rows
-            and not any(self._begins(rollout, place) for place in range(len(rollout.rows)))
+            and not any(self._begins(rollout, index) for index in range(len(rollout.rows)))
         ):
             yield Fault(f"no row begins with the prompt, {rollout.prompt[:60]!r}…")
-        said = Counter(self.decode(ids) for ids in turns.values())
-        said.update(self.decode(ids[:-1]) for ids in turns.values())  # without the token that ends a turn
+        sampled_texts = Counter(self.decode(ids) for ids in turns.values())
+        sampled_texts.update(self.decode(ids[:-1]) for ids in turns.values())  # without the token that ends a turn
         for number, turn in enumerate(rollout.turns):
-            if turn.action and not said[turn.action]:
+            if turn.action and not sampled_texts[turn.action]:
                 yield Fault(f"no request sampled the text of turn {number}, {turn.action[:60]!r}…")
 
     def measure(self, rollout: Rollout, turns: Turns, report: Report) -> None:
         """Count the turns whose text has other ids when it is retokenized."""
         for request, ids in turns.items():
             report.turns += 1
-            again = tuple(self._tokenizer.encode(self.decode(ids), add_special_tokens=False))
-            if again == ids:
+            retokenized = tuple(self._tokenizer.encode(self.decode(ids), add_special_tokens=False))
+            if retokenized == ids:
                 continue
             report.drifted += 1
             if len(report.examples) < EXAMPLES:
-                pairs = zip(ids, again, strict=False)
+                pairs = zip(ids, retokenized, strict=False)
                 first = next(
-                    (place for place, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(again))
+                    (index for index, (sampled_id, new_id) in enumerate(pairs) if sampled_id != new_id),
+                    min(len(ids), len(retokenized)),
                 )
                 text = self.decode(ids[first:])
-                report.examples.append(Drifted(rollout.rollout_id, request, first, text, ids[first:], again[first:]))
+                report.examples.append(
+                    DriftedTurn(rollout.rollout_id, request, first, text, ids[first:], retokenized[first:])
+                )
 
     def decode(self, ids: tuple[int, ...]) -> str:
         """Return the text of ids, special tokens included."""
@@ -62,10 +65,10 @@ class Texts:
         assert isinstance(text, str)
         return text
 
-    def _begins(self, rollout: Rollout, place: int) -> bool:
-        row = rollout.rows[place]
-        made = row.provenance != Provenance.OBSERVED
-        size = int(made.argmax()) if made.any() else len(made)
+    def _begins(self, rollout: Rollout, row_index: int) -> bool:
+        row = rollout.rows[row_index]
+        not_observed = row.provenance != Provenance.OBSERVED
+        size = int(not_observed.argmax()) if not_observed.any() else len(not_observed)
         return self.decode(tuple(row.token_ids[:size].tolist())).startswith(rollout.prompt)
 
 

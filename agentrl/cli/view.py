@@ -14,7 +14,7 @@ from agentrl.core.types import StopReason
 from agentrl.obs.console import make_console, print_error
 from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
 from agentrl.obs.viewer.run_files import Filters, RunFiles, open_run, select
-from agentrl.obs.viewer.terminal import legend, newest, rollout_view, steps_table, tokens_table
+from agentrl.obs.viewer.terminal import legend, newest_rollouts, rollout_view, steps_table, tokens_table
 
 MOST = 2000
 """Rollouts in a page without ``--max-rollouts``."""
@@ -87,7 +87,7 @@ def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, 
     console.print(table)
     if words:
         console.print(words, style="dim")
-    entries = list(newest(files, filters, arguments.limit or LIMIT))
+    entries = list(newest_rollouts(files, filters, arguments.limit or LIMIT))
     if not entries:
         raise UserError(f"no rollout of {files.folder} fits {' '.join(filters.words())}")
     decode = load_decode(files)

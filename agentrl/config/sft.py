@@ -29,7 +29,7 @@ class SftConfig(Section):
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes, if that comes first."""
     batch_size: PositiveInt = 64
-    """Demonstrated episodes per step."""
+    """StepDemonstrations episodes per step."""
     context_weight: NonNegativeFloat = 0.3
     """Weight of the loss on observed tokens, relative to 1 on the expert's."""
     curriculum: list[SftStage] = Field(default_factory=list)

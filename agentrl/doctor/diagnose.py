@@ -19,11 +19,11 @@ def diagnose(folder: Path) -> list[Finding]:
     Raises:
         ConfigError: it is no run, or one of its files is damaged.
     """
-    return findings_of(read_record(folder))
+    return run_findings(read_record(folder))
 
 
-def findings_of(run: RunRecord) -> list[Finding]:
+def run_findings(run: RunRecord) -> list[Finding]:
     """Return the findings about what a run has left: that about its process first, then problems, then hints."""
-    first, *others = process_findings(run)
-    found = [*others, *journal_findings(run), *learning_findings(run)]
-    return [first, *sorted(found, key=lambda one: _ORDER.index(one.severity))]
+    first, *process_problems = process_findings(run)
+    findings = [*process_problems, *journal_findings(run), *learning_findings(run)]
+    return [first, *sorted(findings, key=lambda finding: _ORDER.index(finding.severity))]

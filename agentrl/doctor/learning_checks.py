@@ -37,14 +37,14 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
     """Yield what keeps the run from learning, and what makes it slow."""
     for check in (
         _variance,
-        _filtered,
-        _truncated,
+        _filtered_groups,
+        _truncated_episodes,
         _reward,
         _entropy,
         _mismatch,
         _ratio,
         _gradients,
-        _unchanged,
+        _unchanged_weights,
         _idle,
     ):
         yield from check(run)
@@ -76,7 +76,7 @@ def _variance(run: RunRecord) -> Iterator[Finding]:
     )
 
 
-def _filtered(run: RunRecord) -> Iterator[Finding]:
+def _filtered_groups(run: RunRecord) -> Iterator[Finding]:
     counts, batch = run.recent("rollout/filtered_groups", RECENT), run.config.rollout.batch_size
     share = mean(counts) / (mean(counts) + batch) if counts else 0.0
     if share < FILTERED:
@@ -94,7 +94,7 @@ def _filtered(run: RunRecord) -> Iterator[Finding]:
     yield Finding("problem", "filters drop most groups, so most sampling is lost", tuple(evidence), advice)
 
 
-def _truncated(run: RunRecord) -> Iterator[Finding]:
+def _truncated_episodes(run: RunRecord) -> Iterator[Finding]:
     shares = {
         reason: sum(values) / len(run.steps[-RECENT:])
         for reason in LIMITS
@@ -120,7 +120,7 @@ def _reward(run: RunRecord) -> Iterator[Finding]:
     evidence = (
         f"{key}: {mean(first):.3f} in the first {third} steps, {mean(last):.3f} in the last {third}; "
         f"standard error of the difference {error:.3f}",
-        *(f"{key}: {values[0]:.3f} → {values[-1]:.3f}" for key, values in _evaluated(run)),
+        *(f"{key}: {values[0]:.3f} → {values[-1]:.3f}" for key, values in _evaluation_rewards(run)),
     )
     advice = (
         "the other findings, if any; otherwise learner.optimizer.lr, rollout.batch_size and rollout.n_samples_per_prompt",
@@ -133,7 +133,7 @@ def _reward(run: RunRecord) -> Iterator[Finding]:
         yield Finding("hint" if solved else "problem", "the reward has not changed", evidence, advice)
 
 
-def _evaluated(run: RunRecord) -> Iterator[tuple[str, list[float]]]:
+def _evaluation_rewards(run: RunRecord) -> Iterator[tuple[str, list[float]]]:
     values = [row["eval/reward"] for row in run.evaluations if "eval/reward" in row]
     if len(values) > 1:
         yield "eval/reward", values
@@ -156,14 +156,14 @@ def _mismatch(run: RunRecord) -> Iterator[Finding]:
     values = run.recent("train/sampler_kl", RECENT)
     if not values or mean(values) < SAMPLER_KL:
         return
-    everything = run.values("train/sampler_kl")
+    all_values = run.values("train/sampler_kl")
     gap = run.recent("train/sampler_gap_max", RECENT)
     evidence = [
-        f"train/sampler_kl: {everything[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}"
+        f"train/sampler_kl: {all_values[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}"
     ]
     if gap:
         evidence.append(f"train/sampler_gap_max is {max(gap):.2f}")
-    grown = everything[0] < SAMPLER_KL / 5
+    grown = all_values[0] < SAMPLER_KL / 5
     cause = (
         "it has grown: engines may sample with old weights; weights.check=checksum compares them after each sync"
         if grown
@@ -197,7 +197,7 @@ def _gradients(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "gradients are not finite, so optimizer steps are skipped", evidence, advice)
 
 
-def _unchanged(run: RunRecord) -> Iterator[Finding]:
+def _unchanged_weights(run: RunRecord) -> Iterator[Finding]:
     norms, rates = run.recent("train/grad_norm", RECENT), run.recent("train/lr", RECENT)
     evidence = []
     if norms and max(norms) <= 0:

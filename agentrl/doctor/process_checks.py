@@ -136,14 +136,16 @@ def _engines(run: RunRecord) -> Iterator[Finding]:
 def _logs(run: RunRecord) -> Iterator[Finding]:
     for name, text in run.logs.items():
         lines = text.splitlines()
-        found = [number for number, line in enumerate(lines) if _FAULTS.search(line)]
-        if found:
-            last = found[-1]
+        fault_lines = [number for number, line in enumerate(lines) if _FAULTS.search(line)]
+        if fault_lines:
+            last = fault_lines[-1]
             end = (
                 next((line for line in lines[last + 1 :] if line[:1].strip()), "") if "Traceback" in lines[last] else ""
             )
             shown = tuple(line.strip()[:300] for line in (lines[last], end) if line)
-            yield Finding("problem", f"logs/{name} has an error", (f"{len(found)} lines like this; the last:", *shown))
+            yield Finding(
+                "problem", f"logs/{name} has an error", (f"{len(fault_lines)} lines like this; the last:", *shown)
+            )
 
 
 def _disk(run: RunRecord) -> Iterator[Finding]:

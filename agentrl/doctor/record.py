@@ -103,11 +103,11 @@ def read_record(folder: Path) -> RunRecord:
         steps=[row for row in rows if "time/step_s" in row],
         evaluations=[row for row in rows if "time/eval_s" in row],
         now=time.time(),
-        last_write=max((path.stat().st_mtime for path in _written(folder)), default=0.0),
+        last_write=max((path.stat().st_mtime for path in _progress_files(folder)), default=0.0),
         free_bytes=shutil.disk_usage(folder).free,
         holder=holder,
         end=read_end(folder),
-        stalls=list(_stalls(folder / "logs" / "watchdog.log", _started(holder))),
+        stalls=list(_stalls(folder / "logs" / "watchdog.log", _start_time(holder))),
         open_spans=_open_spans(traces[-1]) if traces else (),
         logs=dict(_logs(folder / "logs")),
         journal=read_journal(folder),
@@ -115,14 +115,14 @@ def read_record(folder: Path) -> RunRecord:
     )
 
 
-def _written(folder: Path) -> Iterator[Path]:
+def _progress_files(folder: Path) -> Iterator[Path]:
     """Yield the files that show progress; those that a stalled run writes too do not count."""
     yield folder / CONFIG
     for pattern in ("metrics.jsonl", "journal/log.jsonl", "rollouts/*", "checkpoints/*/state.json"):
         yield from folder.glob(pattern)
 
 
-def _started(holder: LockHolder | None) -> float:
+def _start_time(holder: LockHolder | None) -> float:
     """Return when the newest process of the run started, or 0 if it left no lock."""
     if holder is None:
         return 0.0
@@ -140,14 +140,14 @@ def _stalls(log: Path, since: float) -> Iterator[StallReport]:
     for begin in heads:
         match = _REPORT.match(lines[begin])
         assert match is not None, "heads are the lines that match"
-        at = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+        report_time = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
         waits = []
         for line in lines[begin + 1 :]:
             if not line.startswith("  ") or line.startswith('  File "'):
                 break
             waits.append(line.strip())
-        if at >= since:
-            yield StallReport(at, match[2], tuple(waits))
+        if report_time >= since:
+            yield StallReport(report_time, match[2], tuple(waits))
 
 
 def _logs(folder: Path) -> Iterator[tuple[str, str]]:

@@ -31,8 +31,8 @@ class DraftLayers:
 
     def __init__(self, folder: Path, layers: int, key: str) -> None:
         self._files = WeightFiles(folder, key)
-        found = ((_LAYER.match(spec.name), spec) for spec in self._files.specs())
-        self.specs = [spec for match, spec in found if match is not None and int(match[1]) >= layers]
+        matches = ((_LAYER.match(spec.name), spec) for spec in self._files.specs())
+        self.specs = [spec for match, spec in matches if match is not None and int(match[1]) >= layers]
 
     def write(self, writer: WeightWriter) -> None:
         """Write the weights, which are among those of ``writer``."""

@@ -51,14 +51,14 @@ class _Adapters:
         self.weights = {f"{layer.removeprefix(_PREFIX)}.weight" for layer in layer_names(self._tensors)}
         """Names of the weights that have one."""
 
-    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+    def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight of the base model, if it has an adapter ``W + alpha / r B A`` in float32."""
         if name not in self.weights:
             return weight
         layer = f"{_PREFIX}{name.removesuffix('.weight')}"
         a, b = (self._tensors[f"{layer}.lora_{matrix}.weight"].float() for matrix in "AB")
-        merged: torch.Tensor = weight.float() + self._scale * (b @ a)
-        return merged
+        merged_weight: torch.Tensor = weight.float() + self._scale * (b @ a)
+        return merged_weight
 
 
 def export_model(
@@ -84,15 +84,17 @@ def export_model(
     specs = [replace(spec, dtype=dtype) if "float" in spec.dtype else spec for spec in files.specs()]
     if not specs:
         raise ConfigError(f"{source} holds no safetensors files")
-    merging = None if adapters is None else _Adapters(adapters)
-    if merging is not None and (others := sorted(merging.weights - {spec.name for spec in specs})):
-        raise ModelError(f"{adapters} has adapters of {others[0]}, which {source} has not")
+    adapters_to_merge = None if adapters is None else _Adapters(adapters)
+    if adapters_to_merge is not None and (
+        unknown_weights := sorted(adapters_to_merge.weights - {spec.name for spec in specs})
+    ):
+        raise ModelError(f"{adapters} has adapters of {unknown_weights[0]}, which {source} has not")
     out.mkdir(parents=True, exist_ok=True)
     writer = WeightWriter(out, specs, file_bytes)
     writer.create()
     for spec in specs:
         weight = files.read(spec.name, ())
-        weight = weight if merging is None else merging.merged(spec.name, weight)
+        weight = weight if adapters_to_merge is None else adapters_to_merge.merge(spec.name, weight)
         writer.write(spec.name, weight.to(as_dtype(spec.dtype)))
     copy_other_files(source, out)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -25,12 +25,12 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     """
     frozen: set[str] = set()
     for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        if not found:
-            chosen = sorted(names)
-            examples = ", ".join(chosen[:: max(1, len(chosen) // 3)][:4])
+        matching = {name for name in names if fnmatchcase(name, pattern)}
+        if not matching:
+            sorted_names = sorted(names)
+            examples = ", ".join(sorted_names[:: max(1, len(sorted_names) // 3)][:4])
             raise ConfigError(f"{KEY}: {pattern!r} matches no weight of the policy; it has weights such as {examples}")
-        frozen |= found
+        frozen |= matching
     if len(frozen) == len(names):
         raise ConfigError(f"{KEY}={list(patterns)} freezes all weights, so nothing is trained; leave one of them out")
     return frozen

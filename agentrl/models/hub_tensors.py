@@ -32,7 +32,7 @@ class HubTensor:
         """Its number of rows."""
         return math.prod(self.shape[:-1])
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
+    def slice_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the tensor, in the memory of the weight."""
         if self.is_whole:
             return weight
@@ -58,15 +58,15 @@ def hub_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTe
     """
     import torch
 
-    written = _written(model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    written = _saved_tensors(model, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     expected = {name: tuple(tensor.shape) for name, tensor in written.items()}
-    found: list[HubTensor] = []
+    tensors: list[HubTensor] = []
     for name, shape in shapes.items():
-        same = expected.get(name) == shape
-        found += [HubTensor(name, name, shape, 0, True)] if same else _parts(model, name, shape, expected)
-    if {tensor.name: tensor.shape for tensor in found} != expected:
-        raise _not_rows(model, min(expected.keys() - {tensor.name for tensor in found}, default=""))
-    return found
+        is_unchanged = expected.get(name) == shape
+        tensors += [HubTensor(name, name, shape, 0, True)] if is_unchanged else _parts(model, name, shape, expected)
+    if {tensor.name: tensor.shape for tensor in tensors} != expected:
+        raise _not_rows(model, min(expected.keys() - {tensor.name for tensor in tensors}, default=""))
+    return tensors
 
 
 def _parts(
@@ -76,29 +76,29 @@ def _parts(
     import torch
 
     column = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1) if len(shape) > 1 else torch.zeros(shape)
-    converted = {name: tensor.reshape(-1) for name, tensor in _written(model, {weight: column}).items()}
+    converted = {name: tensor.reshape(-1) for name, tensor in _saved_tensors(model, {weight: column}).items()}
     for name, numbers in sorted(converted.items(), key=lambda item: int(item[1][0])):
-        its, first = expected.get(name, ()), int(numbers[0])
-        if its == shape:
+        tensor_shape, first = expected.get(name, ()), int(numbers[0])
+        if tensor_shape == shape:
             yield HubTensor(name, weight, shape, 0, True)
             continue
         in_order = torch.equal(numbers, torch.arange(first, first + len(numbers)))
-        if its[-1:] != shape[-1:] or math.prod(its[:-1]) != len(numbers) or not in_order:
+        if tensor_shape[-1:] != shape[-1:] or math.prod(tensor_shape[:-1]) != len(numbers) or not in_order:
             raise _not_rows(model, name)
-        yield HubTensor(name, weight, its, first, False)
+        yield HubTensor(name, weight, tensor_shape, first, False)
 
 
-def _written(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _saved_tensors(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what ``save_pretrained`` writes for weights of the model, whatever folder it was loaded from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     conversions = getattr(model, "_weight_conversions", None)
     model._weight_conversions = None  # of the folder; None: of the architecture
     try:
-        found: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+        tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
     finally:
         model._weight_conversions = conversions
-    return found
+    return tensors
 
 
 def _not_rows(model: Any, name: str) -> ModelError:

@@ -55,8 +55,8 @@ def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> Optimi
         return config
     usual = usual_rates(count_weights(folder))
     lr = usual.policy if use == "policy" else usual.other
-    chosen = {"lr": lr, "warmup_steps": usual.warmup_steps}
-    return config.model_copy(update={key: value for key, value in chosen.items() if getattr(config, key) == "auto"})
+    defaults = {"lr": lr, "warmup_steps": usual.warmup_steps}
+    return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) == "auto"})
 
 
 def count_weights(folder: Path) -> int:
@@ -66,7 +66,7 @@ def count_weights(folder: Path) -> int:
         ModelError: a file is damaged, or the model's configuration cannot be loaded.
 
     """
-    return count_parameters(folder) or sum(each.numel() for each in empty_model(folder, "eager").parameters())
+    return count_parameters(folder) or sum(parameter.numel() for parameter in empty_model(folder, "eager").parameters())
 
 
 def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "policy") -> Config:
@@ -80,16 +80,18 @@ def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "po
     optimizer = resolve_optimizer(learner.optimizer, policy, use)
     update: dict[str, Section] = {"learner": learner.model_copy(update={"optimizer": optimizer})}
     if critic is not None:
-        of_critic = resolve_optimizer(algo.critic.optimizer, critic, "critic")
-        update["algo"] = algo.model_copy(update={"critic": algo.critic.model_copy(update={"optimizer": of_critic})})
+        critic_optimizer = resolve_optimizer(algo.critic.optimizer, critic, "critic")
+        update["algo"] = algo.model_copy(
+            update={"critic": algo.critic.model_copy(update={"optimizer": critic_optimizer})}
+        )
     return config.model_copy(update=update)
 
 
 def describe_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> str:
     """Return one line on optimizer, learning rate, warm-up and schedule, and why ``auto`` has its values."""
-    found, size = resolve_optimizer(config, folder, use), f"auto: {count_weights(folder):,} weights"
-    lr = f"learning rate {found.lr:g}" + (f" ({size})" if config.lr == "auto" else "")
-    warmup = f"warm-up {found.warmup_steps}" + (f" ({size})" if config.warmup_steps == "auto" else "")
+    resolved, size = resolve_optimizer(config, folder, use), f"auto: {count_weights(folder):,} weights"
+    lr = f"learning rate {resolved.lr:g}" + (f" ({size})" if config.lr == "auto" else "")
+    warmup = f"warm-up {resolved.warmup_steps}" + (f" ({size})" if config.warmup_steps == "auto" else "")
     schedule = config.scheduled("linear" if use == "sft" else "constant")
     end = "" if schedule == "constant" else f" to {config.min_lr_ratio:g} of it"
     return f"{config.name}, {lr}, {warmup}, {schedule}{end}"

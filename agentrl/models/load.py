@@ -123,10 +123,12 @@ def read_rope_types(folder: Path) -> set[str]:
         ModelError: it has no readable ``config.json``.
     """
     config = _text_config(folder)
-    given = [each for key in ("rope_scaling", "rope_parameters") if isinstance(each := config.get(key), dict)]
+    sections = [section for key in ("rope_scaling", "rope_parameters") if isinstance(section := config.get(key), dict)]
     # Models whose layers differ have a mapping for each kind of layer.
-    given += [part for each in given for part in each.values() if isinstance(part, dict)]
-    return {str(each[key]) for each in given for key in ("rope_type", "type") if key in each}
+    sections += [
+        layer_section for section in sections for layer_section in section.values() if isinstance(layer_section, dict)
+    ]
+    return {str(section[key]) for section in sections for key in ("rope_type", "type") if key in section}
 
 
 def read_dtype(folder: Path) -> str | None:
@@ -136,16 +138,16 @@ def read_dtype(folder: Path) -> str | None:
         ModelError: it has no readable ``config.json``.
     """
     config, text = _config(folder), _text_config(folder)
-    given = (one.get(key) for one in (config, text) for key in ("dtype", "torch_dtype"))
-    return next((str(found) for found in given if found), None)
+    dtypes = (config_section.get(key) for config_section in (config, text) for key in ("dtype", "torch_dtype"))
+    return next((str(dtype) for dtype in dtypes if dtype), None)
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
     config = _config(folder)
-    found = config.get("text_config") or config
-    if not isinstance(found, dict):
-        raise ModelError(f"{folder}/config.json: text_config={found!r} is not a mapping")
-    return found
+    text_config = config.get("text_config") or config
+    if not isinstance(text_config, dict):
+        raise ModelError(f"{folder}/config.json: text_config={text_config!r} is not a mapping")
+    return text_config
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -176,8 +178,8 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    model, missing = _load(AutoModelForCausalLM, folder, dtype, attn_implementation, key)
-    _check_missing(missing, folder, key)
+    model, missing_keys = _load(AutoModelForCausalLM, folder, dtype, attn_implementation, key)
+    _check_missing(missing_keys, folder, key)
     return model
 
 
@@ -201,9 +203,9 @@ def load_value_model(
     import torch
     from transformers import AutoModelForTokenClassification
 
-    model, missing = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, num_labels=1)
-    _check_missing(missing - value_head_names(model), folder, key)
-    if missing:
+    model, missing_keys = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, num_labels=1)
+    _check_missing(missing_keys - value_head_names(model), folder, key)
+    if missing_keys:
         for parameter in value_head(model).parameters():
             torch.nn.init.zeros_(parameter)
     return model
@@ -269,8 +271,8 @@ def empty_model(
 
 def value_head_names(model: Any) -> set[str]:
     """Return the names of the weights of a model's value head."""
-    of_head = {id(parameter) for parameter in value_head(model).parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in of_head}
+    head_ids = {id(parameter) for parameter in value_head(model).parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in head_ids}
 
 
 def value_head(model: Any) -> torch.nn.Linear:
@@ -306,10 +308,10 @@ def _not_loaded(error: Exception, folder: Path, key: str) -> ModelError:
     return ModelError(f"{key}={folder}: the model cannot be loaded: {_words(error)}{code}")
 
 
-def _check_missing(missing: set[str], folder: Path, key: str) -> None:
+def _check_missing(missing_keys: set[str], folder: Path, key: str) -> None:
     """Refuse a folder that lacks weights, which transformers initialises randomly."""
-    if missing:
-        raise ModelError(f"{key}={folder}: {len(missing)} weights are missing, such as {min(missing)!r}")
+    if missing_keys:
+        raise ModelError(f"{key}={folder}: {len(missing_keys)} weights are missing, such as {min(missing_keys)!r}")
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -318,10 +320,10 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ModelError(f"{dtype!r} is not a torch dtype; use float32 or bfloat16")
-    return found
+    return torch_dtype
 
 
 def _hint(error: Exception) -> str:

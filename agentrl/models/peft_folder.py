@@ -44,8 +44,8 @@ def last_names(layers: Collection[str]) -> list[str]:
 
 def write_peft_config(folder: Path, config: LoraConfig, tensors: Collection[str]) -> None:
     """Write ``adapter_config.json`` of adapters with weights of these names."""
-    found = peft_config(config, last_names(layer_names(tensors)))
-    (folder / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    contents = peft_config(config, last_names(layer_names(tensors)))
+    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def write_peft(folder: Path, config: LoraConfig, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

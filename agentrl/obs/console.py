@@ -35,9 +35,12 @@ def printable(text: str, *, lines: bool = True) -> str:
     """
     if text.isprintable():
         return text
-    kept = _JOINERS + "\n\t" if lines else _JOINERS
+    allowed = _JOINERS + "\n\t" if lines else _JOINERS
     return "".join(
-        one if one in kept or unicodedata.category(one) not in _UNPRINTABLE else _picture(one) for one in text
+        character
+        if character in allowed or unicodedata.category(character) not in _UNPRINTABLE
+        else _picture(character)
+        for character in text
     )
 
 

@@ -46,13 +46,13 @@ class EpisodeProgress:
     def add(self) -> None:
         """Count a finished episode."""
         self.done += 1
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._bar is not None:
             self._bar.advance(self._task)
-        elif now - self._shown >= EVERY_S and self.done < self._total:
-            self._shown = now
-            left = (now - self._began) / self.done * (self._total - self.done)
-            line = f"{self._activity}: {self.done}/{self._total} episodes, about {format_left(left)} left"
+        elif current_time - self._shown >= EVERY_S and self.done < self._total:
+            self._shown = current_time
+            seconds_left = (current_time - self._began) / self.done * (self._total - self.done)
+            line = f"{self._activity}: {self.done}/{self._total} episodes, about {format_left(seconds_left)} left"
             self.print_text(line)
 
     def print_text(self, text: str) -> None:

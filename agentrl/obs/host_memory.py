@@ -98,26 +98,26 @@ class HostMemory:
     def metrics(self) -> dict[str, float]:
         """Return the largest values since the last call, or the newest; warn if those of `STEPS` calls grow steadily."""
         with self._lock:
-            found = {kind: size / GIB for kind, size in self._peaks.items()}
+            peaks = {kind: size / GIB for kind, size in self._peaks.items()}
             share = self._peak_share
             self._peaks, self._peak_share = self._newest
-        if not found:
+        if not peaks:
             return {}
-        self._recent.append(found)
-        for kind in found:
-            values = [one[kind] for one in self._recent if kind in one]
+        self._recent.append(peaks)
+        for kind in peaks:
+            values = [peaks_of_step[kind] for peaks_of_step in self._recent if kind in peaks_of_step]
             if len(values) == STEPS and grows(values):
                 self._warn_once(
                     kind,
                     f"warning: the host memory of the processes of kind {kind} has grown from {values[0]:.2f} to "
                     f"{values[-1]:.2f} GiB over the last {STEPS} steps",
                 )
-        sizes = {f"host_memory/{kind}_gib": size for kind, size in found.items()}
-        return sizes | {"host_memory/total_gib": sum(found.values()), "host_memory/used_share": share}
+        sizes = {f"host_memory/{kind}_gib": size for kind, size in peaks.items()}
+        return sizes | {"host_memory/total_gib": sum(peaks.values()), "host_memory/used_share": share}
 
-    def _warn_once(self, about: str, text: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
+    def _warn_once(self, subject: str, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             self._warn(text)
 
 
@@ -126,20 +126,20 @@ def grows(values: list[float]) -> bool:
     quarter = len(values) // 4
     lows = [min(values[begin : begin + quarter]) for begin in range(0, 4 * quarter, quarter)]
     gained = lows[-1] - lows[0]
-    rising = all(after > before for before, after in itertools.pairwise(lows))
+    rising = all(higher > lower for lower, higher in itertools.pairwise(lows))
     return rising and gained > max(GROWTH_GIB, GROWTH_SHARE * lows[0])
 
 
 def process_memory() -> dict[str, int]:
     """Return the bytes of this process and its descendants, by kind; this process is the ``trainer``."""
-    own = psutil.Process()
-    kinds = {own.pid: "trainer"}
+    this_process = psutil.Process()
+    kinds = {this_process.pid: "trainer"}
     sizes: Counter[str] = Counter()
-    for process in (own, *own.children(recursive=True)):  # parents come first
+    for process in (this_process, *this_process.children(recursive=True)):  # parents come first
         try:
             with process.oneshot():
-                if process.pid != own.pid:
-                    kinds[process.pid] = kind_of(process.cmdline(), kinds.get(process.ppid(), "other"))
+                if process.pid != this_process.pid:
+                    kinds[process.pid] = process_kind(process.cmdline(), kinds.get(process.ppid(), "other"))
                 memory = process.memory_info()
                 sizes[kinds[process.pid]] += memory.rss - getattr(memory, "shared", 0)
         except psutil.Error:
@@ -147,7 +147,7 @@ def process_memory() -> dict[str, int]:
     return dict(sizes)
 
 
-def kind_of(words: Iterable[str], parent: str) -> str:
+def process_kind(words: Iterable[str], parent: str) -> str:
     """Return the kind of a process with this command line."""
     line = " ".join(words)
     for kind, texts in KINDS:

@@ -39,8 +39,8 @@ class IdleTime:
         self._of_evaluations: dict[waiting, bool] = {}
         self._reset(monotonic())
 
-    def _reset(self, now: float) -> None:
-        self._begin = self._last = now
+    def _reset(self, begin: float) -> None:
+        self._begin = self._last = begin
         self._idle = dict.fromkeys(ENGINE_CAUSES, 0.0)
         """Seconds without a request by cause, summed over engines."""
         self._learner_s = self._episode_s = self._tail_s = self._tools_s = 0.0
@@ -50,32 +50,32 @@ class IdleTime:
         if wait.kind in (PHASE, ROLLOUT, REQUEST):
             self._change(wait, wait.since, 1)
 
-    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
         """Count a wait that ends."""
         if wait.kind in (PHASE, ROLLOUT, REQUEST):
-            self._change(wait, now, -1)
+            self._change(wait, ended_at, -1)
 
-    def _change(self, wait: waiting, now: float, by: int) -> None:
+    def _change(self, wait: waiting, at: float, change: int) -> None:
         with self._lock:
-            self._add_until(now)
+            self._add_until(at)
             if wait.kind == REQUEST:
-                self._requests[wait.details] += by
+                self._requests[wait.details] += change
             elif wait.kind == ROLLOUT:
-                if by > 0:
+                if change > 0:
                     self._of_evaluations[wait] = _phase(wait.parent) == EVALUATION
                     self._episodes[self._of_evaluations[wait]] += 1
                 else:
                     self._episodes[self._of_evaluations.pop(wait)] -= 1
             else:
                 name = wait.details.rpartition(", ")[2]
-                self._phases[name] += by
+                self._phases[name] += change
                 if name == START:
-                    self._reset(now)
+                    self._reset(at)
 
-    def _add_until(self, now: float) -> None:
+    def _add_until(self, until: float) -> None:
         """Add the seconds since the last change."""
-        seconds = max(0.0, now - self._last)
-        self._last = max(self._last, now)
+        seconds = max(0.0, until - self._last)
+        self._last = max(self._last, until)
         episodes, running = self._episodes[False], sum(self._requests.values())
         idle = self._engines - sum(count > 0 for count in self._requests.values())
         if idle > 0:
@@ -100,19 +100,22 @@ class IdleTime:
     def metrics(self) -> dict[str, float]:
         """Return the shares since the last call, or since the start of the run."""
         with self._lock:
-            now = monotonic()
-            self._add_until(now)
-            seconds = now - self._begin
+            current_time = monotonic()
+            self._add_until(current_time)
+            seconds = current_time - self._begin
             if seconds <= 0:
                 return {}
             shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
-            found = {"engine_idle/total": sum(shares.values()), "learner_idle/total": 1 - self._learner_s / seconds}
-            found |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
+            metrics = {"engine_idle/total": sum(shares.values()), "learner_idle/total": 1 - self._learner_s / seconds}
+            metrics |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
             if self._episode_s > 0:
-                whole = self._episode_s * self._slots
-                found |= {"slot_idle/tools": self._tools_s / whole, "slot_idle/long_tail": self._tail_s / whole}
-            self._reset(now)
-        return found
+                slot_seconds = self._episode_s * self._slots
+                metrics |= {
+                    "slot_idle/tools": self._tools_s / slot_seconds,
+                    "slot_idle/long_tail": self._tail_s / slot_seconds,
+                }
+            self._reset(current_time)
+        return metrics
 
 
 def _phase(wait: object) -> str:

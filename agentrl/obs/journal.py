@@ -168,13 +168,13 @@ class JournalState:
         """Return the groups that a later step may train, those admitted first at the beginning."""
         return [group for group in self.untaken if not group.dropped]
 
-    def steps_of(self) -> dict[int, list[int]]:
+    def training_steps(self) -> dict[int, list[int]]:
         """Return by position the steps of the lineage that trained a group, ascending; all should have one."""
-        found: dict[int, list[int]] = defaultdict(list)
+        steps: dict[int, list[int]] = defaultdict(list)
         for step in range(self.base_step + 1, self.trained + 1):
             for position in self.batches[step].positions if step in self.batches else ():
-                found[position].append(step)
-        return found
+                steps[position].append(step)
+        return steps
 
     def faults(self) -> list[str]:
         """Return what shows that a group was lost, or trained more than once; empty if every group is accounted for."""
@@ -184,10 +184,10 @@ class JournalState:
         for step in range(self.base_step + 1, self.trained + 1):
             if step not in self.batches:
                 yield f"step {step} was trained, but took no groups"
-        trained = self.steps_of()
+        trained = self.training_steps()
         for position, steps in trained.items():
             if len(steps) > 1:
-                yield f"group {position} was trained {len(steps)} times: in the steps {_listed(steps)}"
+                yield f"group {position} was trained {len(steps)} times: in the steps {_format_positions(steps)}"
             if position < self.base.first or position in self.base.ahead:
                 yield f"group {position} was trained in step {steps[0]}, and before the journal began"
             group = self.groups.get(position)
@@ -199,16 +199,16 @@ class JournalState:
         done = {*range(self.base.first, last.first), *last.ahead} - {*self.base.ahead}
         dropped = {group.position for group in self.groups.values() if group.dropped}
         if lost := sorted(done - trained.keys() - dropped):
-            yield f"{len(lost)} group(s) were lost, neither trained nor dropped: {_listed(lost)}"
+            yield f"{len(lost)} group(s) were lost, neither trained nor dropped: {_format_positions(lost)}"
         if stray := sorted(trained.keys() - done):
-            yield f"{len(stray)} group(s) were trained, and are to be trained again: {_listed(stray)}"
+            yield f"{len(stray)} group(s) were trained, and are to be trained again: {_format_positions(stray)}"
 
 
 def _batch(record: Mapping[str, Any], positions: tuple[int, ...], dropped: tuple[int, ...] = ()) -> JournaledBatch:
     return JournaledBatch(positions, record["first"], tuple(record["ahead"]), dropped)
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _format_positions(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:SHOWN])) + (" …" if len(numbers) > SHOWN else "")
 
 
@@ -232,7 +232,7 @@ def read_journal(run: Path) -> JournalState | None:
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         with reading(f"{path}, line {number}", "record of a journal"):
             try:
-                state.add(orjson.loads(checked(line)))
+                state.add(orjson.loads(without_checksum(line)))
             except (LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{path}, line {number} is damaged: {error!r}. Move {path.parent} away to resume without it; groups that the "
@@ -246,7 +246,7 @@ def with_checksum(data: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(data), data)
 
 
-def checked(line: bytes) -> bytes:
+def without_checksum(line: bytes) -> bytes:
     """Return the JSON of a line that `with_checksum` wrote, without its end.
 
     Raises:

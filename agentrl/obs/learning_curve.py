@@ -25,7 +25,7 @@ def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for names, points in distinct(series):
+    for names, points in merge_equal_series(series):
         style = {"marker": "o", "linewidth": 2.0} if names[0].startswith("eval/") else {"linewidth": 1.0, "alpha": 0.7}
         axes.plot([step for step, _ in points], [value for _, value in points], label=" = ".join(names), **style)
     axes.set_xlabel("step")
@@ -38,13 +38,13 @@ def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
 Points = list[tuple[float, float]]
 
 
-def distinct(series: Mapping[str, Points]) -> list[tuple[list[str], Points]]:
+def merge_equal_series(series: Mapping[str, Points]) -> list[tuple[list[str], Points]]:
     """Return each distinct series once, with all of its names."""
-    found: list[tuple[list[str], Points]] = []
+    series_by_names: list[tuple[list[str], Points]] = []
     for name, points in series.items():
-        same = next((names for names, others in found if others == points), None)
+        same = next((names for names, drawn_points in series_by_names if drawn_points == points), None)
         if same is None:
-            found.append(([name], points))
+            series_by_names.append(([name], points))
         else:
             same.append(name)
-    return found
+    return series_by_names

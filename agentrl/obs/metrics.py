@@ -35,8 +35,8 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self._trackers = trackers
         self._table_rows = table_rows
-        kept = [] if resume_after is None else [row for row in read_metrics(self.path) if row["step"] <= resume_after]
-        _rewrite(self.path, kept)
+        rows = [] if resume_after is None else [row for row in read_metrics(self.path) if row["step"] <= resume_after]
+        _rewrite(self.path, rows)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -85,8 +85,8 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], 1)]
 
 
-def _row(line: bytes, place: str) -> dict[str, float]:
-    with reading(place, "row of metrics"):
+def _row(line: bytes, location: str) -> dict[str, float]:
+    with reading(location, "row of metrics"):
         row = {str(key): float(value) for key, value in orjson.loads(line).items() if value is not None}
         return row | {"step": int(row["step"])}
 

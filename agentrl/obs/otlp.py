@@ -50,20 +50,22 @@ class OtlpSpans:
             outer, _ = self._open.get(wait.parent, (None, None)) if isinstance(wait.parent, waiting) else (None, None)
             self._open[wait] = self._new_context(None if wait.kind == ROLLOUT else outer), outer
 
-    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
         """Pass on a span that has ended."""
         with self._lock:
             context, outer = self._open.pop(wait)
         details = wait.details
         name = details.rpartition(", ")[2] if wait.kind == PHASE else wait.kind
-        linked, failed = wait.kind == ROLLOUT, "" if error is None else type(error).__name__
-        self._send(name, details, context, outer, (wait.since, now), linked=linked, error=failed)
+        linked, error_name = wait.kind == ROLLOUT, "" if error is None else type(error).__name__
+        self._send(name, details, context, outer, (wait.since, ended_at), linked=linked, error=error_name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the span of a training step."""
         if "time/step_s" in metrics:
-            now = monotonic()
-            self._send("step", f"step {step}", self._new_context(None), None, (now - metrics["time/step_s"], now))
+            ended_at = monotonic()
+            self._send(
+                "step", f"step {step}", self._new_context(None), None, (ended_at - metrics["time/step_s"], ended_at)
+            )
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
         """Do nothing: a trace has no rollouts."""

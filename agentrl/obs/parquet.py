@@ -52,10 +52,10 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     with reading(path, "parquet file"), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        needed = (name for name in _schema().names if name not in OPTIONAL)
-        missing = [name for name in needed if name not in file.schema_arrow.names]
-        if missing:
-            raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing)}")
+        required = (name for name in _schema().names if name not in OPTIONAL)
+        missing_columns = [name for name in required if name not in file.schema_arrow.names]
+        if missing_columns:
+            raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing_columns)}")
         for group in range(file.num_row_groups):
             table = file.read_row_group(group)
             lines = table.drop_columns(["rows"]).to_pylist()
@@ -122,15 +122,15 @@ def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
 
 def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
     """Return the rows of each rollout with NumPy arrays: converting them to Python numbers would take minutes."""
-    found = []
+    rows_by_rollout = []
     for chunk in column.chunks:
         structs = chunk.values
         small = {name: structs.field(name).to_pylist() for name in SMALL}
         arrays = {name: _split(structs.field(name)) for name in ARRAYS}
         rows = [{name: values[i] for name, values in (small | arrays).items()} for i in range(len(structs))]
         bounds = chunk.offsets.to_pylist()
-        found += [rows[start:stop] for start, stop in pairwise(bounds)]
-    return found
+        rows_by_rollout += [rows[start:stop] for start, stop in pairwise(bounds)]
+    return rows_by_rollout
 
 
 def _split(lists: Any) -> list[NDArray[np.generic]]:

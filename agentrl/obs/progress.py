@@ -41,8 +41,8 @@ SHOWN_STEPS = 12
 
 def format_left(seconds: float) -> str:
     """Return seconds as ``4m05s`` or ``1h02m``."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    minutes, seconds_left = divmod(int(seconds), 60)
+    return f"{minutes}m{seconds_left:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 class ProgressView:
@@ -64,8 +64,8 @@ class ProgressView:
         sources: Collection[str] = (),
     ) -> None:
         self.console = console
-        of_sources = ((name, f"train/{name}/reward", "{:.3f}") for name in sources)
-        self._columns = (COLUMNS[0], *of_sources, *COLUMNS[1:])
+        source_columns = ((name, f"train/{name}/reward", "{:.3f}") for name in sources)
+        self._columns = (COLUMNS[0], *source_columns, *COLUMNS[1:])
         self.total = total_steps
         """Number of steps of the run."""
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=SHOWN_STEPS)
@@ -96,12 +96,12 @@ class ProgressView:
         if self._live:
             self._live.update(self._table())
 
-    def note(self, what: RenderableType) -> None:
-        """Print a message, or what is drawn, above the live view."""
-        if isinstance(what, str):
-            self.print_text(what)
+    def note(self, message: RenderableType) -> None:
+        """Print a message, text or a renderable, above the live view."""
+        if isinstance(message, str):
+            self.print_text(message)
         else:
-            self.console.print(what)
+            self.console.print(message)
 
     def print_text(self, text: str) -> None:
         """Print a message; safe to call from any thread."""
@@ -124,8 +124,10 @@ class ProgressView:
         if not self._durations:
             return "–"
         mean = sum(self._durations) / len(self._durations)
-        left = mean * (self.total - self._done)
-        return format_left(left if self._seconds_left is None else max(0.0, min(left, self._seconds_left)))
+        seconds_left = mean * (self.total - self._done)
+        return format_left(
+            seconds_left if self._seconds_left is None else max(0.0, min(seconds_left, self._seconds_left))
+        )
 
     def _table(self) -> RenderableType:
         shown = [column for column in self._columns if any(column[1] in metrics for _, metrics in self._rows)]

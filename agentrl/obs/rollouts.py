@@ -51,10 +51,10 @@ class RolloutFile:
 
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts."""
-        some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
+        batch = [rollouts] if isinstance(rollouts, Rollout) else rollouts
         with self.lines.open("ab") as file:
-            file.write(b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(some)))
-        self._written += len(some)
+            file.write(b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(batch)))
+        self._written += len(batch)
 
     def finish(self) -> Path:
         """Complete the file, and return its path."""
@@ -76,7 +76,12 @@ class RolloutRecorder:
     """
 
     def __init__(
-        self, folder: Path, *, keep: Keep = "all", form: Literal["jsonl", "parquet"] = "jsonl", after: int | None = None
+        self,
+        folder: Path,
+        *,
+        keep: Keep = "all",
+        form: Literal["jsonl", "parquet"] = "jsonl",
+        resume_after: int | None = None,
     ) -> None:
         self.folder = folder
         self._keep = keep
@@ -84,10 +89,10 @@ class RolloutRecorder:
         self._first: dict[int, str] = {}
         self._files: dict[int, RolloutFile] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if after is not None:
+        if resume_after is not None:
             for path in folder.iterdir():
                 match = _STEP.fullmatch(path.name) or _EVALUATION.fullmatch(path.name)
-                if match and int(match[1]) > after:
+                if match and int(match[1]) > resume_after:
                     path.unlink()
 
     def begin(self, step: int, first: str) -> None:
@@ -96,15 +101,15 @@ class RolloutRecorder:
 
     def write(self, step: int, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts, as far as they are kept, to the step's file."""
-        some = [rollouts] if isinstance(rollouts, Rollout) else rollouts
-        if self._keep == "first" and some:
-            first = self._first.setdefault(step, some[0].prompt_id)
-            some = [rollout for rollout in some if rollout.prompt_id == first]
-        if self._keep == "none" or not some:
+        batch = [rollouts] if isinstance(rollouts, Rollout) else rollouts
+        if self._keep == "first" and batch:
+            first = self._first.setdefault(step, batch[0].prompt_id)
+            batch = [rollout for rollout in batch if rollout.prompt_id == first]
+        if self._keep == "none" or not batch:
             return
         if step not in self._files:
             self._files[step] = RolloutFile(self.folder / f"{step_name(step)}.{self._form}")
-        self._files[step].write(some)
+        self._files[step].write(batch)
 
     def evaluation(self, step: int) -> RolloutFile:
         """Return a file for the rollouts of the evaluation after a step."""
@@ -143,7 +148,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     return [_decode(f"{path}, line {number}", line) for number, line in enumerate(lines[:-1], 1)]
 
 
-class Scanned(NamedTuple):
+class ScannedRollout(NamedTuple):
     """A line of a file, which may be damaged."""
 
     rollout: Rollout | str
@@ -154,7 +159,7 @@ class Scanned(NamedTuple):
     """Its place in the file that it was written to, from 0; None if it was written to none."""
 
 
-def scan_rollouts(path: Path) -> Iterator[Scanned]:
+def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
     """Iterate over a file's rollouts one at a time, including damaged ones; for checks.
 
     Raises:
@@ -162,25 +167,25 @@ def scan_rollouts(path: Path) -> Iterator[Scanned]:
 
     """
     if path.suffix == ".parquet":
-        yield from map(_scanned, iter_parquet(path))
+        yield from map(_scan_line, iter_parquet(path))
         return
     try:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    yield _scanned(line)
+                    yield _scan_line(line)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _scanned(line: bytes | dict[str, Any]) -> Scanned:
+def _scan_line(line: bytes | dict[str, Any]) -> ScannedRollout:
     try:
-        return _checked(line)
+        return _decode_and_verify(line)
     except DECODE_ERRORS as error:
-        return Scanned(f"not a rollout of agentrl: {type(error).__name__}: {error}")
+        return ScannedRollout(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
-def _checked(line: bytes | dict[str, Any]) -> Scanned:
+def _decode_and_verify(line: bytes | dict[str, Any]) -> ScannedRollout:
     """Return a rollout, and which of its checksums are wrong."""
     data = orjson.loads(line) if isinstance(line, bytes) else line
     rollout = rollout_from_dict(data)
@@ -189,12 +194,12 @@ def _checked(line: bytes | dict[str, Any]) -> Scanned:
     number = data["number"]
     if not damaged and data["checksum"] != rollout_checksum(rollout, number):
         damaged.append(None)
-    return Scanned(rollout, damaged, number)
+    return ScannedRollout(rollout, damaged, number)
 
 
-def _decode(place: str, line: bytes | dict[str, Any]) -> Rollout:
-    with reading(place, "rollout of agentrl"):
-        rollout, damaged, _ = _checked(line)
+def _decode(location: str, line: bytes | dict[str, Any]) -> Rollout:
+    with reading(location, "rollout of agentrl"):
+        rollout, damaged, _ = _decode_and_verify(line)
         assert isinstance(rollout, Rollout)
         for row in rollout.rows:
             shapes = {name: getattr(row, name).shape for name in ARRAYS}
@@ -203,9 +208,9 @@ def _decode(place: str, line: bytes | dict[str, Any]) -> Rollout:
                     f"row {row.key.row} of rollout {rollout.rollout_id!r} has arrays of the shapes {shapes}"
                 )
         if damaged:
-            where = "" if damaged[0] is None else f"row {damaged[0]} of "
+            row_text = "" if damaged[0] is None else f"row {damaged[0]} of "
             raise ConfigError(
-                f"{place}: the checksum (crc32) of {where}rollout {rollout.rollout_id!r} is wrong: it is not as it was "
+                f"{location}: the checksum (crc32) of {row_text}rollout {rollout.rollout_id!r} is wrong: it is not as it was "
                 "written; agentrl audit checks the whole file"
             )
         return rollout
@@ -214,11 +219,11 @@ def _decode(place: str, line: bytes | dict[str, Any]) -> Rollout:
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; parquet has priority over JSON lines."""
     inner = folder / "rollouts"
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for path in sorted((inner if inner.is_dir() else folder).iterdir()):  # .jsonl before .parquet
         if (match := _STEP.fullmatch(path.name)) and path.suffix != ".json":
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            files[int(match[1])] = path
+    return dict(sorted(files.items()))
 
 
 def write_advantages(folder: Path, step: int, advantages: Mapping[str, float]) -> Path:

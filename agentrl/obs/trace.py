@@ -145,7 +145,7 @@ class TraceFiles:
             outer = outer.parent
         return None
 
-    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
         """Write a span."""
         span = self._open.pop(wait, None)
         if span is None:
@@ -156,9 +156,9 @@ class TraceFiles:
                 track.top = track.top.below
             if track.top is None:
                 heapq.heappush(self._tracks[track.group].free, track.number)
-        if self._closed or (now - wait.since < SHORT_S and wait.kind not in KINDS):
+        if self._closed or (ended_at - wait.since < SHORT_S and wait.kind not in KINDS):
             return
-        self._ended.append((span, wait.details, now, "" if error is None else type(error).__name__))
+        self._ended.append((span, wait.details, ended_at, "" if error is None else type(error).__name__))
 
     # Steps
 
@@ -166,11 +166,11 @@ class TraceFiles:
         """End the file of a training step; an evaluation, whose metrics are logged too, ends none."""
         if "time/step_s" not in metrics or self._closed:
             return
-        now = monotonic()
+        ended_at = monotonic()
         seconds = metrics["time/step_s"]
-        span = {"name": f"step {step}", "ph": "X", "ts": _us(now - seconds), "dur": _us(seconds)}
-        drawn = {key: value for key, value in metrics.items() if key.startswith(COUNTERS) and math.isfinite(value)}
-        counters = [{"name": key, "ph": "C", "ts": _us(now), "args": {"value": drawn[key]}} for key in drawn]
+        span = {"name": f"step {step}", "ph": "X", "ts": _us(ended_at - seconds), "dur": _us(seconds)}
+        plotted = {key: value for key, value in metrics.items() if key.startswith(COUNTERS) and math.isfinite(value)}
+        counters = [{"name": key, "ph": "C", "ts": _us(ended_at), "args": {"value": plotted[key]}} for key in plotted]
         self._ended.extend(event | {"pid": RUN, "tid": STEPS_TRACK} for event in (span, *counters))
         self._ended.append(step + 1)
 
@@ -214,18 +214,28 @@ class TraceFiles:
             else:
                 self._write(self._line(*ended))
 
-    def _line(self, span: _Span, details: str, now: float, error: str) -> bytes:
+    def _line(self, span: _Span, details: str, ended_at: float, error: str) -> bytes:
         """Return the line of a span that has ended; if the file has its begin, that of its end."""
         if span.begun_in == self._step:
             name, _, pid, tid = _head(span, details)
-            return b'{"name":%b,"ph":"E","ts":%.1f,"pid":%d,"tid":%d},\n' % (name, now * 1e6, pid, tid)
-        failed = b',"error":%b' % orjson.dumps(error) if error else b""
-        return _SPAN % (*_head(span, details), b"X", (now - span.wait.since) * 1e6, orjson.dumps(details), failed)
+            return b'{"name":%b,"ph":"E","ts":%.1f,"pid":%d,"tid":%d},\n' % (name, ended_at * 1e6, pid, tid)
+        error_field = b',"error":%b' % orjson.dumps(error) if error else b""
+        return _SPAN % (
+            *_head(span, details),
+            b"X",
+            (ended_at - span.wait.since) * 1e6,
+            orjson.dumps(details),
+            error_field,
+        )
 
-    def _write_long(self, now: float) -> None:
+    def _write_long(self, current_time: float) -> None:
         """Write the begin of spans that are open for long."""
         with self._lock:
-            spans = [one for one in list(self._open.values()) if one.begun_in < 0 and now - one.wait.since > LONG_S]
+            spans = [
+                span
+                for span in list(self._open.values())
+                if span.begun_in < 0 and current_time - span.wait.since > LONG_S
+            ]
             for span in spans:
                 span.begun_in = self._step
         for span in spans:
@@ -241,8 +251,8 @@ class TraceFiles:
 
     def _begin_file(self) -> BufferedWriter:
         path = self._folder / f"step_{self._step:06d}.json"
-        others = [other for other in trace_files(self._folder.parent) if other < path]
-        for old in others[: max(0, len(others) - self._keep + 1)]:
+        earlier_files = [file for file in trace_files(self._folder.parent) if file < path]
+        for old in earlier_files[: max(0, len(earlier_files) - self._keep + 1)]:
             old.unlink()
         file = path.open("wb")
         self._written = self._dropped = 0

@@ -54,13 +54,13 @@ class TensorBoard:
 
 
 def open_tensorboard(
-    folder: Path, wanted: bool | Literal["auto"], note: Callable[[str], None], *, resume_after: int | None = None
+    folder: Path, setting: bool | Literal["auto"], note: Callable[[str], None], *, resume_after: int | None = None
 ) -> list[Tracker]:
     """Return the tracker that ``obs.tensorboard`` asks for, if any.
 
     Args:
         folder: of the run.
-        wanted: ``auto`` calls ``note`` if TensorBoard is not installed.
+        setting: ``auto`` calls ``note`` if TensorBoard is not installed.
         note: prints a message for the user.
         resume_after: see `TensorBoard`.
 
@@ -68,15 +68,17 @@ def open_tensorboard(
         MissingError: it is wanted, but not installed.
 
     """
-    if wanted == "auto" and not is_installed("tensorboard"):
+    if setting == "auto" and not is_installed("tensorboard"):
         note(f"no TensorBoard files: {install_command('tensorboard')} (metrics.jsonl has all metrics)")
         return []
-    return [TensorBoard(folder / "tensorboard", resume_after=resume_after)] if wanted else []
+    return [TensorBoard(folder / "tensorboard", resume_after=resume_after)] if setting else []
 
 
 def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:
     """Return ``count`` rollouts, evenly spaced over the step, as lines of `COLUMNS`."""
-    some = [rollouts[index * len(rollouts) // count] for index in range(count)] if len(rollouts) > count else rollouts
+    sampled = (
+        [rollouts[index * len(rollouts) // count] for index in range(count)] if len(rollouts) > count else rollouts
+    )
     return [
         [
             rollout.prompt_id,
@@ -88,7 +90,7 @@ def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:
             len(rollout.turns),
             rollout.sampled_tokens,
         ]
-        for rollout in some
+        for rollout in sampled
     ]
 
 

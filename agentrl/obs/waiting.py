@@ -5,7 +5,7 @@
     with waiting("tool", "search", "call search-1"):
         result = await client.call(call)
 
-A wait costs a microsecond or two, or the lookup of a context variable without a watchdog (`agentrl.obs.watchdog`). WaitRegistry
+A wait costs a microsecond or two, or the lookup of a context variable without a watchdog (`agentrl.obs.watchdog`). Waits
 nest by context: a wait in a task or thread (`asyncio.to_thread`) that was started inside another wait is nested in that.
 """
 
@@ -78,11 +78,11 @@ class waiting:
         if waits is None:
             return
         waits.open.discard(self)
-        now = monotonic()
+        ended_at = monotonic()
         if error is None:
-            waits.last_progress = now
+            waits.last_progress = ended_at
         for listener in waits.listeners:
-            listener.on_end(self, now, error)
+            listener.on_end(self, ended_at, error)
         # A coroutine that is closed before its end may exit in another context.
         if _inside.get() is self:
             _inside.set(self.parent)
@@ -109,8 +109,8 @@ class WaitListener(Protocol):
         """Take note of a wait that has begun."""
         ...
 
-    def on_end(self, wait: waiting, now: float, error: BaseException | None) -> None:
-        """Take note of a wait that has ended, at the time ``now`` on `time.monotonic`'s clock; with ``error`` if it raised."""
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+        """Take note of the end of a wait, at ``ended_at`` on `time.monotonic`'s clock, with the error it raised."""
         ...
 
 
@@ -136,7 +136,7 @@ class WaitRegistry:
         self.waits = self
         """The registry itself, so that it can stand in for an outer wait."""
         self.open: set[waiting] = set()
-        """WaitRegistry in progress; added and removed by any thread."""
+        """Waits in progress; added and removed by any thread."""
         self.last_progress = monotonic()
         """Time of the last exit without an error, on `time.monotonic`'s clock."""
 
@@ -148,7 +148,7 @@ class WaitRegistry:
         """Stop registering waits."""
         _inside.reset(token)
 
-    def now(self) -> list[WaitReport]:
+    def innermost_waits(self) -> list[WaitReport]:
         """Return the innermost waits, the longest first."""
         waits = list(self.open)
         outer = {id(wait.parent) for wait in waits}

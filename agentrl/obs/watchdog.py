@@ -80,9 +80,9 @@ class Watchdog:
         seen, reports = self._waits.last_progress, 0
         while True:
             due = seen + self._stall_warning_s * 2**reports
-            left = due - time.monotonic()
+            seconds_left = due - time.monotonic()
             try:
-                order = self._orders.get(timeout=self._timeout(left, reports))
+                order = self._orders.get(timeout=self._timeout(seconds_left, reports))
             except queue.Empty:
                 order = ""
             if order == "end":
@@ -98,13 +98,13 @@ class Watchdog:
                 self._report(f"nothing has ended for {_age(time.monotonic() - seen)}")
                 reports += 1
 
-    def _timeout(self, left: float, reports: int) -> float | None:
+    def _timeout(self, seconds_left: float, reports: int) -> float | None:
         if not self._stall_warning_s:
             return None
-        return max(0.0, min(left, RECHECK_S, self._stall_warning_s / 4) if reports else left)
+        return max(0.0, min(seconds_left, RECHECK_S, self._stall_warning_s / 4) if reports else seconds_left)
 
     def _report(self, why: str) -> None:
-        waits = self._waits.now()
+        waits = self._waits.innermost_waits()
         blocked = self._blocked_loop()
         full = f" (in full, with all threads: {self._log})" if self._log is not None else ""
         self._print_report("\n".join([f"watchdog: {why}{full}", *blocked[: SHOWN_CALLS + 1], *_lines(waits, SHOWN)]))
@@ -147,11 +147,11 @@ def _lines(waits: list[WaitReport], most: int) -> list[str]:
             lines.append(f"  {phase or 'outside of all phases'}, waiting for")
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - wait.seconds))
         lines.append(f"    {wait.text or 'its own work'}, since {since} ({_age(wait.seconds)})")
-    if rest := Counter("the phase itself" if wait.kind == PHASE else wait.kind for wait in waits[most:]):
-        lines.append("    and " + ", ".join(f"{count} more: {kind}" for kind, count in rest.most_common()))
+    if other_kinds := Counter("the phase itself" if wait.kind == PHASE else wait.kind for wait in waits[most:]):
+        lines.append("    and " + ", ".join(f"{count} more: {kind}" for kind, count in other_kinds.most_common()))
     return lines
 
 
 def _age(seconds: float) -> str:
-    minutes, rest = divmod(seconds, 60)
-    return f"{int(minutes)}m{int(rest):02d}s" if minutes else f"{rest:.1f}s"
+    minutes, seconds_left = divmod(seconds, 60)
+    return f"{int(minutes)}m{int(seconds_left):02d}s" if minutes else f"{seconds_left:.1f}s"

@@ -77,14 +77,14 @@ def plan_engines(hf: Any, numbers: int, sampler: SamplerConfig, fleet: Fleet) ->
     sizes = [size for size in (1, 2, 4, 8) if fleet.gpus % size == 0 and heads % size == 0]
     if any(options.get(name) is not None for name in _TENSOR_NAMES):
         sizes = [sampler.tensor_ranks]
-    found = False
+    has_fitting_size = False
     for tensor in sizes:
         weights = math.ceil(_DTYPES[dtype] * numbers / tensor)
         cache = int(fraction * fleet.gpu_bytes) - weights
         tokens = max(0, cache) // cache_bytes(hf, tensor)
         plan = EnginePlan(fleet.gpus // tensor, tensor, fraction, weights, cache, tokens)
-        if plan.rows(fleet.row_tokens) >= ROWS or (tensor == sizes[-1] and not found):
-            found = True
+        if plan.rows(fleet.row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
+            has_fitting_size = True
             yield plan
 
 

@@ -41,6 +41,6 @@ class Gpus:
         except ValueError:
             gib = 0.0
         if not 0 < gib < 1e6:
-            known = ", ".join(MEMORY_GIB)
-            raise ConfigError(f"--gpu {kind}: no known GPU; set it to {known}, or to a number of GiB")
+            gpu_names = ", ".join(MEMORY_GIB)
+            raise ConfigError(f"--gpu {kind}: no known GPU; set it to {gpu_names}, or to a number of GiB")
         return cls(count, kind.lower(), int(gib * GIB))

@@ -47,7 +47,7 @@ class Request:
 
     layers: tuple[Layer, ...]
     """The configuration. What they set is kept; other keys are proposed."""
-    given: Tree
+    configured: Tree
     """Their values."""
     folder: Path
     """With the model's ``config.json``."""
@@ -60,7 +60,7 @@ class Request:
     """Whether the critic has the policy's GPUs."""
 
     def config(self, learner: Tree) -> Config:
-        """Return the configuration with the section ``learner`` under what is given.
+        """Return the configuration with the section ``learner`` under what is configured.
 
         Raises:
             ConfigError: it is not valid.
@@ -69,8 +69,8 @@ class Request:
         return load_layers([Layer("plan", {"learner": learner}), *self.layers])
 
     def keep(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the choices of a key of ``learner``: its value alone, if it is given."""
-        section = self.given.get("learner") or {}
+        """Return the choices of a key of ``learner``: its value alone, if it is configured."""
+        section = self.configured.get("learner") or {}
         return (section[name],) if name in section else choices
 
 
@@ -84,25 +84,25 @@ def layouts(request: Request, backend: str) -> Iterator[Candidate]:
 
     """
     if backend == "fsdp":
-        return _of_fsdp(request)
+        return _fsdp_layouts(request)
     if backend == "megatron":
-        return _of_megatron(request)
+        return _megatron_layouts(request)
     raise ConfigError(f"learner.backend={backend}: memory is estimated for fsdp and megatron")
 
 
-def _of_fsdp(request: Request) -> Iterator[Candidate]:
+def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
     """Yield the layouts of FSDP2 that divide the model.
 
     Raises:
         NoLayoutError: none does; the message is that of the last one.
 
     """
-    refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
+    last_error, has_layout = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
     sizes = tuple(1 << power for power in range(min(MACHINE, request.ranks).bit_length()))
-    chosen = product(
+    combinations = product(
         request.keep("context_parallel", sizes), request.keep("cpu_offload", ("none", "optimizer")), _pairs(request)
     )
-    for context, offload, (recompute, reshard) in chosen:
+    for context, offload, (recompute, reshard) in combinations:
         settings: Tree = {"ranks": request.ranks, "recompute": recompute, "reshard_after_forward": reshard}
         settings |= {"context_parallel": context} if context > 1 else {}
         settings |= {"cpu_offload": offload} if offload != "none" else {}
@@ -110,27 +110,28 @@ def _of_fsdp(request: Request) -> Iterator[Candidate]:
         try:
             FsdpBackend(config.learner).check(config.algo, [request.folder])
         except ConfigError as error:
-            refused = error
+            last_error = error
             continue
-        found = True
+        has_layout = True
         options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
         policy = learner_memory(request.model, config.learner, options)
         critic = None if request.critic is None else critic_memory(config, request.critic, options)
         yield _candidate(request, "fsdp", settings, policy, critic)
-    if not found:
-        raise NoLayoutError(str(refused))
+    if not has_layout:
+        raise NoLayoutError(str(last_error))
 
 
 def _pairs(request: Request) -> tuple[tuple[str, bool], ...]:
     """Return ``recompute`` and ``reshard_after_forward``."""
     recompute, reshard = request.keep("recompute", ()), request.keep("reshard_after_forward", ())
     pairs = dict.fromkeys(
-        (recompute[0] if recompute else each, reshard[0] if reshard else gathered) for each, gathered in _FSDP
+        (recompute[0] if recompute else recompute_choice, reshard[0] if reshard else reshard_choice)
+        for recompute_choice, reshard_choice in _FSDP
     )
     return tuple(pairs)
 
 
-def _of_megatron(request: Request) -> Iterator[Candidate]:
+def _megatron_layouts(request: Request) -> Iterator[Candidate]:
     """Yield the layouts of Megatron-Core that divide the model.
 
     Raises:
@@ -148,26 +149,29 @@ def _of_megatron(request: Request) -> Iterator[Candidate]:
         reference=general.reference,
     )
     model = family.options(hf)
-    refused, found = ConfigError(f"learner.ranks={request.ranks}: no layout of Megatron-Core divides the model"), False
+    last_error, has_layout = (
+        ConfigError(f"learner.ranks={request.ranks}: no layout of Megatron-Core divides the model"),
+        False,
+    )
     for recompute, proposed in _megatron_options(request, model):
         options = proposed | config.learner.megatron
         learner = config.learner.model_copy(update={"megatron": options})
         try:
             MegatronBackend(learner).check(config.algo, [])  # `megatron_memory` checks the model
-            chosen = replace(work, recompute=general.recompute if recompute == "auto" else recompute)
-            memory = megatron_memory(family, hf, options, chosen)
+            layout_work = replace(work, recompute=general.recompute if recompute == "auto" else recompute)
+            memory = megatron_memory(family, hf, options, layout_work)
             critic = None
             if request.critic is not None:
-                of_critic = replace(chosen, reference=False, values=True)
-                critic = megatron_memory(*read_family(request.critic, CRITIC_KEY), options, of_critic)
+                critic_work = replace(layout_work, reference=False, values=True)
+                critic = megatron_memory(*read_family(request.critic, CRITIC_KEY), options, critic_work)
         except ConfigError as error:
-            refused = error
+            last_error = error
             continue
-        found = True
+        has_layout = True
         settings = {"ranks": request.ranks, "recompute": recompute, "megatron": proposed}
         yield _candidate(request, "megatron", settings, memory, critic)
-    if not found:
-        raise NoLayoutError(str(refused))
+    if not has_layout:
+        raise NoLayoutError(str(last_error))
 
 
 def _candidate(
@@ -185,14 +189,14 @@ def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[
 
     Equal products are in the order of recomputation, expert, pipeline and context parallel size.
     """
-    given = (request.given.get("learner") or {}).get("megatron") or {}
+    megatron_settings = (request.configured.get("learner") or {}).get("megatron") or {}
 
     def sizes(name: str, most: int) -> tuple[int, ...]:
         powers = tuple(1 << power for power in range(most.bit_length()))
-        return (given[name],) if name in given else powers
+        return (megatron_settings[name],) if name in megatron_settings else powers
 
     experts, layers = int(model.get("num_moe_experts") or 1), int(model["num_layers"])
-    combined = product(
+    combinations = product(
         sizes("tensor_model_parallel_size", min(MACHINE, request.ranks)),
         sizes("pipeline_model_parallel_size", min(layers, request.ranks)),
         sizes("context_parallel_size", min(MACHINE, request.ranks)),
@@ -201,9 +205,16 @@ def _megatron_options(request: Request, model: Mapping[str, Any]) -> list[tuple[
     )
     order = {recompute: number for number, recompute in enumerate(_RECOMPUTE)}
     ordered = sorted(
-        combined, key=lambda each: (each[0] * each[1] * each[2], order.get(each[4], 0), each[3], each[1], each[2])
+        combinations,
+        key=lambda layout: (
+            layout[0] * layout[1] * layout[2],
+            order.get(layout[4], 0),
+            layout[3],
+            layout[1],
+            layout[2],
+        ),
     )
-    return [(each[4], _options(*each[:4], layers=layers, has_experts=experts > 1)) for each in ordered]
+    return [(layout[4], _options(*layout[:4], layers=layers, has_experts=experts > 1)) for layout in ordered]
 
 
 def _options(tensor: int, stages: int, context: int, expert: int, *, layers: int, has_experts: bool) -> Tree:

@@ -42,7 +42,7 @@ class Option:
     at_sync: int = 0
     """Bytes of a GPU that learner and engine share, while weights are sent; 0 if they share none."""
     settings: Tree | None = None
-    """What is to be set in addition to what is given."""
+    """What is to be set in addition to what is configured."""
     faults: tuple[str, ...] = ()
     """Why it does not fit."""
 
@@ -56,7 +56,7 @@ class Plan:
     """Weights of the model."""
     gpus: Gpus
     config: Config
-    """What is given, with defaults."""
+    """What is configured, with defaults."""
     options: tuple[Option, ...]
 
 
@@ -72,19 +72,19 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
         ModelError: the model's architecture is not found.
 
     """
-    given = stack(layers)
+    configured = stack(layers)
     base = load_layers([BASE, *layers])
     folder = find_architecture(base.model.path)
     model = trained_model(base.learner, folder)
     numbers = sum(weight.numel() for weight in model.parameters())
-    section = given.get("learner") or {}
+    section = configured.get("learner") or {}
     backends = [section["backend"]] if "backend" in section else _BACKENDS
     options = []
     path = base.algo.critic.path
     critic = None if not base.algo.needs_critic else folder if path is None else find_architecture(path, CRITIC_KEY)
-    for mode, learner_gpus in _placements(base, given, gpus):
+    for mode, learner_gpus in _placements(base, configured, gpus):
         ranks = int(section.get("ranks", learner_gpus))
-        request = Request((BASE, *layers), given, folder, model, ranks, critic, mode == "colocate")
+        request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
             try:
                 options.append(_option(request, backend, mode, gpus, numbers))
@@ -95,18 +95,18 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     return Plan(folder, numbers, gpus, base, tuple(options))
 
 
-def _placements(config: Config, given: Tree, gpus: Gpus) -> list[tuple[str, int]]:
+def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str, int]]:
     """Return the placements to plan, each with the learner's GPUs: all if they are shared, else half of them."""
-    ranks = (given.get("learner") or {}).get("ranks")
+    ranks = (configured.get("learner") or {}).get("ranks")
     if ranks is not None and ranks > gpus.count:
         raise ConfigError(f"learner.ranks={ranks} with --gpus {gpus.count}: a rank has a GPU; lower learner.ranks")
     if config.sampler.urls:
         return [("separate", gpus.count)]
-    named = (given.get("placement") or {}).get("mode")
-    modes = [named] if named is not None else ["colocate", *(["disaggregate"] if gpus.count > 1 else [])]
+    mode_setting = (configured.get("placement") or {}).get("mode")
+    modes = [mode_setting] if mode_setting is not None else ["colocate", *(["disaggregate"] if gpus.count > 1 else [])]
     if gpus.count == 1 and modes != ["colocate"]:
         raise ConfigError(
-            f"placement.mode={named} with --gpus 1: learner and engines share it; set placement.mode=colocate"
+            f"placement.mode={mode_setting} with --gpus 1: learner and engines share it; set placement.mode=colocate"
         )
     users = 3 if config.algo.needs_critic else 2
     return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
@@ -116,35 +116,37 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
     """Return the option of a backend: the smallest engines for which a layout fits, checked like a run's configuration."""
     config = request.config({"backend": backend, "ranks": request.ranks})
     shared = mode == "colocate"
-    engines: list[EnginePlan | None] = [None]
+    engine_plans: list[EnginePlan | None] = [None]
     if not config.sampler.urls:
-        left = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
-        if left < 1:
+        engine_gpus = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
+        if engine_gpus < 1:
             critic = "" if request.critic is None or shared else " and as many for the critic"
             raise ConfigError(
                 f"learner.ranks={request.ranks}{critic} with --gpus {gpus.count}: no GPU is left for an engine"
             )
-        fleet = Fleet(mode, left, gpus.bytes, config.max_tokens)
-        engines = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
+        fleet = Fleet(mode, engine_gpus, gpus.bytes, config.max_tokens)
+        engine_plans = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
     bucket = bucket_bytes_of("ipc", config.weights.bucket_mib)
     tried = []
-    for each in engines if shared else engines[:1]:
-        limits = _Limits(int(FITS * gpus.bytes), bucket + each.weights if shared and each is not None else 0)
-        tried.append((_first(layouts(request, backend), limits), each, limits))
+    for engine_plan in engine_plans if shared else engine_plans[:1]:
+        limits = _Limits(
+            int(FITS * gpus.bytes), bucket + engine_plan.weights if shared and engine_plan is not None else 0
+        )
+        tried.append((_first_fitting(layouts(request, backend), limits), engine_plan, limits))
         if limits.hold(tried[-1][0]):
             break
-    best, chosen, limits = tried[-1]
-    settings = _settings(mode, best, chosen)
+    best, engines, limits = tried[-1]
+    settings = _settings(mode, best, engines)
     checked = load_layers([Layer("plan", settings), *request.layers])
-    if chosen is not None:
+    if engines is not None:
         check_placement(checked, "cuda")
     check_context(checked, read_max_positions(request.folder))
     faults = [] if limits.hold(best) else [_excess(request, backend, best, limits)]
-    if chosen is not None and not chosen.rows(config.max_tokens):
+    if engines is not None and not engines.rows(config.max_tokens):
         faults.append(
-            f"the KV cache of an engine with tp_size={chosen.tensor} does not hold a row of {config.max_tokens:,} tokens"
+            f"the KV cache of an engine with tp_size={engines.tensor} does not hold a row of {config.max_tokens:,} tokens"
         )
-    return Option(mode, backend, request.ranks, best, chosen, limits.at_sync(best), settings, tuple(faults))
+    return Option(mode, backend, request.ranks, best, engines, limits.at_sync(best), settings, tuple(faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +155,13 @@ class _Limits:
 
     bytes: int
     """Of a GPU."""
-    of_engine: int
+    engine_bytes: int
     """Bytes of a bucket and of the engine's weights on the learner's GPU while weights are sent; 0 if it has its own GPUs."""
 
     def at_sync(self, candidate: Candidate) -> int:
         """Return the bytes on a shared GPU while weights are sent; 0 if none is shared."""
         memory = candidate.memory
-        return memory.weights + memory.optimizer + memory.reference + self.of_engine if self.of_engine else 0
+        return memory.weights + memory.optimizer + memory.reference + self.engine_bytes if self.engine_bytes else 0
 
     def peak(self, candidate: Candidate) -> int:
         """Return the most bytes on a GPU of the learner."""
@@ -170,7 +172,7 @@ class _Limits:
         return self.peak(candidate) <= self.bytes
 
 
-def _first(candidates: Iterable[Candidate], limits: _Limits) -> Candidate:
+def _first_fitting(candidates: Iterable[Candidate], limits: _Limits) -> Candidate:
     """Return the first candidate that fits, or else the one that needs least."""
     least: Candidate | None = None
     for candidate in candidates:
@@ -184,23 +186,23 @@ def _first(candidates: Iterable[Candidate], limits: _Limits) -> Candidate:
 
 def _excess(request: Request, backend: str, best: Candidate, limits: _Limits) -> str:
     """Return why the best layout does not fit, and how many ranks have one that does."""
-    what = "the learner's layout that needs least" if best.memory.total > limits.bytes else "weight sync"
-    text = f"{what} needs {limits.peak(best) / GIB:.1f} GiB"
-    if "ranks" in (request.given.get("learner") or {}):
+    need = "the learner's layout that needs least" if best.memory.total > limits.bytes else "weight sync"
+    text = f"{need} needs {limits.peak(best) / GIB:.1f} GiB"
+    if "ranks" in (request.configured.get("learner") or {}):
         return text
     for power in range(1, _MOST.bit_length()):
         ranks = request.ranks << power
-        if limits.hold(_first(layouts(replace(request, ranks=ranks), backend), limits)):
+        if limits.hold(_first_fitting(layouts(replace(request, ranks=ranks), backend), limits)):
             return f"{text}; learner.ranks={ranks} has a layout that fits"
     return text
 
 
 def _settings(mode: str, candidate: Candidate, engines: EnginePlan | None) -> Tree:
     """Return the keys of an option."""
-    found: Tree = {"learner": {"backend": candidate.backend, **candidate.settings}}
+    settings: Tree = {"learner": {"backend": candidate.backend, **candidate.settings}}
     if engines is not None:
         sglang = {"tp_size": engines.tensor, "mem_fraction_static": engines.fraction}
         transport = "ipc" if mode == "colocate" else "distributed"
-        found = merge(found, {"placement": {"mode": mode}, "weights": {"transport": transport}})
-        found["sampler"] = {"engines": engines.engines, "sglang": sglang}
-    return found
+        settings = merge(settings, {"placement": {"mode": mode}, "weights": {"transport": transport}})
+        settings["sampler"] = {"engines": engines.engines, "sglang": sglang}
+    return settings

@@ -12,12 +12,12 @@ from agentrl.planner.plan import Option, Plan
 from agentrl.planner.training_summary import FITS
 
 
-def report(plan: Plan, given: Tree) -> list[str]:
+def report(plan: Plan, configured: Tree) -> list[str]:
     """Return the lines of a plan.
 
     Args:
         plan: to show.
-        given: keys that are not repeated as keys to set.
+        configured: keys that are not repeated as keys to set.
 
     """
     gpus, config = plan.gpus, plan.config
@@ -27,11 +27,11 @@ def report(plan: Plan, given: Tree) -> list[str]:
         f"{'GPUs':<13}{gpus.count} of {gpus.bytes / GIB:.1f} GiB ({gpus.name}), of which a layout may need {limit:.1f}",
         f"{'tokens':<13}{micro_tokens(config):,} a micro-batch (batch.tokens_per_micro), rows of up to {config.max_tokens:,} "
         "(rollout.max_tokens)",
-        *(line for option in plan.options for line in ("", *_option(option, plan, given))),
+        *(line for option in plan.options for line in ("", *_option(option, plan, configured))),
     ]
 
 
-def _option(option: Option, plan: Plan, given: Tree) -> Iterator[str]:
+def _option(option: Option, plan: Plan, configured: Tree) -> Iterator[str]:
     title = f"{option.backend}, {option.mode}, learner.ranks={option.learner_gpus}"
     yield f"{title}: {'does not fit' if option.faults else 'fits'}"
     yield from (f"  {'because':<12}{fault}" for fault in option.faults)
@@ -50,10 +50,10 @@ def _option(option: Option, plan: Plan, given: Tree) -> Iterator[str]:
         )
     if option.at_sync:
         yield f"  {'weight sync':<12}{option.at_sync / GIB:.1f} GiB: learner at rest, a bucket, the engine's weights"
-        kept = memory.weights + memory.optimizer + memory.reference + memory.critic
+        offloaded = memory.weights + memory.optimizer + memory.reference + memory.critic
         count = min(MACHINE, option.learner_gpus)
-        yield f"  {'main memory':<12}{count * kept / GIB:,.0f} GiB a machine, while engines sample"
-    if keys := " ".join(_keys(option.settings or {}, given)):
+        yield f"  {'main memory':<12}{count * offloaded / GIB:,.0f} GiB a machine, while engines sample"
+    if keys := " ".join(_keys(option.settings or {}, configured)):
         yield f"  {'set':<12}{keys}"
 
 
@@ -61,11 +61,11 @@ def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
 
 
-def _keys(tree: Tree, given: Tree, above: str = "") -> Iterator[str]:
+def _keys(tree: Tree, configured: Tree, prefix: str = "") -> Iterator[str]:
     """Yield settings as ``key=value``, without those that are given."""
     for name, value in tree.items():
-        there = given.get(name) if isinstance(given, dict) else None
+        configured_value = configured.get(name) if isinstance(configured, dict) else None
         if isinstance(value, dict):
-            yield from _keys(value, there if isinstance(there, dict) else {}, f"{above}{name}.")
-        elif there is None:
-            yield f"{above}{name}={str(value).lower() if isinstance(value, bool) else value}"
+            yield from _keys(value, configured_value if isinstance(configured_value, dict) else {}, f"{prefix}{name}.")
+        elif configured_value is None:
+            yield f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}"

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def template_files() -> Iterator[Path]:
     """Iterate over the template's files, relative to its folder, in the order of their names."""
     for path in sorted(TEMPLATE.rglob("*")):
-        if path.is_file() and not any(part.endswith(("__pycache__", "_cache")) for part in path.parts):
+        if path.is_file() and not any(folder_name.endswith(("__pycache__", "_cache")) for folder_name in path.parts):
             yield path.relative_to(TEMPLATE)
 
 
@@ -50,8 +50,8 @@ def create_project(folder: Path) -> list[Path]:
         path = folder / str(file).replace(TEMPLATE_PACKAGE, package)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = (TEMPLATE / file).read_text(encoding="utf-8")
-        named = text.replace(TEMPLATE_NAME, folder.name).replace(TEMPLATE_PACKAGE, package)
-        path.write_text(named, encoding="utf-8")
+        project_text = text.replace(TEMPLATE_NAME, folder.name).replace(TEMPLATE_PACKAGE, package)
+        path.write_text(project_text, encoding="utf-8")
         written.append(path)
     return written
 

@@ -49,19 +49,19 @@ PROBES: Sequence[tuple[tuple[Message, ...], tuple[Tool, ...]]] = (
 """Messages and tools. A template may refuse some of them; a matching format refuses the same ones."""
 
 
-def same_text(left: Format, right: Format) -> bool:
+def same_text(first: Format, second: Format) -> bool:
     """Return whether two formats write the same text for every probe conversation.
 
-    If ``right`` ignores tools, ``left`` need not: then the two are compared without tools.
+    If ``second`` ignores tools, ``first`` need not: then the two are compared without tools.
     """
-    return all(_same(left, right, *probe) for probe in PROBES)
+    return all(_same(first, second, *probe) for probe in PROBES)
 
 
-def _same(left: Format, right: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    expected = _text(right, messages, tools)
-    if _text(left, messages, tools) == expected:
+def _same(first: Format, second: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    expected = _text(second, messages, tools)
+    if _text(first, messages, tools) == expected:
         return True
-    return bool(tools) and expected == _text(right, messages, ()) == _text(left, messages, ())
+    return bool(tools) and expected == _text(second, messages, ()) == _text(first, messages, ())
 
 
 def _text(format: Format, messages: Sequence[Message], tools: Sequence[Tool]) -> str | None:

@@ -19,13 +19,13 @@ from agentrl.render.parsers.base import (
     THINK,
     CallParser,
     Piece,
-    after_reasoning,
+    drop_reasoning,
     reasoning_markers,
     split_markers,
-    unreadable,
+    unreadable_call,
 )
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
-from agentrl.render.text_arrival import ArrivalProof, places_of
+from agentrl.render.text_arrival import ArrivalProof, message_places
 
 _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
@@ -74,10 +74,10 @@ class ChatRenderer:
 
     def with_parser(self, parser: CallParser) -> ChatRenderer:
         """Return a renderer that reads tool calls with another parser, and is otherwise this one."""
-        made = copy.copy(self)
-        made.parser, made._reasoning = parser, reasoning_markers(parser)
-        made._marker_ids = made._find_markers()
-        return made
+        renderer = copy.copy(self)
+        renderer.parser, renderer._reasoning = parser, reasoning_markers(parser)
+        renderer._marker_ids = renderer._find_markers()
+        return renderer
 
     @property
     def end_token_id(self) -> int:
@@ -107,23 +107,23 @@ class ChatRenderer:
         """
         if messages and messages[0].inline:
             return self._raw(messages)
-        merged = _merge_inline([self._escaped(message) for message in self._join_cut_turns(messages)])
+        merged = _merge_inline([self._escape_message(message) for message in self._join_cut_turns(messages)])
         still_open = bool(messages) and messages[-1].inline and merged[-1].role == "assistant"
-        before = merged[:-1] if still_open else merged
+        complete = merged[:-1] if still_open else merged
         try:
-            text = self.format.text(before, self._escaped_tools(tools))
+            text = self.format.text(complete, self._escape_tools(tools))
         except ValueError as error:
-            roles = ", ".join(message.role for message in before)
+            roles = ", ".join(message.role for message in complete)
             raise ConversationError(
                 f"the chat format {self.format.name} of the {self._where} refuses messages of roles {roles}: {error}"
             ) from error
-        self._require_arrival(before, tools)
+        self._require_arrival(complete, tools)
         ids = self._encoder.template(text)
         return Prompt(ids + self._encoder.template(merged[-1].content) if still_open else ids)
 
     def _require_arrival(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         try:
-            lost = self.arrival.lost(places_of(messages), bool(tools))
+            lost = self.arrival.lost(message_places(messages), bool(tools))
         except ValueError as error:
             lost = (f"something that probe messages do not show: {error}",)
         if lost:
@@ -155,15 +155,15 @@ class ChatRenderer:
         """
         inline = tuple(takewhile(lambda message: message.inline, new))
         added = tuple(index for message in inline for index in self._encoder.content(message.content))
-        rest = tuple(new[len(inline) :])
-        if not rest:
+        messages = tuple(new[len(inline) :])
+        if not messages:
             return added
-        if any(message.inline for message in rest):
+        if any(message.inline for message in messages):
             return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
-        escaped = [self._escaped(message) for message in rest]
-        *before, turn = _merge_inline(self._join_cut_turns((*history, *inline)))
-        turn = replace(turn, tool_calls=self._escaped_calls(turn))
-        boundary = self.format.boundary((*before, turn), escaped, self._escaped_tools(tools))
+        escaped = [self._escape_message(message) for message in messages]
+        *earlier, turn = _merge_inline(self._join_cut_turns((*history, *inline)))
+        turn = replace(turn, tool_calls=self._escape_calls(turn))
+        boundary = self.format.boundary((*earlier, turn), escaped, self._escape_tools(tools))
         if isinstance(boundary, Fork):
             return boundary
         ids = self._encoder.template(boundary)
@@ -190,7 +190,9 @@ class ChatRenderer:
         ids = tuple(sampled_ids[:end])
         text = self.decode(ids)
         pieces = tuple(self._pieces(ids, text))
-        return Message("assistant", text, tuple(self._calls(pieces, tools, self._opened(prompt_ids))), token_ids=ids)
+        return Message(
+            "assistant", text, tuple(self._calls(pieces, tools, self._opens_reasoning(prompt_ids))), token_ids=ids
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
@@ -205,14 +207,14 @@ class ChatRenderer:
         """Added tokens whose text in contents becomes the token; ``render.escape_added_tokens`` escapes them too."""
         return self._encoder.unescaped
 
-    def _opened(self, prompt_ids: Sequence[int]) -> bool:
+    def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a prompt ends with ``<think>``; in DeepSeek R1 it does not after a tool result."""
         if not self.format.opens_thinking or not prompt_ids:
             return self.format.opens_thinking
         return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
 
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
-        spoken = after_reasoning(pieces, opened=opened, markers=self._reasoning)
+        spoken = drop_reasoning(pieces, opened=opened, markers=self._reasoning)
         calls = map(_unicode_call, self.parser.calls(spoken, tools) if spoken else [])
         return (validate_call(call, tools) for call in calls) if tools else calls
 
@@ -259,66 +261,68 @@ class ChatRenderer:
         """Return the boundary without the end token that the policy has sampled."""
         if boundary and (sampled == boundary[0] or {sampled, boundary[0]} <= self._closing_ids):
             return boundary[1:]
-        found, expected = self.decode((sampled,)), self.decode(boundary[:1])
-        return Fork(ForkReason.END_TOKEN, f"the turn ended with {found!r} instead of the format's {expected!r}")
+        sampled_text, expected_text = self.decode((sampled,)), self.decode(boundary[:1])
+        return Fork(
+            ForkReason.END_TOKEN, f"the turn ended with {sampled_text!r} instead of the format's {expected_text!r}"
+        )
 
     def _raw(self, messages: Sequence[Message]) -> Prompt:
         """Return a raw prompt with the assistant and inline messages that continue its text."""
-        first, *rest = messages
-        turns = [message.role for message in rest if not message.inline and message.role != "assistant"]
+        first, *others = messages
+        turns = [message.role for message in others if not message.inline and message.role != "assistant"]
         if turns:
             raise ConversationError(
                 f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow, which need a chat "
                 "template; set data.apply_chat_template=true, or send inline messages"
             )
         ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
-        return Prompt(tuple(ids) + tuple(index for message in rest for index in self.encode(message.content)))
+        return Prompt(tuple(ids) + tuple(index for message in others for index in self.encode(message.content)))
 
     def _join_cut_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with each turn that was cut and went on as one, decoded as a whole: a cut may split a letter."""
         joined: list[Message] = []
         for message in messages:
             if joined and message.inline and message.token_ids and joined[-1].token_ids:
-                before = joined[-1]
-                ids, calls = before.token_ids + message.token_ids, before.tool_calls + message.tool_calls
-                joined[-1] = replace(before, content=self.decode(ids), token_ids=ids, tool_calls=calls)
+                previous = joined[-1]
+                ids, calls = previous.token_ids + message.token_ids, previous.tool_calls + message.tool_calls
+                joined[-1] = replace(previous, content=self.decode(ids), token_ids=ids, tool_calls=calls)
             else:
                 joined.append(message)
         return joined
 
-    def _escaped(self, message: Message) -> Message:
+    def _escape_message(self, message: Message) -> Message:
         """Return a message with special-token text escaped, except for special tokens that the policy sampled."""
         escape = self._encoder.escape
         if message.token_ids:  # the content has the calls verbatim
-            calls = self._escaped_calls(message) if isinstance(self.format, ReadsSampledCalls) else ()
-            return replace(message, content=self._escaped_sample(message), tool_calls=calls)
-        calls = self._escaped_calls(message)
+            calls = self._escape_calls(message) if isinstance(self.format, ReadsSampledCalls) else ()
+            return replace(message, content=self._escape_sample(message), tool_calls=calls)
+        calls = self._escape_calls(message)
         call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
         content = self._encoder.escape(message.content, special_only=message.role == "assistant")
         return replace(message, content=content, tool_calls=calls, tool_call_id=call_id)
 
-    def _escaped_calls(self, message: Message) -> tuple[ToolCall, ...]:
+    def _escape_calls(self, message: Message) -> tuple[ToolCall, ...]:
         escape, json = self._encoder.escape, self._encoder.escape_json
         return tuple(
             replace(call, id=escape(call.id), name=escape(call.name), arguments=json(call.arguments))
             for call in message.tool_calls
         )
 
-    def _escaped_sample(self, message: Message) -> str:
+    def _escape_sample(self, message: Message) -> str:
         """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token."""
         special = set(self._encoder.special_ids.values())
         runs = groupby(message.token_ids, special.__contains__)
         texts = [(self.decode(tuple(run)), is_special) for is_special, run in runs]
         return "".join(text if is_special else self._encoder.escape(text) for text, is_special in texts)
 
-    def _escaped_tools(self, tools: Sequence[Tool]) -> list[Tool]:
-        def escaped(tool: Tool) -> Tool:
+    def _escape_tools(self, tools: Sequence[Tool]) -> list[Tool]:
+        def escape_tool(tool: Tool) -> Tool:
             json: Any = self._encoder.escape_json
             return replace(
                 tool, name=json(tool.name), description=json(tool.description), parameters=json(tool.parameters)
             )
 
-        return [escaped(tool) for tool in tools]
+        return [escape_tool(tool) for tool in tools]
 
 
 def _unicode_call(call: ToolCall) -> ToolCall:
@@ -327,7 +331,7 @@ def _unicode_call(call: ToolCall) -> ToolCall:
     try:
         return replace(call, name=name, id=id, arguments=unicode_json(call.arguments), fault=fault)
     except RecursionError:
-        return unreadable("the arguments are nested too deeply", name)
+        return unreadable_call("the arguments are nested too deeply", name)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -350,8 +354,10 @@ def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:
     for index, message in enumerate(messages):
         continues = message.role == "assistant" and index > 0 and messages[index - 1].inline
         if (message.inline or continues) and merged and merged[-1].role == "assistant":
-            before, calls = merged[-1], message.tool_calls
-            merged[-1] = replace(before, content=before.content + message.content, tool_calls=before.tool_calls + calls)
+            previous, calls = merged[-1], message.tool_calls
+            merged[-1] = replace(
+                previous, content=previous.content + message.content, tool_calls=previous.tool_calls + calls
+            )
         else:
             merged.append(message)
     return merged

@@ -37,22 +37,22 @@ class EscapingEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, added_tokens: bool = False, cache: int = 8192) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.items()
-        special = {one.content: at for at, one in added if one.special or _LOOKS_SPECIAL.fullmatch(one.content)}
-        others = {one.content: at for at, one in added if one.content not in special}
-        self.special_ids: Mapping[str, int] = special | others if added_tokens else special
+        special = {token.content: at for at, token in added if token.special or _LOOKS_SPECIAL.fullmatch(token.content)}
+        other_added = {token.content: at for at, token in added if token.content not in special}
+        self.special_ids: Mapping[str, int] = special | other_added if added_tokens else special
         """Ids of all tokens that are escaped by their text: special ones, and those that look like one, come first."""
-        self.unescaped: tuple[str, ...] = () if added_tokens else tuple(others)
+        self.unescaped: tuple[str, ...] = () if added_tokens else tuple(other_added)
         """Added tokens that are tokens in contents too."""
         self._escaped = (_OPEN, *self.special_ids)
         self._numbers = {text: number for number, text in enumerate(self._escaped)}
-        self._in_content = _any_of(self._escaped)
-        self._special_in_content = _any_of((_OPEN, *special))
+        self._in_content = _text_pattern(self._escaped)
+        self._special_in_content = _text_pattern((_OPEN, *special))
         longest_first = sorted(self._escaped, key=len, reverse=True)
         specials = [re.escape(text) for text in longest_first if text != _OPEN]
         # split_special_tokens does not affect added tokens that are not special, nor tokenizers that are Python code of
         # their model's folder: such tokens are split after their first character.
-        whole = [text for text, index in self.special_ids.items() if index in self._split(text)]
-        cuts = "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in whole)
+        unsplit = [text for text, index in self.special_ids.items() if index in self._split(text)]
+        cuts = "|".join(f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in unsplit)
         self._cut = re.compile(cuts) if cuts else None
         self._in_template = re.compile(f"({'|'.join(specials)})") if specials else None
         self.content = lru_cache(maxsize=cache)(self._content)
@@ -107,7 +107,7 @@ class EscapingEncoder:
         return tuple(ids)
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+def _text_pattern(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
 
 

@@ -59,7 +59,7 @@ class Place:
     """In a tool message, the message and the call in it that it answers; None if it answers no call."""
 
 
-def places_of(messages: Sequence[Message]) -> tuple[Place, ...]:
+def message_places(messages: Sequence[Message]) -> tuple[Place, ...]:
     """Return the places of messages."""
     ids: dict[str, tuple[int, int]] = {}
     places = []
@@ -98,10 +98,10 @@ class ArrivalProof:
             probes = tuple(replace(probe, tool_calls=()) if probe.token_ids else probe for probe in probes)
         text = self._format.text(probes, (PROBE_TOOL,) if tools else ())
         lost = dict.fromkeys(
-            f"the {what} of message {index + 1} ({place.role})"
+            f"the {kind} of message {index + 1} ({place.role})"
             for index, (place, probe) in enumerate(zip(places, probes, strict=True))
-            for what, said in _texts(place, probe)
-            if said not in text
+            for kind, text_of_probe in _texts(place, probe)
+            if text_of_probe not in text
         )
         return tuple(lost)
 
@@ -154,13 +154,13 @@ _OPTIONAL = ("tools", "tool calls in given messages")
 
 def arrivals(format: Format) -> dict[str, Arrival]:
     """Return what becomes of each of `KINDS` in the prompts of a format."""
-    proof, found = ArrivalProof(format), dict[str, Arrival]()
+    proof, arrival_by_kind = ArrivalProof(format), dict[str, Arrival]()
     for kind, (places, tools) in KINDS.items():
         try:
             lost = bool(proof.lost(places, tools)) if kind != "tools" else not proof.names_tools
         except ValueError:
-            found[kind] = Arrival.REFUSED
+            arrival_by_kind[kind] = Arrival.REFUSED
             continue
-        missing = Arrival.ABSENT if kind in _OPTIONAL else Arrival.LOST
-        found[kind] = missing if lost else Arrival.ARRIVES
-    return found
+        if_lost = Arrival.ABSENT if kind in _OPTIONAL else Arrival.LOST
+        arrival_by_kind[kind] = if_lost if lost else Arrival.ARRIVES
+    return arrival_by_kind

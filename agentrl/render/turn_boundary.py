@@ -40,12 +40,12 @@ class TurnKind:
 
     def message(self) -> Message:
         """Return a probe turn of this kind."""
-        said = "" if self.calls else SAID  # as in `SampledTurn`
+        content = "" if self.calls else SAID  # as in `SampledTurn`
         thought = {Reasoning.EMPTY: "", Reasoning.SOME: THOUGHT}.get(self.reasoning)
         if thought is not None:
-            said = f"{THINK}\n{thought}\n{THINK_END}\n\n{said}"
+            content = f"{THINK}\n{thought}\n{THINK_END}\n\n{content}"
         calls = [ToolCall(id, name, {"word": f"ar{number}"}) for number, (id, name) in enumerate(self.calls)]
-        return Message("assistant", said, tuple(calls))
+        return Message("assistant", content, tuple(calls))
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -89,63 +89,63 @@ class BoundaryProbe:
         A second and third turn show that the text after a turn depends neither on its position nor on earlier turns.
         """
         new = probe_messages(kind, roles)
-        step, before = (kind.message(), *new), [ASK]
+        step, earlier = (kind.message(), *new), [ASK]
         texts = set[str | None]()
         for _ in range(3):
-            texts.add(self.after(before, kind, new, tools))
-            before = [*before, *step]
+            texts.add(self.text_after_turn(earlier, kind, new, tools))
+            earlier = [*earlier, *step]
         text = texts.pop()
         return not texts and text is not None and all(message.content in text for message in new)
 
-    def after(
-        self, before: Sequence[Message], kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]
+    def text_after_turn(
+        self, earlier: Sequence[Message], kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]
     ) -> str | None:
-        """Return the text from the end of a turn after ``before`` to the next opener, with ``new`` messages between them.
+        """Return the text from the end of a turn after ``earlier`` to the next opener, with ``new`` messages between them.
 
         None if the template refuses the conversation, changes what was before, or writes the turn otherwise than as it is
         sampled.
         """
         try:
-            prefix = self.render(before, tools, True)
-            whole = self.render((*before, kind.message(), *new), tools, True)
+            prompt = self.render(earlier, tools, True)
+            conversation_text = self.render((*earlier, kind.message(), *new), tools, True)
         except ValueError:
             return None
-        if not whole.startswith(prefix):
+        if not conversation_text.startswith(prompt):
             return None
-        rest = whole[len(prefix) :]
-        end = self._end(rest, kind)
-        thought = rest[: rest.find(kind.texts[0])]
+        text_after = conversation_text[len(prompt) :]
+        end = self._end(text_after, kind)
+        thought = text_after[: text_after.find(kind.texts[0])]
         closed = kind.reasoning is not Reasoning.EMPTY or THINK_END in thought
         added = kind.reasoning is Reasoning.NONE and bool(self.opening) and self.opening in thought
-        return None if end is None or added or not closed else rest[end:]
+        return None if end is None or added or not closed else text_after[end:]
 
-    def after_reasoning(self, kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
+    def text_after_reasoning(self, kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
         """Return the text after a turn whether or not the template drops its reasoning.
 
         None if the template refuses the conversation, or writes another text after a second such turn.
         """
         plain, step = kind.plain, (kind.message(), *new)
         tails = set[str]()
-        for before in ((ASK,), (ASK, *step)):
+        for earlier in ((ASK,), (ASK, *step)):
             try:
-                whole = self.render((*before, *step), tools, True)
+                conversation_text = self.render((*earlier, *step), tools, True)
             except ValueError:
                 return None
-            at = whole.rfind(plain.texts[0])
-            end = self._end(whole[at:], plain) if at >= 0 else None
+            at = conversation_text.rfind(plain.texts[0])
+            end = self._end(conversation_text[at:], plain) if at >= 0 else None
             if end is None:
                 return None
-            tails.add(whole[at + end :])
+            tails.add(conversation_text[at + end :])
         return tails.pop() if len(tails) == 1 else None
 
     def _end(self, text: str, kind: TurnKind) -> int | None:
         """Return where a turn ends that starts in ``text``; None if one of its texts is missing."""
         at = 0
-        for said in kind.texts:
-            found = text.find(said, at)
-            if found < 0:
+        for text_of_turn in kind.texts:
+            start = text.find(text_of_turn, at)
+            if start < 0:
                 return None
-            at = found + len(said)
+            at = start + len(text_of_turn)
         end = self.layout.end_at(text, at)
         if end is None:
             return None if kind.calls else at

@@ -62,13 +62,13 @@ def answer_text(turn: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete ``\boxed{…}``, inner braces included, or None if there is none."""
-    found = None
+    content = None
     open_braces: list[int | None] = []  # start of a box's content, None for any other brace
     for brace in _BRACES.finditer(text):
         if brace[0] == "}":
             begin = open_braces.pop() if open_braces else None
             if begin is not None:
-                found = text[begin : brace.start()].strip()
+                content = text[begin : brace.start()].strip()
         elif not brace[0].startswith(("\\{", "\\}")):
             open_braces.append(brace.end() if brace[0].startswith("\\boxed") else None)
-    return found
+    return content

@@ -47,13 +47,13 @@ def math(sample: Sample) -> float:
 def _texts(sample: Sample) -> list[str]:
     """Return the accepted answers."""
     label = sample.label
-    several: Sequence[Any] = label if isinstance(label, list | tuple) else [label]
-    if not several or not all(_is_answer(one) for one in several):
+    labels: Sequence[Any] = label if isinstance(label, list | tuple) else [label]
+    if not labels or not all(_is_answer(answer) for answer in labels):
         raise ValueError(
             f"the label of {sample.prompt_id} is {label!r}; this reward needs a text, a number, or a list of them "
             "(data.label_key names the column)"
         )
-    return [str(one) for one in several]
+    return [str(answer) for answer in labels]
 
 
 def _is_answer(value: Any) -> bool:
@@ -61,7 +61,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def _number(text: str, sample: Sample) -> Number:
-    found = last_number(text)
-    if found is None:
+    number = last_number(text)
+    if number is None:
         raise ValueError(f"there is no number in {text!r}, the label of {sample.prompt_id}")
-    return found
+    return number

@@ -78,13 +78,13 @@ def takes_group(function: Callable[..., Any], name: str) -> bool:
         ConfigError: it does not take exactly one argument.
 
     """
-    needed = _parameters(function)
-    if len(needed) != 1:
-        takes = ", ".join(parameter.name for parameter in needed) or "nothing"
+    parameters = _parameters(function)
+    if len(parameters) != 1:
+        names = ", ".join(parameter.name for parameter in parameters) or "nothing"
         raise ConfigError(
-            f"reward.function={name} takes {takes}; a reward function takes one argument: sample, or samples for a group"
+            f"reward.function={name} takes {names}; a reward function takes one argument: sample, or samples for a group"
         )
-    parameter = needed[0]
+    parameter = parameters[0]
     annotation = _annotation(function, parameter)
     return parameter.name == "samples" or annotation.split("[")[0].rpartition(".")[2] in _SEQUENCES
 
@@ -95,9 +95,9 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a built-in without a signature
         return []
-    fits = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return ([p for p in fits if p.default is p.empty] or fits[:1]) + keywords
+    return ([p for p in positional if p.default is p.empty] or positional[:1]) + keywords
 
 
 def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
@@ -127,16 +127,16 @@ async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
 
     def work() -> None:
         result: Any = None
-        failed: Exception | None = None
+        failure: Exception | None = None
         try:
             result = function(argument)
         except Exception as error:
             # A future refuses StopIteration, which ends coroutines.
-            failed = RuntimeError(describe(error)) if isinstance(error, StopIteration) else error
+            failure = RuntimeError(describe(error)) if isinstance(error, StopIteration) else error
         except BaseException as error:  # such as sys.exit(): fails the reward, not the run
-            failed = RuntimeError(describe(error))
+            failure = RuntimeError(describe(error))
         with contextlib.suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(settle, result, failed)
+            loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await done

@@ -52,20 +52,22 @@ class RewardGrader:
     async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
         try:
             with waiting("reward function", self._name):
-                result = await self._call([Sample.of(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts])
+                result = await self._call(
+                    [Sample.from_rollout(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts]
+                )
             results = self._split(result, len(rollouts)) if self.group else [result]
         except (ToolFailure, SandboxFailure) as error:
             for rollout in rollouts:
                 rollout.failure, rollout.dropped = error.as_failure(), True
             return
         except Exception as error:  # any that the user's function raises
-            self._failed(rollouts, error)
+            self._apply_on_error(rollouts, error)
             return
         for rollout, result in zip(rollouts, results, strict=True):
             try:
                 reward, metrics = self._score(result)
             except ValueError as error:
-                self._failed([rollout], error)
+                self._apply_on_error([rollout], error)
             else:
                 rollout.reward = reward
                 rollout.metrics = rollout.metrics | metrics
@@ -73,10 +75,10 @@ class RewardGrader:
     def _split(self, result: Any, count: int) -> list[Any]:
         if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
             raise ValueError(f"it got {count} samples and must return a list of as many rewards, not {_short(result)}")
-        results = list(result)
-        if len(results) != count:
-            raise ValueError(f"it got {count} samples and returned {len(results)} rewards: {_short(result)}")
-        return results
+        rewards = list(result)
+        if len(rewards) != count:
+            raise ValueError(f"it got {count} samples and returned {len(rewards)} rewards: {_short(result)}")
+        return rewards
 
     def _score(self, result: Any) -> tuple[float, dict[str, float]]:
         """Return the reward, and the other numbers of a mapping as metrics."""
@@ -88,11 +90,11 @@ class RewardGrader:
             raise ValueError(f"{has}; set reward.key to the one that is the reward")
         if key not in result:
             raise ValueError(f"{has}, and no {key!r}; change reward.key={key}")
-        others = {str(name): value for name, value in result.items() if name != key and _is_number(value)}
-        metrics = {name: _finite(value, f"its {name!r} is") for name, value in others.items()}
+        numbers_by_name = {str(name): value for name, value in result.items() if name != key and _is_number(value)}
+        metrics = {name: _finite(value, f"its {name!r} is") for name, value in numbers_by_name.items()}
         return _finite(result[key], f"its {key!r} is"), metrics
 
-    def _failed(self, rollouts: Sequence[Rollout], error: Exception) -> None:
+    def _apply_on_error(self, rollouts: Sequence[Rollout], error: Exception) -> None:
         """Apply ``reward.on_error`` to the rollouts."""
         message = describe(error)
         if self._config.on_error == "stop":
@@ -149,13 +151,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(_plain(value), numbers.Real)
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, subject: str) -> float:
     plain = _plain(value)
     if not isinstance(plain, numbers.Real):
-        raise ValueError(f"{what} {_short(value)}, which is not a number")
+        raise ValueError(f"{subject} {_short(value)}, which is not a number")
     number = float(plain)
     if not math.isfinite(number):
-        raise ValueError(f"{what} {number}, which is not finite")
+        raise ValueError(f"{subject} {number}, which is not finite")
     return number
 
 
@@ -170,9 +172,9 @@ def _short(value: object) -> str:
 
 
 def _shown(rollouts: Sequence[Rollout]) -> str:
-    first = Sample.of(rollouts[0])
-    others = f" and {len(rollouts) - 1} others of its group" if len(rollouts) > 1 else ""
+    first = Sample.from_rollout(rollouts[0])
+    others_text = f" and {len(rollouts) - 1} others of its group" if len(rollouts) > 1 else ""
     return (
-        f"sample    {first.rollout_id} of task {first.prompt_id}{others}\n"
+        f"sample    {first.rollout_id} of task {first.prompt_id}{others_text}\n"
         f"prompt    {_short(first.prompt)}\nresponse  {_short(first.response)}\nlabel     {_short(first.label)}"
     )

@@ -140,13 +140,13 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # of a dead worker, whose output has then ended
             self._process.stdin.write(request.encode())
             self._process.stdin.flush()
-        first = None
+        label_verdict = None
         try:
-            first = self._read(deadline)
-            verdict = self._read(deadline) if first == READABLE else UNREADABLE
+            label_verdict = self._read(deadline)
+            verdict = self._read(deadline) if label_verdict == READABLE else UNREADABLE
         except EOFError:
-            raise WorkerDied(None if first == READABLE else UNREADABLE) from None
-        if verdict is None or first is None:
+            raise WorkerDied(None if label_verdict == READABLE else UNREADABLE) from None
+        if verdict is None or label_verdict is None:
             self.kill()
         return verdict
 
@@ -155,13 +155,13 @@ class _Worker:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or not select.select([descriptor], [], [], seconds_left)[0]:
                 return None
-            more = os.read(descriptor, 4096)
-            if not more:
+            chunk = os.read(descriptor, 4096)
+            if not chunk:
                 raise EOFError
-            self._buffer += more
+            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 

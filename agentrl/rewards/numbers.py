@@ -56,8 +56,8 @@ def last_number(text: str) -> Number | None:
     None too if the last number is undefined, such as ``1/0``.
     """
     boxed = last_boxed(text)
-    for part in (boxed, text):
-        matches = [] if part is None else list(_NUMBER.finditer(_plain(part)))
+    for source in (boxed, text):
+        matches = [] if source is None else list(_NUMBER.finditer(_plain(source)))
         if matches:
             return _number(matches[-1])
     return None
@@ -99,7 +99,7 @@ def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", ""))
 
 
-def _close(one: Fraction, other: Fraction) -> bool:
-    if one.denominator == 1 and other.denominator == 1:
-        return one == other
-    return abs(one - other) <= _RELATIVE * max(abs(one), abs(other))
+def _close(first: Fraction, second: Fraction) -> bool:
+    if first.denominator == 1 and second.denominator == 1:
+        return first == second
+    return abs(first - second) <= _RELATIVE * max(abs(first), abs(second))

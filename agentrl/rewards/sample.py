@@ -57,7 +57,7 @@ class Sample:
         return await self.tools(name, arguments or {})
 
     @classmethod
-    def of(cls, rollout: Rollout, tools: CallTool | None = None) -> Sample:
+    def from_rollout(cls, rollout: Rollout, tools: CallTool | None = None) -> Sample:
         """Return the sample of a rollout; ``tools`` runs tools in its episode's sessions, while those are open."""
         return cls(
             prompt=rollout.prompt,

@@ -14,7 +14,7 @@ from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.schema import Config
 from agentrl.core.child_process import init_worker_process
 from agentrl.learner.registry import make_backend
-from agentrl.sft.demonstrations import Demonstrated, Demonstrations
+from agentrl.sft.demonstrations import Demonstrations, StepDemonstrations
 
 
 def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
@@ -42,11 +42,11 @@ class Packer:
     config: Config
     pad_id: int
 
-    def __call__(self, steps: list[Demonstrated]) -> bytes:
+    def __call__(self, steps: list[StepDemonstrations]) -> bytes:
         """Return the pickled batches: plain bytes need no shared memory file per tensor."""
         return pickle.dumps([self._pack(step) for step in steps])
 
-    def _pack(self, step: Demonstrated) -> GlobalBatch:
+    def _pack(self, step: StepDemonstrations) -> GlobalBatch:
         options = PackOptions(
             tokens_per_micro=self.config.batch.tokens_per_micro,
             data_parallel_size=make_backend(self.config.learner).data_parallel_size,

@@ -148,11 +148,11 @@ class _DemonstrationTools(ToolRunner):
         Raises:
             EnvironmentFailure: a tool does not exist or is unavailable.
         """
-        known = {tool.name for tool in tools}
+        tool_names = {tool.name for tool in tools}
         for call in calls:
-            if call.status is CallStatus.OK and call.name not in known:
-                there = ", ".join(sorted(known)) or "none"
-                raise EnvironmentFailure(f"the episode calls tool {call.name!r}; there are: {there}")
+            if call.status is CallStatus.OK and call.name not in tool_names:
+                available = ", ".join(sorted(tool_names)) or "none"
+                raise EnvironmentFailure(f"the episode calls tool {call.name!r}; there are: {available}")
         try:
             return await super().run_policy_calls(calls, tools)
         except (ToolFailure, SandboxFailure) as error:

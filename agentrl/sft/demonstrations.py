@@ -25,7 +25,7 @@ from agentrl.toolserver.service import find_service
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstrated:
+class StepDemonstrations:
     """The demonstrations of one optimizer step."""
 
     rows: list[Row]
@@ -84,13 +84,13 @@ class Demonstrations:
         """Return the number of items."""
         return -(-self._sft.steps // self._sft.steps_per_world)
 
-    def __getitem__(self, index: int) -> list[Demonstrated]:
+    def __getitem__(self, index: int) -> list[StepDemonstrations]:
         """Return the demonstrations of the steps from ``index * steps_per_world`` on."""
         first = index * self._sft.steps_per_world
         steps = range(first, min(first + self._sft.steps_per_world, self._sft.steps))
         scene = self._enter(index, self.stage(first))
         rng = np.random.default_rng([self._sft.seed, index])
-        done: list[Demonstrated] = []
+        done: list[StepDemonstrations] = []
         asyncio.run(self._run_steps(scene, rng, len(steps), done))
         return done
 
@@ -108,7 +108,9 @@ class Demonstrations:
             step -= stage.steps
         return None
 
-    async def _run_steps(self, scene: _Scene, rng: np.random.Generator, steps: int, done: list[Demonstrated]) -> None:
+    async def _run_steps(
+        self, scene: _Scene, rng: np.random.Generator, steps: int, done: list[StepDemonstrations]
+    ) -> None:
         """Append the demonstrations of each step to ``done``.
 
         They are not returned, because `asyncio.run` may format the result of its coroutine, which takes seconds. The
@@ -116,7 +118,9 @@ class Demonstrations:
         """
         for _ in range(steps):
             episodes = [await self._episode(scene, rng) for _ in range(self._sft.batch_size)]
-            done.append(Demonstrated([row for row, _ in episodes], float(np.mean([reward for _, reward in episodes]))))
+            done.append(
+                StepDemonstrations([row for row, _ in episodes], float(np.mean([reward for _, reward in episodes])))
+            )
 
     async def _episode(self, scene: _Scene, rng: np.random.Generator) -> tuple[Row, float]:
         task = scene.tasks[int(rng.integers(len(scene.tasks)))]

@@ -50,8 +50,8 @@ def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
     model = resolve_model(config.model.path)
     make_backend(config.learner).check(config.algo, [model])
     lines = describe_training(config, model, None, "sft")
-    resolved, chosen = with_recompute(with_rates(config, model, None, "sft"), model)
-    return resolved, model, lines + chosen
+    resolved, recompute_lines = with_recompute(with_rates(config, model, None, "sft"), model)
+    return resolved, model, lines + recompute_lines
 
 
 def plan_sft(config: Config) -> list[str]:
@@ -61,7 +61,7 @@ def plan_sft(config: Config) -> list[str]:
         UserError: with the value and the key to change.
 
     """
-    missing: list[str] = []
+    missing_packages: list[str] = []
     checks: tuple[Callable[[], object], ...] = (
         partial(check_sft, config),
         partial(resolve_model, config.model.path, fetch=False),
@@ -70,5 +70,5 @@ def plan_sft(config: Config) -> list[str]:
         try:
             check()
         except MissingError as error:
-            missing += str(error).splitlines()
-    return missing
+            missing_packages += str(error).splitlines()
+    return missing_packages

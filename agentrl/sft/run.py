@@ -87,10 +87,10 @@ def _train(
     with _interrupts() as interrupted:
         for batch in batches(config, data):
             begin = time.perf_counter()
-            share = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
-            if share >= 1 or interrupted.is_set():
+            progress = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
+            if progress >= 1 or interrupted.is_set():
                 break
-            scale = lr_scale(config.learner.optimizer, share, config.sft.steps, "linear")
+            scale = lr_scale(config.learner.optimizer, progress, config.sft.steps, "linear")
             step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
             step += 1
             spent = time.perf_counter() - start
@@ -104,21 +104,21 @@ def _train(
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
     """Turn `handled_signals` into an event, so that the running step ends; a second Ctrl-C raises."""
-    event, shown = threading.Event(), terminals()
-    before = {number: signal.getsignal(number) for number in handled_signals()}
+    event, terminal_files = threading.Event(), terminals()
+    previous_handlers = {number: signal.getsignal(number) for number in handled_signals()}
 
     def request(number: int, frame: object) -> None:
         event.set()
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGINT, previous_handlers[signal.SIGINT])
         if number == signal.SIGHUP:
-            leave_terminals(shown)
+            leave_terminals(terminal_files)
 
-    for number in before:
+    for number in previous_handlers:
         signal.signal(number, request)
     try:
         yield event
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

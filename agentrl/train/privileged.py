@@ -93,7 +93,7 @@ class PrivilegedRows:
                 "train without --replay, or leave out the context"
             )
         try:
-            messages = tuple(self._make(Sample.of(rollout)))
+            messages = tuple(self._make(Sample.from_rollout(rollout)))
             if not messages or not all(isinstance(message, Message) for message in messages):
                 raise RunStopped(f"{self._key} must return messages (agentrl.Message), not {messages!r:.100}")
             return np.array(self._renderer.render(messages, rollout.tools).token_ids, np.int32)

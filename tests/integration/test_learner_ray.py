@@ -137,7 +137,7 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
                 HubTensor("", "", (20, 2), 3, False)
             ]
             into += (halves := [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in rows])
-            whole += [tensor.of(experts) for tensor in rows]
+            whole += [tensor.slice_weight(experts) for tensor in rows]
             gather.gather_rows([(fused, out, tensor) for out, tensor in zip(halves, rows, strict=True)])
         finally:
             gather._PART_BYTES = usual

@@ -148,7 +148,9 @@ class Model:
         self._switch.use(None)
         weights = dict(self._model.named_parameters())
         tensors = self._tensors.values()
-        return ((tensor.name, tensor.of(weights[tensor.weight])) for tensor in tensors if tensor.weight in weights)
+        return (
+            (tensor.name, tensor.slice_weight(weights[tensor.weight])) for tensor in tensors if tensor.weight in weights
+        )
 
     def merged(self, config: Mapping[str, Any], named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the weights that a LoRA adapter changes; see `merged_weights`."""
@@ -203,7 +205,7 @@ class Model:
         with torch.no_grad():
             for name, tensor in named:
                 weight = self._tensors[name]
-                weight.of(state[weight.weight]).copy_(tensor)
+                weight.slice_weight(state[weight.weight]).copy_(tensor)
 
     def load_folder(self, folder: Path) -> None:
         """Load all weights of a Hugging Face folder, or of a folder with only safetensors files.
@@ -225,7 +227,7 @@ class Model:
         if (folder / "config.json").exists():
             state = load_model(folder, self._model.dtype).state_dict()
             return {
-                name: weight.of(state[weight.weight])
+                name: weight.slice_weight(state[weight.weight])
                 for name, weight in self._tensors.items()
                 if weight.weight in state
             }

@@ -181,7 +181,7 @@ class MergedWeights:
             elif isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
                 rows.append((weight, out, tensor))
             else:
-                whole.append((tensor.of(local(weight)), out))
+                whole.append((tensor.slice_weight(local(weight)), out))
         gather_weights(whole)
         gather_rows(rows)
 

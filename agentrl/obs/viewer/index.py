@@ -112,7 +112,7 @@ def _common(texts: Sequence[str]) -> str:
 
 def _whole_words(common: str) -> int:
     """Return the length of the whole words in a common prefix: up to its last white space."""
-    return max((place + 1 for place, character in enumerate(common) if character.isspace()), default=0)
+    return max((index + 1 for index, character in enumerate(common) if character.isspace()), default=0)
 
 
 def _last_words(rollout: Rollout) -> str:

@@ -126,11 +126,11 @@ def curve_data(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], lis
     """Return ``{"steps": […], "series": {key: [value or None, …]}}`` and messages about omitted steps."""
     notes = []
     rows = sorted(rows, key=itemgetter("step"))  # with eval.background, an evaluation is written after later steps
-    every = -(-len(rows) // CURVE_POINTS)
-    if every > 1:
-        notes.append(f"The curves show every {every}th step of {len(rows):,}, and all evaluations.")
-        kept = enumerate(rows)
-        rows = [row for n, row in kept if n % every == 0 or any(key.startswith("eval/") for key in row)]
+    stride = -(-len(rows) // CURVE_POINTS)
+    if stride > 1:
+        notes.append(f"The curves show every {stride}th step of {len(rows):,}, and all evaluations.")
+        numbered_rows = enumerate(rows)
+        rows = [row for n, row in numbered_rows if n % stride == 0 or any(key.startswith("eval/") for key in row)]
     keys = sorted(
         {key for row in rows for key, value in row.items() if key != "step" and isinstance(value, int | float)}
     )
@@ -161,13 +161,13 @@ def _assemble(parts: Mapping[str, str]) -> bytes:
         "'use strict';\n(() => {\n" + "\n".join((assets / name).read_text("utf-8") for name in SCRIPTS) + "\n})();\n"
     )
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
-    found = {**parts, "style": style, "script": script, "policy": policy}
+    values = {**parts, "style": style, "script": script, "policy": policy}
     template = (assets / "page.html").read_text(encoding="utf-8")
     pieces = template.split("{{")
     page = [pieces[0]]
     for piece in pieces[1:]:
-        name, _, rest = piece.partition("}}")
-        page += [found[name], rest]
+        name, _, text_after = piece.partition("}}")
+        page += [values[name], text_after]
     return "".join(page).encode()
 
 

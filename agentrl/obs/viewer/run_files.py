@@ -63,13 +63,13 @@ class Filters:
 
     def words(self) -> list[str]:
         """Return the filters as command line options, such as ``--reward-max 0.5``."""
-        some = {
+        options = {
             "--reward-min": self.reward_min,
             "--reward-max": self.reward_max,
             "--stop-reason": self.stop_reason and self.stop_reason.value,
             "--group": self.group,
         }
-        words = [f"{option} {value}" for option, value in some.items() if value is not None]
+        words = [f"{option} {value}" for option, value in options.items() if value is not None]
         if self.steps:
             first, last = self.steps
             words.insert(0, f"--steps {first}" if first == last else f"--steps {first}:{last}")
@@ -123,7 +123,7 @@ def open_run(folder: Path) -> RunFiles:
 
     """
     if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
-        return RunFiles(folder, folder.parent, {0: folder}, _config_of(folder))
+        return RunFiles(folder, folder.parent, {0: folder}, _nearest_config(folder))
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
     config = _config(folder)
@@ -140,10 +140,10 @@ def open_run(folder: Path) -> RunFiles:
     )
 
 
-def _config_of(file: Path) -> dict[str, Any]:
+def _nearest_config(file: Path) -> dict[str, Any]:
     """Return the configuration next to a rollout file, or that of the run whose ``rollouts/`` it is in."""
-    whole = file.absolute()
-    return _read(sampled_with(whole)) or _config(whole.parent) or _config(whole.parent.parent)
+    absolute = file.absolute()
+    return _read(sampled_with(absolute)) or _config(absolute.parent) or _config(absolute.parent.parent)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -199,18 +199,18 @@ def select(run: RunFiles, filters: Filters, most: int) -> Selection:
     """
     total = run.count(run.steps)
     steps = run.within(filters)
-    here = run.count(steps)
+    matching_rollouts = run.count(steps)
     notes = [f"Only {', '.join(filters.words())}."] if filters.words() else []
     if not filters.by_content:
-        if not most or here <= most:
+        if not most or matching_rollouts <= most:
             return Selection(None, steps, total, tuple(notes))
-        steps = _sample_steps(steps, max(1, int(len(steps) * READ_AHEAD * most / here)))
+        steps = _sample_steps(steps, max(1, int(len(steps) * READ_AHEAD * most / matching_rollouts)))
     sizes: dict[tuple[int, str], int] = {}
     for step in steps:
         for entry in run.read(step, filters):
             key = (step, entry.rollout.prompt_id)
             sizes[key] = sizes.get(key, 0) + 1
-    matching = sum(sizes.values()) if filters.by_content else here
+    matching = sum(sizes.values()) if filters.by_content else matching_rollouts
     if not sizes:
         raise UserError(f"no rollout of {run.folder} fits {' '.join(filters.words())}")
     if not most or matching <= most:

@@ -66,14 +66,14 @@ def _step_cells(rollouts: Sequence[Rollout]) -> Iterator[str]:
     )
 
 
-def newest(run: RunFiles, filters: Filters, limit: int) -> Iterator[Entry]:
+def newest_rollouts(run: RunFiles, filters: Filters, limit: int) -> Iterator[Entry]:
     """Yield up to ``limit`` rollouts that pass the filters, from the last step backwards, reading no more than needed."""
-    left = limit
+    remaining = limit
     for step in reversed(run.within(filters)):
-        for entry in run.read(step, filters)[:left]:
+        for entry in run.read(step, filters)[:remaining]:
             yield entry
-            left -= 1
-        if left <= 0:
+            remaining -= 1
+        if remaining <= 0:
             return
 
 
@@ -135,8 +135,8 @@ def tokens_table(entry: Entry, decode: Decode | str) -> RenderableType:
         if len(entry.rollout.rows) > 1:
             table.add_row("", "", Text(row_name(row), "bold"))
         texts = [""] * len(row.token_ids) if isinstance(decode, str) else token_texts(row, decode)
-        for place, text in enumerate(texts):
-            table.add_row(*_token_cells(entry, row, place, text), style=_style(row, place))
+        for index, text in enumerate(texts):
+            table.add_row(*_token_cells(entry, row, index, text), style=_style(row, index))
         table.add_section()
     return Group(Text(headline(entry), "bold"), table)
 
@@ -147,26 +147,26 @@ def row_name(row: Row) -> str:
     return f"{row.key.agent_id} {row.key.row}{fork}"
 
 
-def _token_cells(entry: Entry, row: Row, place: int, text: str) -> list[str]:
-    sampled = row.provenance[place] == Provenance.SAMPLED
-    trained = bool(row.mask[place])
-    request = int(row.requests[place])
-    known = 0 <= request < len(row.request_ids)
+def _token_cells(entry: Entry, row: Row, index: int, text: str) -> list[str]:
+    sampled = row.provenance[index] == Provenance.SAMPLED
+    trained = bool(row.mask[index])
+    request = int(row.requests[index])
+    has_request = 0 <= request < len(row.request_ids)
     return [
-        str(place),
-        str(row.token_ids[place]),
+        str(index),
+        str(row.token_ids[index]),
         printable(text, lines=False),
-        Provenance(row.provenance[place]).name.lower(),
-        "1" if trained else f"0 {MaskReason(row.mask_reason[place]).name.lower()}",
-        f"{row.logprobs[place]:.4f}" if sampled else "–",
-        str(row.versions[place]) if sampled else "–",
-        row.request_ids[request] if known else "–",
+        Provenance(row.provenance[index]).name.lower(),
+        "1" if trained else f"0 {MaskReason(row.mask_reason[index]).name.lower()}",
+        f"{row.logprobs[index]:.4f}" if sampled else "–",
+        str(row.versions[index]) if sampled else "–",
+        row.request_ids[request] if has_request else "–",
         f"{entry.advantage:+.3f}" if trained and entry.advantage is not None else "–",
     ]
 
 
-def _style(row: Row, place: int) -> str:
-    return STYLES[Provenance(row.provenance[place]), bool(row.mask[place])]
+def _style(row: Row, index: int) -> str:
+    return STYLES[Provenance(row.provenance[index]), bool(row.mask[index])]
 
 
 def _row_text(row: Row, texts: Sequence[str]) -> Text:
@@ -180,16 +180,16 @@ def _row_text(row: Row, texts: Sequence[str]) -> Text:
             end += 1
         observed = row.provenance[start] == Provenance.OBSERVED
         words = "".join(texts[start:end])
-        text.append(_abbreviated(words) if observed else words, PROMPT if observed and start == 0 else style)
+        text.append(_abbreviate(words) if observed else words, PROMPT if observed and start == 0 else style)
         start = end
     return text
 
 
 def _turn_text(rollout: Rollout) -> Text:
-    text = Text(_abbreviated(rollout.prompt), PROMPT)
+    text = Text(_abbreviate(rollout.prompt), PROMPT)
     for turn in rollout.turns:
         text.append(turn.action, STYLES[Provenance.SAMPLED, True])
-        text.append(_abbreviated(turn.observation), STYLES[Provenance.OBSERVED, False])
+        text.append(_abbreviate(turn.observation), STYLES[Provenance.OBSERVED, False])
     return text
 
 
@@ -198,11 +198,11 @@ def _moves_text(seat: SeatRecord) -> Text:
     text = Text(f"{seat.agent} ({seat.role}), {seat.player}:", "bold")
     for number, (step, move) in enumerate(zip(seat.steps, seat.moves, strict=False)):
         text.append(f"{' ·' if number else ''} step {step + 1} ", "not bold dim")
-        text.append(_abbreviated(move), STYLES[Provenance.OBSERVED, False])
+        text.append(_abbreviate(move), STYLES[Provenance.OBSERVED, False])
     return text
 
 
-def _abbreviated(words: str) -> str:
+def _abbreviate(words: str) -> str:
     left_out = len(words) - 2 * HEAD_TAIL
     if left_out <= HEAD_TAIL:
         return words
@@ -230,9 +230,9 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
             texts.append(pending.decode("utf-8"))
             pending = b""
         except UnicodeDecodeError as error:
-            whole = pending[: error.start].decode("utf-8") if error.reason == "unexpected end of data" else None
-            text = pending.decode("utf-8", "replace") if whole is None else whole
-            pending = b"" if whole is None else pending[error.start :]
+            complete = pending[: error.start].decode("utf-8") if error.reason == "unexpected end of data" else None
+            text = pending.decode("utf-8", "replace") if complete is None else complete
+            pending = b"" if complete is None else pending[error.start :]
             texts.append(text)
     if pending:
         texts[-1] += pending.decode("utf-8", "replace")

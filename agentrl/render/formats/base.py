@@ -87,7 +87,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def schema_of(tool: Tool) -> dict[str, Any]:
+def tool_schema(tool: Tool) -> dict[str, Any]:
     """Return a tool as OpenAI's function schema, the input of chat templates."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message, ToolCall
-from agentrl.render.formats.base import Format, schema_of, to_json
+from agentrl.render.formats.base import Format, to_json, tool_schema
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.hermes import CLOSE, OPEN, HermesParser
 
@@ -49,10 +49,10 @@ class ChatMl(Format):
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
         """Plain ChatML has no tools: they are ignored."""
-        said = list(messages)
-        if self._system and (not said or said[0].role != "system"):
-            said.insert(0, Message("system", self._system))
-        return "".join(turn(message.role, message.content) for message in said) + (OPENER if opener else "")
+        conversation = list(messages)
+        if self._system and (not conversation or conversation[0].role != "system"):
+            conversation.insert(0, Message("system", self._system))
+        return "".join(turn(message.role, message.content) for message in conversation) + (OPENER if opener else "")
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
@@ -72,10 +72,10 @@ class Qwen25(Format):
 
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        system, rest = split_system(messages, self.SYSTEM)
+        system, turns = split_system(messages, self.SYSTEM)
         if tools:
             system += "\n\n" + tools_text(tools)
-        return turn("system", system) + self._turns(rest) + (OPENER if opener else "")
+        return turn("system", system) + self._turns(turns) + (OPENER if opener else "")
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
@@ -83,7 +83,9 @@ class Qwen25(Format):
 
     def _turns(self, messages: Sequence[Message]) -> str:
         return "".join(
-            _qwen25_assistant(message) if message.role == "assistant" and message.tool_calls else other(messages, index)
+            _qwen25_assistant(message)
+            if message.role == "assistant" and message.tool_calls
+            else qwen_turn(messages, index)
             for index, message in enumerate(messages)
         )
 
@@ -99,7 +101,7 @@ def turn(role: str, content: str) -> str:
     return f"{START}{role}\n{content}{END}\n"
 
 
-def other(messages: Sequence[Message], index: int) -> str:
+def qwen_turn(messages: Sequence[Message], index: int) -> str:
     """Return the text of one message in Qwen's format: adjacent tool results share a user turn."""
     message = messages[index]
     if message.role != "tool":
@@ -117,7 +119,7 @@ def call_text(call: ToolCall) -> str:
 
 def tools_text(tools: Sequence[Tool]) -> str:
     """Return the tool instructions of the system message."""
-    return HERMES_TOOLS.format(tools="".join(f"\n{to_json(schema_of(tool))}" for tool in tools))
+    return HERMES_TOOLS.format(tools="".join(f"\n{to_json(tool_schema(tool))}" for tool in tools))
 
 
 def split_system(messages: Sequence[Message], default: str = "") -> tuple[str, Sequence[Message]]:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
-from agentrl.render.formats.base import Format, schema_of, to_json
+from agentrl.render.formats.base import Format, to_json, tool_schema
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP, TYPE, DeepSeekParser
 
@@ -49,8 +49,8 @@ class DeepSeekV3(Format):
         system = [message.content for message in messages if message.role == "system"]
         if tools:
             system.append(tools_text(tools))
-        rest = [message for message in messages if message.role != "system"]
-        return BEGIN + "\n\n".join(system) + self._turns(rest) + (self._opener(rest) if opener else "")
+        turns = [message for message in messages if message.role != "system"]
+        return BEGIN + "\n\n".join(system) + self._turns(turns) + (self._opener(turns) if opener else "")
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
@@ -63,14 +63,14 @@ class DeepSeekV3(Format):
 
     def _turn(self, messages: Sequence[Message], index: int) -> str:
         message = messages[index]
-        before, after = _role(messages, index - 1), _role(messages, index + 1)
+        previous_role, next_role = _role(messages, index - 1), _role(messages, index + 1)
         if message.role == "tool":
-            opening, closing = "" if before == "tool" else OUTPUTS, "" if after == "tool" else OUTPUTS_END
+            opening, closing = "" if previous_role == "tool" else OUTPUTS, "" if next_role == "tool" else OUTPUTS_END
             return f"{opening}{OUTPUT}{message.content}{OUTPUT_END}{closing}"
         if message.role == "user":
             return USER + message.content
-        opening = "" if before == "tool" else ASSISTANT
-        return opening + self._content(message, before) + _calls_text(message.tool_calls) + END
+        opening = "" if previous_role == "tool" else ASSISTANT
+        return opening + self._content(message, previous_role) + _calls_text(message.tool_calls) + END
 
     def _opener(self, messages: Sequence[Message]) -> str:
         return "" if _role(messages, len(messages) - 1) == "tool" else ASSISTANT + self._thought
@@ -80,8 +80,8 @@ class DeepSeekV3(Format):
         """End of the opener."""
         return ""
 
-    def _content(self, message: Message, before: str) -> str:
-        """Return the content of an assistant message as written after a message of the role ``before``."""
+    def _content(self, message: Message, previous_role: str) -> str:
+        """Return the content of an assistant message as written after a message of the role ``previous_role``."""
         return message.content
 
 
@@ -104,7 +104,7 @@ class DeepSeekR1(DeepSeekV3):
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """Of a turn that was opened with ``<think>``, at least that tag is dropped later."""
         boundary = super().boundary(history, new, tools)
-        if not self._keep and isinstance(boundary, str) and _before_turn(history) != "tool":
+        if not self._keep and isinstance(boundary, str) and _role_before_turn(history) != "tool":
             return Fork(
                 ForkReason.THINKING, "the reasoning of a turn, and its opening <think>, are left out afterwards"
             )
@@ -114,9 +114,9 @@ class DeepSeekR1(DeepSeekV3):
     def _thought(self) -> str:
         return f"{THINK}\n"
 
-    def _content(self, message: Message, before: str) -> str:
+    def _content(self, message: Message, previous_role: str) -> str:
         content = message.content
-        if before == "tool":
+        if previous_role == "tool":
             return content
         if self._keep:
             reasons = THINK_END in content and THINK not in content.partition(THINK_END)[0]
@@ -127,25 +127,25 @@ class DeepSeekR1(DeepSeekV3):
 def tools_text(tools: Sequence[Tool]) -> str:
     """Return the tool instructions of the system prompt."""
     return TOOLS + "".join(
-        f"\n- `{tool.name}`:\n```json\n{to_json(schema_of(tool)['function'], indent=4)}\n```" for tool in tools
+        f"\n- `{tool.name}`:\n```json\n{to_json(tool_schema(tool)['function'], indent=4)}\n```" for tool in tools
     )
 
 
 def _calls_text(calls: Sequence[ToolCall]) -> str:
     if not calls:
         return ""
-    written = (f"{CALL}{TYPE}{SEP}{call.name}\n```json\n{to_json(call.arguments)}\n```{CALL_END}" for call in calls)
-    return CALLS + "\n".join(written) + CALLS_END
+    call_texts = (f"{CALL}{TYPE}{SEP}{call.name}\n```json\n{to_json(call.arguments)}\n```{CALL_END}" for call in calls)
+    return CALLS + "\n".join(call_texts) + CALLS_END
 
 
 def _role(messages: Sequence[Message], index: int) -> str:
     return messages[index].role if 0 <= index < len(messages) else ""
 
 
-def _before_turn(history: Sequence[Message]) -> str:
+def _role_before_turn(history: Sequence[Message]) -> str:
     """Return the role of the message before the policy's last turn; inline messages are part of the turn."""
-    at = len(history) - 1
-    while at > 0 and (history[at].inline or history[at - 1].inline):
-        at -= 1
-    before = [message for message in history[:at] if message.role != "system"]
-    return _role(before, len(before) - 1)
+    turn_start = len(history) - 1
+    while turn_start > 0 and (history[turn_start].inline or history[turn_start - 1].inline):
+        turn_start -= 1
+    earlier = [message for message in history[:turn_start] if message.role != "system"]
+    return _role(earlier, len(earlier) - 1)

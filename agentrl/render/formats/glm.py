@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
-from agentrl.render.formats.base import Format, schema_of, split_thinking, to_json
+from agentrl.render.formats.base import Format, split_thinking, to_json, tool_schema
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.glm import ASSISTANT, CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, Glm4Parser, GlmParser
 
@@ -59,10 +59,10 @@ class Glm4(Format):
 
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        listed = "".join(
-            GLM4_TOOL.format(name=tool.name, schema=to_json(schema_of(tool)["function"], indent=4)) for tool in tools
+        tools_text = "".join(
+            GLM4_TOOL.format(name=tool.name, schema=to_json(tool_schema(tool)["function"], indent=4)) for tool in tools
         )
-        head = START + (f"{SYSTEM}\n{GLM4_TOOLS}{listed}" if tools else "")
+        head = START + (f"{SYSTEM}\n{GLM4_TOOLS}{tools_text}" if tools else "")
         return head + "".join(map(_glm4_turn, messages)) + (ASSISTANT if opener else "")
 
     @override
@@ -76,8 +76,8 @@ def _glm4_turn(message: Message) -> str:
     if message.token_ids:
         return ASSISTANT + message.content
     calls = [f"{ASSISTANT}{call.name}\n{to_json(call.arguments)}" for call in message.tool_calls]
-    said = f"{ASSISTANT}\n{message.content}" if message.content or not calls else ""
-    return said + "".join(calls)
+    content = f"{ASSISTANT}\n{message.content}" if message.content or not calls else ""
+    return content + "".join(calls)
 
 
 _MARKERS = {"system": SYSTEM, "user": USER, "tool": OBSERVATION}
@@ -103,8 +103,8 @@ class Glm45(Format):
 
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        listed = "".join(f"{to_json(schema_of(tool))}\n" for tool in tools)
-        head = START + (f"{SYSTEM}\n{listed.join(GLM45_TOOLS)}" if tools else "")
+        schemas = "".join(f"{to_json(tool_schema(tool))}\n" for tool in tools)
+        head = START + (f"{SYSTEM}\n{schemas.join(GLM45_TOOLS)}" if tools else "")
         return head + self._turns(messages) + (self._opener if opener else "")
 
     @override
@@ -118,10 +118,10 @@ class Glm45(Format):
 
         Reasoning before the last user message was dropped when that message was added.
         """
-        said = history[-1].content
-        if self._thinking and THINK_END not in said:
+        last_turn = history[-1].content
+        if self._thinking and THINK_END not in last_turn:
             return "the format adds an empty thought to a turn without reasoning"
-        if not self._thinking and THINK_END in said:
+        if not self._thinking and THINK_END in last_turn:
             return "the format replaces the opener's empty thought by the reasoning of the turn"
         turns = (message.content for message in history[_last_user(history) + 1 :] if message.role == "assistant")
         if _last_user(new) >= 0 and any(split_thinking(turn)[0].strip() for turn in turns):
@@ -151,12 +151,12 @@ class Glm45(Format):
             closed = THINK_END in message.content
             if current and closed:
                 return ASSISTANT + message.content
-            rest = message.content.rpartition(THINK_END)[2]
-            line = "" if rest.startswith("\n") else "\n"
-            return ASSISTANT + EMPTY_THOUGHT + (line + rest if rest.strip() else "")
+            answer = message.content.rpartition(THINK_END)[2]
+            line = "" if answer.startswith("\n") else "\n"
+            return ASSISTANT + EMPTY_THOUGHT + (line + answer if answer.strip() else "")
         thought = reasoning.strip() if current or self._keep else ""
-        said = [f"{THINK}{thought}{THINK_END}", *([content.strip()] if content.strip() else [])]
-        return ASSISTANT + "".join(f"\n{part}" for part in [*said, *map(_call_text, message.tool_calls)])
+        blocks = [f"{THINK}{thought}{THINK_END}", *([content.strip()] if content.strip() else [])]
+        return ASSISTANT + "".join(f"\n{block}" for block in [*blocks, *map(_call_text, message.tool_calls)])
 
 
 def _call_text(call: ToolCall) -> str:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message, ToolCall
-from agentrl.render.formats.base import Format, schema_of, to_json
+from agentrl.render.formats.base import Format, to_json, tool_schema
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.kimi import ARGUMENTS, CLOSE, OPEN, SECTION, SECTION_END, KimiParser
 
@@ -42,9 +42,9 @@ class KimiK2(Format):
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
         """Tools are JSON with sorted keys, as in the model's tokenizer code."""
-        schemas = [schema_of(tool) for tool in tools]
-        listed = json.dumps(schemas, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        head = _turn("tool_declare", listed) if tools else ""
+        schemas = [tool_schema(tool) for tool in tools]
+        tools_json = json.dumps(schemas, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        head = _turn("tool_declare", tools_json) if tools else ""
         if messages and messages[0].role != "system":
             head += _turn("system", self.SYSTEM) + "\n"
         return head + "".join(map(_message, messages)) + (OPENER if opener else "")

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, Message
-from agentrl.render.formats.base import Format, schema_of, to_json
+from agentrl.render.formats.base import Format, to_json, tool_schema
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.llama3 import Llama3Parser
 
@@ -52,13 +52,13 @@ class Llama3(Format):
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
         if not messages:
             raise ValueError("there is no message")
-        return BEGIN + self._whole(messages, tools) + (header("assistant") if opener else "")
+        return BEGIN + self._conversation_text(messages, tools) + (header("assistant") if opener else "")
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         return END + self._turns(new) + header("assistant")
 
-    def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _conversation_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         return self._turns(messages)
 
     def _turns(self, messages: Sequence[Message]) -> str:
@@ -79,19 +79,19 @@ class Llama31(Llama3):
         self.name = name
         self._date = date
 
-    def _whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        first, rest = messages[0], messages[1:]
-        system, rest = (first.content.strip(), rest) if first.role == "system" else ("", messages)
+    def _conversation_text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        first_message, turns = messages[0], messages[1:]
+        system, turns = (first_message.content.strip(), turns) if first_message.role == "system" else ("", messages)
         environment = "Environment: ipython\n" if tools else ""
         dates = f"Cutting Knowledge Date: December 2023\nToday Date: {self._date}\n\n"
         head = turn("system", environment + dates + system)
         if tools:
-            if not rest:
+            if not turns:
                 raise ValueError("tools are described in the first user message, and there is none")
-            shown = "".join(f"{to_json(schema_of(tool), indent=4)}\n\n" for tool in tools)
-            head += turn("user", TOOLS + shown + rest[0].content.strip())  # of any role, as in the template
-            rest = rest[1:]
-        return head + self._turns(rest)
+            schemas = "".join(f"{to_json(tool_schema(tool), indent=4)}\n\n" for tool in tools)
+            head += turn("user", TOOLS + schemas + turns[0].content.strip())  # of any role, as in the template
+            turns = turns[1:]
+        return head + self._turns(turns)
 
     def _turns(self, messages: Sequence[Message]) -> str:
         return "".join(_turn(message) for message in messages)

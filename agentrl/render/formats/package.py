@@ -54,10 +54,10 @@ class PackageFormat(TemplateFormat):
         keep_thinking: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        written: Any = _PackageTemplate(name, tokenizer, variables or {})
-        super().__init__(written, keep_thinking=keep_thinking, parser=PARSERS[PACKAGE_FORMATS[name]]())
+        template: Any = _PackageTemplate(name, tokenizer, variables or {})
+        super().__init__(template, keep_thinking=keep_thinking, parser=PARSERS[PACKAGE_FORMATS[name]]())
         self.name = name
-        self.ends = tuple(dict.fromkeys((*self.ends, *written.stops)))
+        self.ends = tuple(dict.fromkeys((*self.ends, *template.stops)))
 
 
 class _PackageTemplate:
@@ -69,13 +69,13 @@ class _PackageTemplate:
 
         config = config_from_name(name.removeprefix(PREFIX))
         assert config is not None, "only the name auto has none"
-        known = {key: value for key, value in variables.items() if key in config.template_field_names()}
+        supported = {key: value for key, value in variables.items() if key in config.template_field_names()}
         self.name_or_path: str = tokenizer.name_or_path
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
         self.chat_template = name
         self._tokenizer = tokenizer
         try:
-            self._renderer = create_renderer(tokenizer, config, chat_template_kwargs=known)
+            self._renderer = create_renderer(tokenizer, config, chat_template_kwargs=supported)
         except Exception as error:  # such as an AssertionError for a missing token
             raise ModelError(
                 f"render.format={name} does not fit the tokenizer of model.path={self.name_or_path!r}: {error}"
@@ -100,9 +100,9 @@ class _PackageTemplate:
             ValueError: the package refuses the messages.
         """
         assert not tokenize
-        given: Any = None if tools is None else list(tools)
+        tool_list: Any = None if tools is None else list(tools)
         try:
-            ids = self._renderer.render_ids(messages, tools=given, add_generation_prompt=add_generation_prompt)
+            ids = self._renderer.render_ids(messages, tools=tool_list, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # of any kind, as it refuses a conversation
             raise ValueError(str(error) or type(error).__name__) from error
         text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -9,7 +9,7 @@ from typing_extensions import override
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
 from agentrl.render.formats.base import Format, drops_thinking, holds_empty_thought, split_thinking
-from agentrl.render.formats.chatml import END, OPENER, START, call_text, other, split_system, tools_text, turn
+from agentrl.render.formats.chatml import END, OPENER, START, call_text, qwen_turn, split_system, tools_text, turn
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.parsers.hermes import HermesParser
 
@@ -27,12 +27,12 @@ class Qwen3Instruct(Format):
 
     @override
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, opener: bool = True) -> str:
-        system, rest = split_system(messages)
+        system, turns = split_system(messages)
         if tools:
-            head = turn("system", (f"{system}\n\n" if rest is not messages else "") + tools_text(tools))
+            head = turn("system", (f"{system}\n\n" if turns is not messages else "") + tools_text(tools))
         else:
-            head = turn("system", system) if rest is not messages else ""
-        return head + self._turns(rest) + (self._opener if opener else "")
+            head = turn("system", system) if turns is not messages else ""
+        return head + self._turns(turns) + (self._opener if opener else "")
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
@@ -45,7 +45,7 @@ class Qwen3Instruct(Format):
     def _turns(self, messages: Sequence[Message], *, after_query: bool = False) -> str:
         """Return the text of messages after the system message; ``after_query`` is whether a user query precedes them."""
         return "".join(
-            _assistant(message, message.content) if message.role == "assistant" else other(messages, index)
+            _assistant(message, message.content) if message.role == "assistant" else qwen_turn(messages, index)
             for index, message in enumerate(messages)
         )
 
@@ -96,12 +96,12 @@ class Qwen3(Qwen3Instruct):
         return OPENER if self._thinking else OPENER + EMPTY_THOUGHT
 
     def _turns(self, messages: Sequence[Message], *, after_query: bool = False) -> str:
-        found = _last_query(messages)
-        last = found if found is not None else -1 if after_query else len(messages) - 1
+        last_query = _last_query(messages)
+        last_before = last_query if last_query is not None else -1 if after_query else len(messages) - 1
         return "".join(
-            _assistant(message, self._content(message, index > last, index == len(messages) - 1))
+            _assistant(message, self._content(message, index > last_before, index == len(messages) - 1))
             if message.role == "assistant"
-            else other(messages, index)
+            else qwen_turn(messages, index)
             for index, message in enumerate(messages)
         )
 
@@ -119,8 +119,8 @@ class Qwen3(Qwen3Instruct):
 
 def is_query(message: Message) -> bool:
     """Return whether a message is a user's query rather than a tool result in a user turn."""
-    inside = message.content.startswith("<tool_response>") and message.content.endswith("</tool_response>")
-    return message.role == "user" and not inside
+    is_tool_response = message.content.startswith("<tool_response>") and message.content.endswith("</tool_response>")
+    return message.role == "user" and not is_tool_response
 
 
 def _last_query(messages: Sequence[Message]) -> int | None:

@@ -50,7 +50,7 @@ def find_layout(apply: Apply, inputs: TemplateInputs, special: Sequence[str]) ->
     ask = [inputs.fields(ASK)]
     texts = (try_text(apply, ask, opener=True) or "", try_text(apply, ask) or "")
     opened, closed = (text.rpartition(ASK.content)[2] for text in texts)
-    asked = shared_prefix([opened, closed])
+    shared_end = shared_prefix([opened, closed])
     plain = Message("assistant", SAID)
     turns = [(plain, SAID), (replace(plain, content=REASONED), THOUGHT)]
     if inputs.max_calls:
@@ -59,30 +59,30 @@ def find_layout(apply: Apply, inputs: TemplateInputs, special: Sequence[str]) ->
     for turn, first in turns:
         for new in ((), (MORE,), RESULTS[:1], (MORE, plain, MORE)):
             text = try_text(apply, map(inputs.fields, (ASK, turn, *new))) or ""
-            head, there, tail = text.rpartition(ASK.content)[2].partition(first)
-            if not there:
+            head, marker, tail = text.rpartition(ASK.content)[2].partition(first)
+            if not marker:
                 continue
             heads.append(head)
-            if turn is plain and (end := end_of(tail.lstrip(), special)):
+            if turn is plain and (end := leading_end_token(tail.lstrip(), special)):
                 ends[end] = None
                 stops |= {end: None} if new else {}
     if inputs.max_calls and (end := _end_of_calls(apply, inputs, tuple(ends))):
         ends[end] = stops[end] = None
-    start = shared_prefix(heads)[len(asked) :]
-    return TurnLayout(start, opened[len(asked) + len(start) :], tuple(ends), tuple(stops))
+    start = shared_prefix(heads)[len(shared_end) :]
+    return TurnLayout(start, opened[len(shared_end) + len(start) :], tuple(ends), tuple(stops))
 
 
 def _end_of_calls(apply: Apply, inputs: TemplateInputs, ends: Sequence[str]) -> str:
     """Return what ends a turn of calls; empty if it is one of ``ends``."""
     turn, argument = Message("assistant", "", CALLS[:1]), str(CALLS[0].arguments["word"])
     texts = (try_text(apply, map(inputs.fields, (ASK, turn, *new))) or "" for new in ((), RESULTS[:1]))
-    alone, answered = (text.rpartition(ASK.content)[2].partition(argument)[2] for text in texts)
+    unanswered, answered = (text.rpartition(ASK.content)[2].partition(argument)[2] for text in texts)
     answered = answered.partition(RESULTS[0].content)[0]
-    marks = MARKUP.findall(shared_prefix([alone, answered]))
+    marks = MARKUP.findall(shared_prefix([unanswered, answered]))
     return "" if not marks or any(end in answered for end in ends) else marks[-1]
 
 
-def end_of(text: str, special: Sequence[str]) -> str:
+def leading_end_token(text: str, special: Sequence[str]) -> str:
     """Return the special token, or the string that looks like one, at the start of a text."""
     starts = [token for token in special if text.startswith(token)]
     markup = MARKUP.match(text)
@@ -135,45 +135,45 @@ class SampledTurn:
             return inputs.with_reasoning(message, thought, content, calls)
         return inputs.with_reasoning(message, None, f"{THINK}\n{thought}\n{THINK_END}{space}{content}", calls)
 
-    def write(self, text: str, layout: TurnLayout, after: int, *, keep: bool) -> tuple[str, int]:
+    def write(self, text: str, layout: TurnLayout, previous_end: int, *, keep: bool) -> tuple[str, int]:
         """Return a template's text with the sampled text in place of the placeholders, and where the turn ends in it.
 
         Args:
             text: what the template wrote.
             layout: of the template's turns.
-            after: where the policy's turn before ends.
+            previous_end: end of the policy's previous turn.
             keep: keep reasoning that the template has left out.
 
         Raises:
             ValueError: the turn is not in the text, or not in one piece.
         """
         marks = (self._thought, self._content, *self._calls)
-        found = sorted(at for mark in marks if (at := text.find(mark, after)) >= 0)
-        if not found or any(text.count(mark) > 1 for mark in marks):
+        positions = sorted(position for mark in marks if (position := text.find(mark, previous_end)) >= 0)
+        if not positions or any(text.count(mark) > 1 for mark in marks):
             raise ValueError("the template leaves out what the policy said before, or repeats it")
-        end = layout.end_at(text, found[-1])
+        end = layout.end_at(text, positions[-1])
         if end is None:
-            if not text.startswith(self._content, found[-1]):
+            if not text.startswith(self._content, positions[-1]):
                 raise ValueError("the template writes no end after a tool call")
-            end = found[-1] + len(self._content)
-        start = self._start(text, layout, after, found[0])
-        if self._keeps_all(text, text[start : found[0]], keep=keep):
-            written = text[:start] + layout.opened + self._sampled
+            end = positions[-1] + len(self._content)
+        start = self._start(text, layout, previous_end, positions[0])
+        if self._keeps_all(text, text[start : positions[0]], keep=keep):
+            head = text[:start] + layout.opened + self._sampled
         else:
-            at = text.find(self._content)
-            if at < 0:  # calls alone
-                at = start + self._call_at(text[start:end])
-            written = text[:at] + self._said
-        return written + text[end:], len(written)
+            content_start = text.find(self._content)
+            if content_start < 0:  # calls alone
+                content_start = start + self._call_at(text[start:end])
+            head = text[:content_start] + self._said
+        return head + text[end:], len(head)
 
-    def _start(self, text: str, layout: TurnLayout, after: int, first: int) -> int:
+    def _start(self, text: str, layout: TurnLayout, previous_end: int, first: int) -> int:
         """Return where the turn starts whose ``first`` placeholder is known."""
-        at = text.rfind(layout.start, after, first) if layout.start else -1
+        at = text.rfind(layout.start, previous_end, first) if layout.start else -1
         start = at + len(layout.start)
         if at >= 0 and layout.end_at(text[:first], start) is None:
             return start
         opening = f"{THINK}\n"  # the turn continues another one, or every turn starts otherwise
-        return first - len(opening) if text.endswith(opening, after, first) else first
+        return first - len(opening) if text.endswith(opening, previous_end, first) else first
 
     def _keeps_all(self, text: str, head: str, *, keep: bool) -> bool:
         """Return whether the template writes all of the turn, whose part before the first placeholder is ``head``."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from agentrl.core.errors import ModelError
 from agentrl.core.tool import Tool
 from agentrl.core.types import Fork, ForkReason, Message
-from agentrl.render.formats.base import Format, schema_of
+from agentrl.render.formats.base import Format, tool_schema
 from agentrl.render.formats.sampled_turns import SampledTurn, TurnLayout, find_layout, free_character
 from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs
 from agentrl.render.parsers.base import THINK, CallParser
@@ -107,7 +107,7 @@ class TemplateFormat(Format):
             turn = SampledTurn(message, self.inputs, self.parser.markers, opened, mark, len(sampled))
             sampled.append(turn)
             fields.append(turn.fields)
-        text, end = self._apply(fields, [schema_of(tool) for tool in tools], opener), 0
+        text, end = self._apply(fields, [tool_schema(tool) for tool in tools], opener), 0
         for turn in sampled:
             text, end = turn.write(text, self._layout, end, keep=self._keep)
         return text
@@ -132,42 +132,54 @@ class TemplateFormat(Format):
         return text
 
     def _apply_probe(self, messages: Sequence[Fields], opener: bool) -> str:
-        return self._apply(messages, [_PROBE_TOOL] if any("tool_calls" in one for one in messages) else [], opener)
+        return self._apply(
+            messages, [_PROBE_TOOL] if any("tool_calls" in message for message in messages) else [], opener
+        )
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
         """Probe conversations show whether the template keeps earlier turns unchanged."""
         if not self._tokenizer.chat_template:
             return Fork(ForkReason.TEMPLATE, "there is no chat template")
-        kind, roles, named = self._kind(history[-1]), tuple(message.role for message in new), ", ".join
+        kind, roles = self._kind(history[-1]), tuple(message.role for message in new)
         offered = _Key((), tuple(tools))
-        kinds = {self._kind(message).unnamed for message in history if message.role == "assistant"}
-        if self._keep and (self.opens_thinking or all(self._preserves(one.plain, roles, offered) for one in kinds)):
-            text = self._probe.after_reasoning(kind.closed, new, tools)
+        turn_kinds = {self._kind(message).unnamed for message in history if message.role == "assistant"}
+        if self._keep and (
+            self.opens_thinking or all(self._preserves(turn_kind.plain, roles, offered) for turn_kind in turn_kinds)
+        ):
+            text = self._probe.text_after_reasoning(kind.closed, new, tools)
             return text or Fork(
                 ForkReason.TEMPLATE, "the text that the template writes after a turn depends on earlier turns"
             )
         if kind.reasoning is Reasoning.OPEN:
             return Fork(ForkReason.THINKING, "the template closes the reasoning that the policy left open")
-        changed = [one for one in kinds if not self._preserves(one, roles, offered)]
-        text = None if changed else self._boundary(kind, _Key(tuple(new), tuple(tools)))
+        changed_kinds = [turn_kind for turn_kind in turn_kinds if not self._preserves(turn_kind, roles, offered)]
+        text = None if changed_kinds else self._boundary(kind, _Key(tuple(new), tuple(tools)))
         # What holds of all conversations may not be needed of this one, such as reasoning that was left out before.
         text = text or self._boundary_here(history, kind, new, tools)
         if text is not None:
             return text
-        if self._only_drops_reasoning(changed, roles, tools):
-            left_out = "an empty thought" if changed[0].reasoning is Reasoning.EMPTY else "reasoning"
+        if self._only_drops_reasoning(changed_kinds, roles, tools):
+            left_out = "an empty thought" if changed_kinds[0].reasoning is Reasoning.EMPTY else "reasoning"
             return Fork(
-                ForkReason.THINKING, f"the template, before messages of {named(roles)}, leaves earlier {left_out} out"
+                ForkReason.THINKING,
+                f"the template, before messages of {', '.join(roles)}, leaves earlier {left_out} out",
             )
-        return Fork(ForkReason.TEMPLATE, f"the template changes earlier turns before messages of {named(roles)}")
+        return Fork(ForkReason.TEMPLATE, f"the template changes earlier turns before messages of {', '.join(roles)}")
 
-    def _only_drops_reasoning(self, changed: Sequence[TurnKind], roles: tuple[str, ...], tools: Sequence[Tool]) -> bool:
-        """Return whether the template changes nothing but the reasoning of turns of the ``changed`` kinds."""
+    def _only_drops_reasoning(
+        self, changed_kinds: Sequence[TurnKind], roles: tuple[str, ...], tools: Sequence[Tool]
+    ) -> bool:
+        """Return whether the template changes nothing but the reasoning of turns of ``changed_kinds``."""
         if self.opens_thinking:  # there are no turns without reasoning
-            follow = (self._probe.after_reasoning(one, probe_messages(one, roles), tools) for one in changed)
-            return bool(changed) and all(text is not None for text in follow)
-        return bool(changed) and all(self._preserves(one.plain, roles, _Key((), tuple(tools))) for one in changed)
+            texts_after = (
+                self._probe.text_after_reasoning(turn_kind, probe_messages(turn_kind, roles), tools)
+                for turn_kind in changed_kinds
+            )
+            return bool(changed_kinds) and all(text is not None for text in texts_after)
+        return bool(changed_kinds) and all(
+            self._preserves(turn_kind.plain, roles, _Key((), tuple(tools))) for turn_kind in changed_kinds
+        )
 
     def _kind(self, message: Message) -> TurnKind:
         """Return the kind of a turn of the policy."""
@@ -185,15 +197,15 @@ class TemplateFormat(Format):
         return self._probe.preserves(kind, roles, key.tools)
 
     def _boundary_uncached(self, kind: TurnKind, key: _Key) -> str | None:
-        return self._probe.after((ASK,), kind, key.messages, key.tools)
+        return self._probe.text_after_turn((ASK,), kind, key.messages, key.tools)
 
     def _boundary_here(
         self, history: Sequence[Message], kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]
     ) -> str | None:
         """Return the text after the last turn of this very conversation; None if the template changes what was before."""
-        *before, _ = history
-        probes = [self._kind(message).closed.message() if message.token_ids else message for message in before]
-        text = self._probe.after(probes, kind, new, tools)
+        *earlier, _ = history
+        probes = [self._kind(message).closed.message() if message.token_ids else message for message in earlier]
+        text = self._probe.text_after_turn(probes, kind, new, tools)
         return text if text is not None and all(message.content.strip() in text for message in new) else None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], opener: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,38 +72,41 @@ class TemplateInputs:
         if message.tool_call_id is not None:
             fields["tool_call_id"] = message.tool_call_id
         if calls:
+            arguments = [to_json(call.arguments) if self.arguments_as_text else call.arguments for call in calls]
             fields["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": self._given(call)}}
-                for call in calls
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": argument}}
+                for call, argument in zip(calls, arguments, strict=True)
             ]
         return fields
-
-    def _given(self, call: ToolCall) -> str | Mapping[str, Any]:
-        return to_json(call.arguments) if self.arguments_as_text else call.arguments
 
     def split(self, text: str) -> tuple[str | None, str]:
         """Return reasoning and the rest of a sampled turn, verbatim. Without closed reasoning the first is None."""
         if self.closing not in text:
             return None, text
         if self.thinks:  # as templates do
-            before, _, rest = text.rpartition(self.closing)
+            head, _, answer = text.rpartition(self.closing)
         else:
-            before, _, rest = text.partition(self.closing)
-        return (before.rpartition(self.opening)[2] if self.opening else before), rest
+            head, _, answer = text.partition(self.closing)
+        return (head.rpartition(self.opening)[2] if self.opening else head), answer
 
 
 def find_inputs(apply: Apply) -> TemplateInputs:
     """Return the form of messages that a template reads."""
     forms = (TemplateInputs(), TemplateInputs(parts=True))
-    inputs = max(forms, key=lambda form: _arrived(apply, form))  # the first of equals
+    inputs = max(forms, key=lambda form: _count_arrived(apply, form))  # the first of equals
     inputs = _with_calls(apply, inputs)
     return _with_reasoning(apply, inputs)
 
 
-def _arrived(apply: Apply, form: TemplateInputs) -> int:
+def _count_arrived(apply: Apply, form: TemplateInputs) -> int:
     """Return how many texts arrive in the prompts of short conversations."""
-    system, said = Message("system", "sy1"), Message("assistant", SAID)
-    conversations = ((ASK,), (system, ASK), (ASK, said, MORE), (ASK, replace(said, tool_calls=CALLS[:1]), RESULTS[0]))
+    system, answer = Message("system", "sy1"), Message("assistant", SAID)
+    conversations = (
+        (ASK,),
+        (system, ASK),
+        (ASK, answer, MORE),
+        (ASK, replace(answer, tool_calls=CALLS[:1]), RESULTS[0]),
+    )
     texts = (try_text(apply, map(form.fields, messages)) or "" for messages in conversations)
     return sum(
         message.content in text for text, messages in zip(texts, conversations, strict=True) for message in messages
@@ -128,39 +131,43 @@ def _with_reasoning(apply: Apply, inputs: TemplateInputs) -> TemplateInputs:
     """Return ``inputs`` with the form of reasoning: the content, unless the template writes it otherwise."""
     opened = try_text(apply, [inputs.fields(ASK)], opener=True) or ""
     inline = try_text(apply, [inputs.fields(ASK), inputs.fields(Message("assistant", REASONED))]) or ""
-    rest = inline[len(opened) :] if inline.startswith(opened) else ""
-    verbatim = (THINK not in rest) == opened.rstrip().endswith(THINK) and rest.count(THINK_END) == 1 and THOUGHT in rest
+    turn_text = inline[len(opened) :] if inline.startswith(opened) else ""
+    verbatim = (
+        (THINK not in turn_text) == opened.rstrip().endswith(THINK)
+        and turn_text.count(THINK_END) == 1
+        and THOUGHT in turn_text
+    )
     for field in _FIELDS:
         form = replace(inputs, reasoning=field)
-        before, after = _around_reasoning(apply, form)
-        if not after.strip():
+        text_before, text_after = _around_reasoning(apply, form)
+        if not text_after.strip():
             continue
-        if THINK_END in after:
+        if THINK_END in text_after:
             return inputs if verbatim else form
-        shared = shared_prefix([before, opened.rpartition(ASK.content)[2]])
-        return replace(form, opening=before[len(shared) :].strip(), closing=after.strip())
+        shared = shared_prefix([text_before, opened.rpartition(ASK.content)[2]])
+        return replace(form, opening=text_before[len(shared) :].strip(), closing=text_after.strip())
     return inputs
 
 
 def _around_reasoning(apply: Apply, form: TemplateInputs) -> tuple[str, str]:
     """Return the text before reasoning, and what follows it before content and calls alike; empty if none arrives."""
-    found: list[tuple[str, str]] = []
+    surroundings: list[tuple[str, str]] = []
     thought = Message("assistant", REASONED)
     turns: list[tuple[Fields, ...]] = [(form.fields(thought),)]
     if form.max_calls:
         turns.append((form.with_reasoning(thought, THOUGHT, "", CALLS[:1]), form.fields(RESULTS[0])))
     for turn in turns:
         text = try_text(apply, [form.fields(ASK), *turn]) or ""
-        before, there, after = text.partition(THOUGHT)
-        end = [at for word in (SAID, CALLS[0].name) if (at := after.find(word)) >= 0]
-        if there and end:
-            found.append((before.rpartition(ASK.content)[2], after[: min(end)]))
-    if not found:
+        text_before, marker, text_after = text.partition(THOUGHT)
+        end = [at for word in (SAID, CALLS[0].name) if (at := text_after.find(word)) >= 0]
+        if marker and end:
+            surroundings.append((text_before.rpartition(ASK.content)[2], text_after[: min(end)]))
+    if not surroundings:
         return "", ""
-    after = shared_prefix([after for _, after in found])
-    if len(found) == 1 and (mark := MARKUP.match(after.lstrip())):
-        return found[0][0], mark[0]  # what follows may belong to the call
-    return found[0][0], after
+    text_after = shared_prefix([text_after for _, text_after in surroundings])
+    if len(surroundings) == 1 and (mark := MARKUP.match(text_after.lstrip())):
+        return surroundings[0][0], mark[0]  # what follows may belong to the call
+    return surroundings[0][0], text_after
 
 
 def try_text(apply: Apply, messages: Iterable[Fields], *, opener: bool = False) -> str | None:
@@ -174,5 +181,5 @@ def try_text(apply: Apply, messages: Iterable[Fields], *, opener: bool = False) 
 def shared_prefix(texts: Sequence[str]) -> str:
     """Return the longest text that all of ``texts`` start with."""
     first, last = min(texts), max(texts)
-    same = (at for at, letter in enumerate(first) if not last.startswith(letter, at))
-    return first[: next(same, len(first))]
+    differences = (at for at, letter in enumerate(first) if not last.startswith(letter, at))
+    return first[: next(differences, len(first))]

@@ -69,18 +69,18 @@ def split_markers(texts: Sequence[str], markers: Sequence[str]) -> Iterator[Piec
         yield from map(Piece, filter(None, texts))
         return
     for text in texts:
-        for index, part in enumerate(_any_of(tuple(markers)).split(text)):
-            if part:
-                yield Piece(part, marker=index % 2 == 1)
+        for index, piece in enumerate(_marker_pattern(tuple(markers)).split(text)):
+            if piece:
+                yield Piece(piece, marker=index % 2 == 1)
 
 
 @lru_cache(maxsize=64)
-def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(markers, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
-def after_reasoning(
+def drop_reasoning(
     pieces: Sequence[Piece], *, opened: bool, markers: Sequence[tuple[str, str]] = ((THINK, THINK_END),)
 ) -> Sequence[Piece]:
     """Return the pieces after the reasoning: all after its last end; none if the reasoning is not closed.
@@ -119,17 +119,17 @@ def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tup
         yield pieces[start:], False
 
 
-def text_of(pieces: Sequence[Piece]) -> str:
+def join_pieces(pieces: Sequence[Piece]) -> str:
     """Return the text of pieces, markers included."""
     return "".join(piece.text for piece in pieces)
 
 
-def truncated(closing: str, name: str = "") -> ToolCall:
+def truncated_call(closing: str, name: str = "") -> ToolCall:
     """Return a call that was not closed."""
     return ToolCall("", name, {}, CallStatus.TRUNCATED, f"the call is cut off: it has no {closing}")
 
 
-def unreadable(fault: str, name: str = "") -> ToolCall:
+def unreadable_call(fault: str, name: str = "") -> ToolCall:
     """Return a call that cannot be parsed, with the reason ``fault``."""
     return ToolCall("", name, {}, CallStatus.INVALID_JSON, fault)
 
@@ -164,11 +164,11 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
     try:
         value = read_json(text)
     except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
-        return unreadable(f"the call is not valid JSON: {error}")
+        return unreadable_call(f"the call is not valid JSON: {error}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return unreadable('the call is not a JSON object with a "name"')
-    given: Any = next((value[key] for key in arguments if key in value), {})
-    return named_call(value["name"], given)
+        return unreadable_call('the call is not a JSON object with a "name"')
+    call_arguments: Any = next((value[key] for key in arguments if key in value), {})
+    return named_call(value["name"], call_arguments)
 
 
 def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
@@ -177,9 +177,9 @@ def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
         try:
             arguments = read_json(arguments)
         except (ValueError, RecursionError) as error:
-            return unreadable(f"the arguments of {name} are not valid JSON: {error}", name)
+            return unreadable_call(f"the arguments of {name} are not valid JSON: {error}", name)
     if not isinstance(arguments, Mapping):
-        return unreadable(f"the arguments of {name} are not a JSON object", name)
+        return unreadable_call(f"the arguments of {name} are not a JSON object", name)
     return ToolCall(id, name, arguments)
 
 

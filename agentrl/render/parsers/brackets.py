@@ -45,16 +45,16 @@ def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
 
 def positions(pieces: Sequence[Piece], marker: str) -> list[int]:
     """Return the positions of a marker in the text of ``pieces``, in order."""
-    found: list[int] = []
+    starts: list[int] = []
     at = 0
     for piece in pieces:
         if piece.marker and piece.text == marker:
-            found.append(at)
+            starts.append(at)
         at += len(piece.text)
-    return found
+    return starts
 
 
-def next_of(positions: Sequence[int], at: int, default: int) -> int:
+def next_position(positions: Sequence[int], at: int, default: int) -> int:
     """Return the first of sorted positions from ``at`` on."""
     index = bisect_left(positions, at)
     return positions[index] if index < len(positions) else default

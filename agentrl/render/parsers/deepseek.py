@@ -15,7 +15,15 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    named_call,
+    truncated_call,
+    unreadable_call,
+)
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -55,32 +63,33 @@ def _sections(pieces: Sequence[Piece]) -> list[tuple[int, int, bool]]:
 
 def _section(pieces: Sequence[Piece], closed: bool) -> list[ToolCall]:
     calls = [
-        _call(body) if whole else truncated(CALL_END, _name(body)) for body, whole in between(pieces, CALL, CALL_END)
+        _call(body) if closed_call else truncated_call(CALL_END, _name(body))
+        for body, closed_call in between(pieces, CALL, CALL_END)
     ]
     if calls:
         return calls
-    return [unreadable(f"there is no {CALL} in the tool calls") if closed else truncated(CALLS_END)]
+    return [unreadable_call(f"there is no {CALL} in the tool calls") if closed else truncated_call(CALLS_END)]
 
 
 def _outside(pieces: Sequence[Piece]) -> list[ToolCall]:
     """Return calls outside of sections as attempts: engines look for calls in sections only."""
     fault = f"the call does not stand between {CALLS} and {CALLS_END}"
     return [
-        unreadable(fault, _name(body)) if whole else truncated(CALL_END, _name(body))
-        for body, whole in between(pieces, CALL, CALL_END)
+        unreadable_call(fault, _name(body)) if closed_call else truncated_call(CALL_END, _name(body))
+        for body, closed_call in between(pieces, CALL, CALL_END)
     ]
 
 
 def _call(body: Sequence[Piece]) -> ToolCall:
     seps = [index for index, piece in enumerate(body) if _is(piece, SEP)]
     if len(seps) != 1:
-        return unreadable(f"the call has {len(seps)} {SEP}, and needs one: {TYPE}{SEP}NAME")
-    before, after = text_of(body[: seps[0]]).strip(), text_of(body[seps[0] + 1 :]).strip()
-    if before and before != TYPE and after.startswith("{") and not any(piece.marker for piece in body[: seps[0]]):
-        return named_call(before, after)
-    name, fence, arguments = after.partition(FENCE)
-    if before != TYPE or not fence or not arguments.endswith(FENCE_END) or not name.strip() or "\n" in name.strip():
-        return unreadable(
+        return unreadable_call(f"the call has {len(seps)} {SEP}, and needs one: {TYPE}{SEP}NAME")
+    call_type, text = join_pieces(body[: seps[0]]).strip(), join_pieces(body[seps[0] + 1 :]).strip()
+    if call_type and call_type != TYPE and text.startswith("{") and not any(piece.marker for piece in body[: seps[0]]):
+        return named_call(call_type, text)
+    name, fence, arguments = text.partition(FENCE)
+    if call_type != TYPE or not fence or not arguments.endswith(FENCE_END) or not name.strip() or "\n" in name.strip():
+        return unreadable_call(
             f"the call is not of the form {TYPE}{SEP}NAME, a line ```json, the arguments as a JSON object, a line ```",
             _name(body),
         )
@@ -89,9 +98,9 @@ def _call(body: Sequence[Piece]) -> ToolCall:
 
 def _name(body: Sequence[Piece]) -> str:
     """Return the name of a call that cannot be parsed, if it is on a complete line; otherwise an empty string."""
-    text = text_of(body)
-    head, _, rest = text.partition(SEP)
-    name, newline, _ = rest.partition("\n")
+    text = join_pieces(body)
+    head, _, after_separator = text.partition(SEP)
+    name, newline, _ = after_separator.partition("\n")
     return name.strip() if head.strip() == TYPE and newline else ""
 
 

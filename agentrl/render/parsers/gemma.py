@@ -10,7 +10,15 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    named_call,
+    truncated_call,
+    unreadable_call,
+)
 
 _CALLS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
 _QUOTES = ('<|"|>', "<escape>")
@@ -34,7 +42,9 @@ class GemmaParser(CallParser):
         pair = next(
             (pair for pair in _CALLS if any(piece.marker and piece.text == pair[0] for piece in pieces)), _CALLS[0]
         )
-        return [_call(body) if closed else truncated(pair[1], _name(body)) for body, closed in between(pieces, *pair)]
+        return [
+            _call(body) if closed else truncated_call(pair[1], _name(body)) for body, closed in between(pieces, *pair)
+        ]
 
 
 def _name(body: Sequence[Piece]) -> str:
@@ -45,12 +55,12 @@ def _name(body: Sequence[Piece]) -> str:
 def _call(body: Sequence[Piece]) -> ToolCall:
     name = _name(body)
     if not name:
-        return unreadable(f"the call is not call:NAME{{…}} but {text_of(body)[:80]!r}")
-    first, *rest = body
+        return unreadable_call(f"the call is not call:NAME{{…}} but {join_pieces(body)[:80]!r}")
+    first, *others = body
     try:
-        return named_call(name, "".join(_json([Piece(first.text[first.text.index("{") :]), *rest])).strip())
+        return named_call(name, "".join(_json([Piece(first.text[first.text.index("{") :]), *others])).strip())
     except ValueError as fault:
-        return unreadable(f"{name}: {fault}", name)
+        return unreadable_call(f"{name}: {fault}", name)
 
 
 def _json(pieces: Sequence[Piece]) -> Iterator[str]:
@@ -69,7 +79,7 @@ def _json(pieces: Sequence[Piece]) -> Iterator[str]:
         end = next((index for index in range(at + 1, len(pieces)) if pieces[index] == quote), None)
         if end is None:
             raise ValueError(f"a string has no second {quote.text}")
-        yield json.dumps(text_of(pieces[at + 1 : end]))
+        yield json.dumps(join_pieces(pieces[at + 1 : end]))
         at = end + 1
 
 

@@ -9,8 +9,16 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
-from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    named_call,
+    truncated_call,
+    unreadable_call,
+)
+from agentrl.render.parsers.values import parameter_types, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -48,29 +56,29 @@ class Glm4Parser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        known = {tool.name for tool in tools}
-        calls = (_section_call(text_of(section), known) for section in _sections(pieces))
+        tool_names = {tool.name for tool in tools}
+        calls = (_section_call(join_pieces(section), tool_names) for section in _sections(pieces))
         return [call for call in calls if call is not None]
 
 
 def _call(body: Sequence[Piece], closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-    marked = next((index for index, piece in enumerate(body) if piece.marker), len(body))
-    name = text_of(body[:marked]).strip()
+    first_marker = next((index for index, piece in enumerate(body) if piece.marker), len(body))
+    name = join_pieces(body[:first_marker]).strip()
     if not closed:
-        return truncated(CLOSE, name)
+        return truncated_call(CLOSE, name)
     if not name:
-        return unreadable(f"the call names no function after {OPEN}")
+        return unreadable_call(f"the call names no function after {OPEN}")
     schema = schemas.get(name, {})
     arguments: dict[str, Any] = {}
     try:
-        pairs = list(_pairs(body[marked:]))
+        pairs = list(_pairs(body[first_marker:]))
     except ValueError as fault:
-        return unreadable(str(fault), name)
+        return unreadable_call(str(fault), name)
     for key, text in pairs:
         try:
-            arguments[key] = read_value(text, kinds_of(part_of(part_of(schema, "properties"), key), schema))
+            arguments[key] = read_value(text, parameter_types(schema, key))
         except (ValueError, RecursionError) as fault:
-            return unreadable(f"the argument {key} of {name} is not valid JSON: {fault}", name)
+            return unreadable_call(f"the argument {key} of {name} is not valid JSON: {fault}", name)
     return ToolCall("", name, arguments)
 
 
@@ -84,11 +92,11 @@ def _pairs(body: Sequence[Piece]) -> Iterator[tuple[str, str]]:
     for piece in body:
         fields.append((piece.text, "") if piece.marker else (fields[-1][0], fields.pop()[1] + piece.text))
     for at, (marker, text) in enumerate(fields):
-        due = _ORDER[at % len(_ORDER)]
-        if marker != due:
-            raise ValueError(f"the call has {marker} where {due} is due")
-        if due in (KEY_END, VALUE_END) and text.strip():
-            raise ValueError(f"the call has {text.strip()[:80]!r} after {due}")
+        expected = _ORDER[at % len(_ORDER)]
+        if marker != expected:
+            raise ValueError(f"the call has {marker} where {expected} is due")
+        if expected in (KEY_END, VALUE_END) and text.strip():
+            raise ValueError(f"the call has {text.strip()[:80]!r} after {expected}")
     if len(fields) % len(_ORDER):
         raise ValueError(f"the call has {CLOSE} where {_ORDER[len(fields) % len(_ORDER)]} is due")
     for at in range(0, len(fields), len(_ORDER)):
@@ -104,11 +112,11 @@ def _sections(pieces: Sequence[Piece]) -> Iterator[Sequence[Piece]]:
     yield pieces[start:]
 
 
-def _section_call(text: str, known: Container[str]) -> ToolCall | None:
+def _section_call(text: str, tool_names: Container[str]) -> ToolCall | None:
     name, _, arguments = text.partition("\n")
     name, arguments = name.strip(), arguments.strip()
-    if name not in known and (not name or any(map(str.isspace, name)) or not arguments.startswith("{")):
+    if name not in tool_names and (not name or any(map(str.isspace, name)) or not arguments.startswith("{")):
         return None
     call = named_call(name, arguments)
     cut_off = call.status is not CallStatus.OK and not arguments.endswith("}")
-    return truncated("}", name) if cut_off else call
+    return truncated_call("}", name) if cut_off else call

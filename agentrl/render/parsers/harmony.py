@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, named_call, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, join_pieces, named_call, truncated_call
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -50,8 +50,8 @@ def _messages(pieces: Sequence[Piece]) -> Iterator[_Message]:
     started = False
     for piece in (*pieces, Piece(END, marker=True)):
         if piece.marker and piece.text in (START, END, CALL, RETURN):
-            if started or body is not None or any(part.marker for part in header):  # anything else is text
-                yield _Message(text_of(header), None if body is None else text_of(body))
+            if started or body is not None or any(piece.marker for piece in header):  # anything else is text
+                yield _Message(join_pieces(header), None if body is None else join_pieces(body))
             header, body, started = [], None, piece.text == START
         elif piece.marker and piece.text == MESSAGE and body is None:
             body = []
@@ -61,11 +61,11 @@ def _messages(pieces: Sequence[Piece]) -> Iterator[_Message]:
 
 def _call(message: _Message) -> ToolCall | None:
     """Return the call of a message; None if it is to nobody."""
-    found = _RECIPIENT.search(message.header)
-    if found is None:
+    recipient = _RECIPIENT.search(message.header)
+    if recipient is None:
         return None
-    name = found[1].removeprefix(_NAMESPACE)
+    name = recipient[1].removeprefix(_NAMESPACE)
     if message.body is None:
-        return truncated(MESSAGE, name)
+        return truncated_call(MESSAGE, name)
     call = named_call(name, message.body.strip())
-    return call if call.status is CallStatus.OK or message.body.rstrip().endswith("}") else truncated("}", name)
+    return call if call.status is CallStatus.OK or message.body.rstrip().endswith("}") else truncated_call("}", name)

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, json_call, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, json_call, truncated_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -21,6 +21,6 @@ class HermesParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         return [
-            json_call(text_of(body).strip()) if closed else truncated(CLOSE)
+            json_call(join_pieces(body).strip()) if closed else truncated_call(CLOSE)
             for body, closed in between(pieces, OPEN, CLOSE)
         ]

@@ -10,8 +10,16 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, read_json, text_of, truncated, unreadable
-from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    read_json,
+    truncated_call,
+    unreadable_call,
+)
+from agentrl.render.parsers.values import parameter_types, read_value
 
 _DSML = "｜DSML｜"
 _MARK = "\ue000"
@@ -50,7 +58,7 @@ class InvokeParser(CallParser):
 
     def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
         opening, closing = self.markers
-        return ((text_of(body), closed) for body, closed in between(pieces, opening, closing))
+        return ((join_pieces(body), closed) for body, closed in between(pieces, opening, closing))
 
     def _section(self, text: str, closed: bool, tools: Sequence[Tool]) -> list[ToolCall]:
         schemas = {tool.name: tool.parameters for tool in tools}
@@ -58,7 +66,7 @@ class InvokeParser(CallParser):
         if calls:
             return calls
         fault = f"there is no <{self._tags.shown}invoke name=…> in the section of calls"
-        return [unreadable(fault) if closed else truncated(self._closing)]
+        return [unreadable_call(fault) if closed else truncated_call(self._closing)]
 
 
 class MiniMaxParser(InvokeParser):
@@ -117,14 +125,15 @@ class _Tags:
     def calls(self, text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
         """Iterate over the calls of a section. What follows a call that cannot be read is part of it."""
         at = 0
-        while (found := self._invoke.search(text, at)) is not None:
-            name, at = found[1].strip(), found.end()
+        while (opening := self._invoke.search(text, at)) is not None:
+            name, at = opening[1].strip(), opening.end()
             arguments: dict[str, Any] = {}
             while (end := self._end.match(text, at)) is None:
                 try:
                     key, value, at = self._argument(text, at, closed, schemas.get(name, {}))
                 except ValueError as fault:
-                    yield unreadable(f"{name}: {fault}", name) if closed else truncated(f"</{self.shown}invoke>", name)
+                    tag = f"</{self.shown}invoke>"
+                    yield unreadable_call(f"{name}: {fault}", name) if closed else truncated_call(tag, name)
                     return
                 arguments[key] = value
             at = end.end()
@@ -138,8 +147,8 @@ class _Tags:
         """
         opening = self._parameter.match(text, at)
         if opening is None:
-            found = text[at : at + 200].strip()[:80].replace(_MARK, _DSML)
-            raise ValueError(f"{found!r} stands where <{self.shown}parameter name=…> is due")
+            excerpt = text[at : at + 200].strip()[:80].replace(_MARK, _DSML)
+            raise ValueError(f"{excerpt!r} stands where <{self.shown}parameter name=…> is due")
         key = opening[1]
         closing = self._value_end.search(text, opening.end())
         if closing is None:
@@ -148,6 +157,6 @@ class _Tags:
         try:
             if opening[2] is not None:
                 return key, value if opening[2] == "true" else read_json(value), closing.end()
-            return key, read_value(value, kinds_of(part_of(part_of(schema, "properties"), key), schema)), closing.end()
+            return key, read_value(value, parameter_types(schema, key)), closing.end()
         except (ValueError, RecursionError) as fault:
             raise ValueError(f"the argument {key} is not valid JSON: {fault}") from fault

@@ -13,11 +13,11 @@ from agentrl.render.parsers.base import (
     CallParser,
     Piece,
     between,
+    join_pieces,
     named_call,
     read_json,
-    text_of,
-    truncated,
-    unreadable,
+    truncated_call,
+    unreadable_call,
 )
 
 _NAMES, _ARGUMENTS, _IDS = ("name", "tool_name"), ("arguments", "parameters"), ("id", "tool_call_id")
@@ -30,7 +30,7 @@ class GraniteParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return [call for body, _ in between(pieces, self.markers[0], "") for call in list_calls(text_of(body))]
+        return [call for body, _ in between(pieces, self.markers[0], "") for call in list_calls(join_pieces(body))]
 
 
 class CohereParser(CallParser):
@@ -52,7 +52,7 @@ def closed_lists(pieces: Sequence[Piece], opening: str, closing: str) -> list[To
     return [
         call
         for body, closed in between(pieces, opening, closing)
-        for call in (list_calls(text_of(body)) if closed else [truncated(closing)])
+        for call in (list_calls(join_pieces(body)) if closed else [truncated_call(closing)])
     ]
 
 
@@ -62,18 +62,19 @@ def list_calls(text: str) -> list[ToolCall]:
     try:
         value = read_json(text)
     except (ValueError, RecursionError) as error:
-        return [unreadable(f"the calls are not valid JSON: {error}") if text.endswith(("]", "}")) else truncated("]")]
+        complete = text.endswith(("]", "}"))
+        return [unreadable_call(f"the calls are not valid JSON: {error}") if complete else truncated_call("]")]
     entries = value if isinstance(value, list) else [value]
-    return [_call(entry) for entry in entries] or [unreadable("the list of calls is empty")]
+    return [_call(entry) for entry in entries] or [unreadable_call("the list of calls is empty")]
 
 
 def _call(entry: Any) -> ToolCall:
     name = _first(entry, _NAMES, "")
     if not isinstance(name, str) or not name:
-        return unreadable('the call is not a JSON object with a "name"')
+        return unreadable_call('the call is not a JSON object with a "name"')
     id = _first(entry, _IDS, "")
     call = named_call(name, _first(entry, _ARGUMENTS, {}), id=str(id) if isinstance(id, str | int) else "")
-    return call if call.status is CallStatus.OK else unreadable(call.fault, name)
+    return call if call.status is CallStatus.OK else unreadable_call(call.fault, name)
 
 
 def _first(entry: Any, keys: Sequence[str], default: Any) -> Any:

@@ -10,7 +10,15 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    named_call,
+    truncated_call,
+    unreadable_call,
+)
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, ARGUMENTS, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -26,18 +34,18 @@ class KimiParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         calls = [_call(body, closed) for body, closed in between(pieces, OPEN, CLOSE)]
-        begun = not calls and any(not closed for _, closed in between(pieces, SECTION, SECTION_END))
-        return [truncated(SECTION_END)] if begun else calls
+        has_open_section = not calls and any(not closed for _, closed in between(pieces, SECTION, SECTION_END))
+        return [truncated_call(SECTION_END)] if has_open_section else calls
 
 
 def _call(body: Sequence[Piece], closed: bool) -> ToolCall:
-    divided = next((index for index, piece in enumerate(body) if piece.marker), len(body))
-    id = text_of(body[:divided]).strip()
-    known = _ID.fullmatch(id)
+    marker_index = next((index for index, piece in enumerate(body) if piece.marker), len(body))
+    id = join_pieces(body[:marker_index]).strip()
+    id_match = _ID.fullmatch(id)
     if not closed:
-        return replace(truncated(CLOSE, known["name"] if known else ""), id=id if known else "")
-    if known is None:
-        return unreadable(f"the call has the id {id[:80]!r}, not one such as functions.NAME:0")
-    if divided == len(body) or body[divided].text != ARGUMENTS:
-        return replace(unreadable(f"the call {id} has no {ARGUMENTS}", known["name"]), id=id)
-    return replace(named_call(known["name"], text_of(body[divided + 1 :])), id=id)
+        return replace(truncated_call(CLOSE, id_match["name"] if id_match else ""), id=id if id_match else "")
+    if id_match is None:
+        return unreadable_call(f"the call has the id {id[:80]!r}, not one such as functions.NAME:0")
+    if marker_index == len(body) or body[marker_index].text != ARGUMENTS:
+        return replace(unreadable_call(f"the call {id} has no {ARGUMENTS}", id_match["name"]), id=id)
+    return replace(named_call(id_match["name"], join_pieces(body[marker_index + 1 :])), id=id)

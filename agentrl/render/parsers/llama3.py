@@ -11,8 +11,16 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, json_call, read_json, text_of, truncated, unreadable
-from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_of, positions
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    join_pieces,
+    json_call,
+    read_json,
+    truncated_call,
+    unreadable_call,
+)
+from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_position, positions
 from agentrl.render.parsers.pythonic import python_calls
 
 TAG = "<|python_tag|>"
@@ -48,23 +56,23 @@ class Llama3Parser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return list(_read(text_of(pieces), positions(pieces, TAG), {tool.name for tool in tools}))
+        return list(_read(join_pieces(pieces), positions(pieces, TAG), {tool.name for tool in tools}))
 
 
 def _read(text: str, tags: Sequence[int], names: set[str]) -> Iterator[ToolCall]:
     """Iterate over the calls in text, with a tag at each of ``tags``; calls inside an object are part of it."""
     at: int | None = 0
-    behind = False
+    follows_call = False
     while at is not None:
-        tag = next_of(tags, at, len(text))
-        found = (behind and _NEXT.match(text, at, tag)) or _OBJECT.search(text, at, tag)
-        if found:
-            call, at = _object(text, found.start(1), names)
+        tag = next_position(tags, at, len(text))
+        opening = (follows_call and _NEXT.match(text, at, tag)) or _OBJECT.search(text, at, tag)
+        if opening:
+            call, at = _object(text, opening.start(1), names)
         elif tag < len(text):
-            call, at = _tagged(text, tag + len(TAG))
+            call, at = _read_tagged_call(text, tag + len(TAG))
         else:
             return
-        behind = call is not None
+        follows_call = call is not None
         if call is not None:
             yield call
 
@@ -74,10 +82,10 @@ def _object(text: str, start: int, names: set[str]) -> tuple[ToolCall | None, in
     end = closing(text, start, JSON)
     if end is not None:
         return _call(text[start:end], names), end
-    return (truncated("}") if _begun(text[start:]) else None), None  # the rest of the text is inside of it
+    return (truncated_call("}") if _begun(text[start:]) else None), None  # the rest of the text is inside of it
 
 
-def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
+def _read_tagged_call(text: str, start: int) -> tuple[ToolCall, int | None]:
     """Return the call after a tag, valid or not, and its end, or None if it is not closed."""
     while text[start : start + 1].isspace():
         start += 1
@@ -85,15 +93,15 @@ def _tagged(text: str, start: int) -> tuple[ToolCall, int | None]:
     if builtin is not None:
         end = closing(text, builtin.start(1), PYTHON)
         if end is None:
-            return truncated(")"), None
+            return truncated_call(")"), None
         call = python_calls(text[start:end])[0]
         return replace(call, name=call.name.removesuffix(".call")), end
     if text.startswith("{", start):
         end = closing(text, start, JSON)
-        return (truncated("}") if end is None else json_call(text[start:end], arguments=ARGUMENTS)), end
+        return (truncated_call("}") if end is None else json_call(text[start:end], arguments=ARGUMENTS)), end
     if _UNFINISHED.fullmatch(text, start):
-        return truncated("}"), None
-    return unreadable(f'what follows {TAG} is not a JSON object with a "name"'), start
+        return truncated_call("}"), None
+    return unreadable_call(f'what follows {TAG} is not a JSON object with a "name"'), start
 
 
 def _call(text: str, names: set[str]) -> ToolCall | None:
@@ -103,8 +111,8 @@ def _call(text: str, names: set[str]) -> ToolCall | None:
     except (ValueError, RecursionError):
         return json_call(text, arguments=ARGUMENTS) if _begun(text) else None
     name = value.get("name")
-    of_a_tool = isinstance(name, str) and name in names
-    if of_a_tool or (name is not None and any(key in value for key in ARGUMENTS)):
+    names_tool = isinstance(name, str) and name in names
+    if names_tool or (name is not None and any(key in value for key in ARGUMENTS)):
         return json_call(text, arguments=ARGUMENTS)
     return None
 
@@ -112,4 +120,4 @@ def _call(text: str, names: set[str]) -> ToolCall | None:
 def _begun(text: str) -> bool:
     """Return whether an object that cannot be parsed starts like a call."""
     start = "".join(text[:200].replace("'", '"').split())
-    return any(start.startswith(whole) or whole.startswith(start) for whole in _STARTS)
+    return any(start.startswith(call_start) or call_start.startswith(start) for call_start in _STARTS)

@@ -8,7 +8,15 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, named_call, text_of, truncated, unreadable
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    named_call,
+    truncated_call,
+    unreadable_call,
+)
 from agentrl.render.parsers.json_lists import list_calls
 
 OPEN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -30,16 +38,16 @@ class MistralParser(CallParser):
 
 
 def _calls(body: Sequence[Piece]) -> list[ToolCall]:
-    if body and not body[0].marker and text_of(body).lstrip().startswith("["):
-        return list_calls(text_of(body))
+    if body and not body[0].marker and join_pieces(body).lstrip().startswith("["):
+        return list_calls(join_pieces(body))
     marked = [index for index, piece in enumerate(body) if piece.marker]
     arguments = next((index for index in marked if body[index].text == ARGUMENTS), None)
-    name = text_of(body[: marked[0]] if marked else body).strip()
+    name = join_pieces(body[: marked[0]] if marked else body).strip()
     if arguments is None:
-        return [truncated(ARGUMENTS, name if marked else "")]
+        return [truncated_call(ARGUMENTS, name if marked else "")]
     if not name:
-        return [unreadable(f"the call names no function after {OPEN}")]
-    text = text_of(body[arguments + 1 :]).strip()
-    id = text_of(body[marked[0] + 1 : arguments]).strip()
+        return [unreadable_call(f"the call names no function after {OPEN}")]
+    text = join_pieces(body[arguments + 1 :]).strip()
+    id = join_pieces(body[marked[0] + 1 : arguments]).strip()
     call = named_call(name, text, id=id)
-    return [call if call.status is CallStatus.OK or text.endswith("}") else truncated("}", name)]
+    return [call if call.status is CallStatus.OK or text.endswith("}") else truncated_call("}", name)]

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, text_of, truncated, unreadable
-from agentrl.render.parsers.brackets import PYTHON, closing, next_of, positions
+from agentrl.render.parsers.base import CallParser, Piece, join_pieces, truncated_call, unreadable_call
+from agentrl.render.parsers.brackets import PYTHON, closing, next_position, positions
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 
@@ -41,7 +41,7 @@ class PythonicParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return list(_read(text_of(pieces), positions(pieces, OPEN)))
+        return list(_read(join_pieces(pieces), positions(pieces, OPEN)))
 
 
 def python_calls(source: str) -> list[ToolCall]:
@@ -53,47 +53,47 @@ def python_calls(source: str) -> list[ToolCall]:
         elements = pieces.elts if isinstance(pieces, ast.List) else [pieces]
         return [_call(element) for element in elements]
     except _UNPARSABLE as error:
-        return [unreadable(f"the call cannot be read as Python: {_reason(error)}")]
+        return [unreadable_call(f"the call cannot be read as Python: {_reason(error)}")]
 
 
 def _read(text: str, opens: Sequence[int]) -> Iterator[ToolCall]:
     """Iterate over the calls in text, with an `OPEN` at each of ``opens``; calls inside a list are part of it."""
     at = 0
     while True:
-        marker = next_of(opens, at, len(text))
-        found = _LIST.search(text, at, marker)
-        if found is None and marker == len(text):
+        marker = next_position(opens, at, len(text))
+        opening = _LIST.search(text, at, marker)
+        if opening is None and marker == len(text):
             return
         at = marker + len(OPEN)
-        found = found or _MARKED.match(text, at)
-        if found is None:
-            yield unreadable(f"what follows {OPEN} is not a list of calls")
+        opening = opening or _MARKED.match(text, at)
+        if opening is None:
+            yield unreadable_call(f"what follows {OPEN} is not a list of calls")
             continue
-        end = closing(text, found.start(1), PYTHON)
+        end = closing(text, opening.start(1), PYTHON)
         if end is None:  # the rest of the text is inside of it
-            yield truncated("]")
+            yield truncated_call("]")
             return
-        yield from python_calls(text[found.start(1) : end])
+        yield from python_calls(text[opening.start(1) : end])
         at = end
 
 
 def _call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call):
-        return unreadable("a list of calls holds something else")
+        return unreadable_call("a list of calls holds something else")
     name = _name(node.func)
     if not name:
-        return unreadable("what is called has no name")
+        return unreadable_call("what is called has no name")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return unreadable(f"the arguments of {name} are not given by name", name)
+        return unreadable_call(f"the arguments of {name} are not given by name", name)
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         assert keyword.arg is not None
         if keyword.arg in arguments:
-            return unreadable(f"the argument {keyword.arg!r} of {name} is given twice", name)
+            return unreadable_call(f"the argument {keyword.arg!r} of {name} is given twice", name)
         try:
             arguments[keyword.arg] = _literal(keyword.value)
         except ValueError as error:
-            return unreadable(f"the argument {keyword.arg!r} of {name} is {error}", name)
+            return unreadable_call(f"the argument {keyword.arg!r} of {name} is {error}", name)
     return ToolCall("", name, arguments)
 
 

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, text_of, truncated
+from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call
 from agentrl.render.parsers.pythonic import python_calls
 
 
@@ -21,7 +21,7 @@ class _PythonicBetweenMarkers(CallParser):
         return [
             call
             for body, closed in between(pieces, opening, closing)
-            for call in (python_calls(text_of(body).strip()) if closed else [truncated(closing)])
+            for call in (python_calls(join_pieces(body).strip()) if closed else [truncated_call(closing)])
         ]
 
 

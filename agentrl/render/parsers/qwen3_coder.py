@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, text_of, truncated, unreadable
+from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call, unreadable_call
 from agentrl.render.parsers.hermes import CLOSE, OPEN
-from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.render.parsers.values import parameter_types, read_value
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _NAME = re.compile(r"\s*<function=([^<>\n]+)>")
@@ -43,24 +43,24 @@ class Qwen3CoderParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         schemas = {tool.name: tool.parameters for tool in tools}
-        return [_call(text_of(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
+        return [_call(join_pieces(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
 
 
 def _call(text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:
-    named = _NAME.match(text)
-    name = named[1].strip() if named else ""
+    name_match = _NAME.match(text)
+    name = name_match[1].strip() if name_match else ""
     if not closed:
-        return truncated(CLOSE, name)
-    whole = _FUNCTION.fullmatch(text)
-    if whole is None:
-        return unreadable("the call is not <function=NAME> … </function>", name)
+        return truncated_call(CLOSE, name)
+    function = _FUNCTION.fullmatch(text)
+    if function is None:
+        return unreadable_call("the call is not <function=NAME> … </function>", name)
     schema = schemas.get(name, {})
     arguments: dict[str, Any] = {}
     try:
-        for key, value in _parameters(whole[2]):
+        for key, value in _parameters(function[2]):
             arguments[key] = _value(key, value, schema)
     except ValueError as fault:
-        return unreadable(f"{name}: {fault}", name)
+        return unreadable_call(f"{name}: {fault}", name)
     return ToolCall("", name, arguments)
 
 
@@ -83,7 +83,7 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _value(key: str, text: str, schema: Mapping[str, Any]) -> Any:
-    kinds = kinds_of(part_of(part_of(schema, "properties"), key), schema)
+    kinds = parameter_types(schema, key)
     try:
         return read_value(text if "string" in kinds else _PYTHON.get(text, text), kinds)
     except (ValueError, RecursionError) as fault:

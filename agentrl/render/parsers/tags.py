@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, named_call, text_of, truncated, unreadable
-from agentrl.render.parsers.values import kinds_of, part_of, read_value
+from agentrl.render.parsers.base import CallParser, Piece, join_pieces, named_call, truncated_call, unreadable_call
+from agentrl.render.parsers.values import parameter_types, read_value, subschema
 
 _TAG = re.compile(r"<([A-Za-z_][\w.-]*)>")
 
@@ -32,7 +32,7 @@ class TagsParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return list(_calls(text_of(pieces), {tool.name: tool for tool in tools}))
+        return list(_calls(join_pieces(pieces), {tool.name: tool for tool in tools}))
 
 
 def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
@@ -41,13 +41,13 @@ def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
     opening = re.compile(f"<({'|'.join(map(re.escape, tools))})>")
     at = 0
     ends: dict[str, int] = {}  # of the closing tag that was found last, so that none is searched for twice
-    while (found := opening.search(text, at)) is not None:
-        name, start = found[1], found.end()
+    while (tag := opening.search(text, at)) is not None:
+        name, start = tag[1], tag.end()
         end = ends.get(name, 0)
         if 0 <= end < start:
             end = ends[name] = text.find(f"</{name}>", start)
-        if end < 0 or text.find(found[0], start, end) >= 0:
-            yield truncated(f"</{name}>", name)
+        if end < 0 or text.find(tag[0], start, end) >= 0:
+            yield truncated_call(f"</{name}>", name)
             at = start
         else:
             yield _call(tools[name], text[start:end].strip())
@@ -61,14 +61,14 @@ def _call(tool: Tool, body: str) -> ToolCall:
     if body.startswith("{") and (only is None or _is_object(body, only)):
         return named_call(tool.name, body)
     tag = _TAG.match(body)
-    if tag is not None and (only is None or tag[1] in (part_of(schema, "properties") or ())):
+    if tag is not None and (only is None or tag[1] in (subschema(schema, "properties") or ())):
         try:
             return ToolCall("", tool.name, _parameters(body, schema))
         except (ValueError, RecursionError) as fault:
-            return unreadable(f"the call of {tool.name}: {fault}", tool.name)
+            return unreadable_call(f"the call of {tool.name}: {fault}", tool.name)
     if only is not None:
         return ToolCall("", tool.name, {only: body})
-    return unreadable(f"the call of {tool.name} is neither a JSON object nor one tag a parameter", tool.name)
+    return unreadable_call(f"the call of {tool.name} is neither a JSON object nor one tag a parameter", tool.name)
 
 
 def _only_string(schema: Mapping[str, Any]) -> str | None:
@@ -77,7 +77,7 @@ def _only_string(schema: Mapping[str, Any]) -> str | None:
     if len(required) != 1:
         return None
     name = required[0]
-    return name if kinds_of(part_of(part_of(schema, "properties"), name), schema) == {"string"} else None
+    return name if parameter_types(schema, name) == {"string"} else None
 
 
 def _is_object(body: str, name: str) -> bool:
@@ -100,7 +100,7 @@ def _parameters(body: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         if name in arguments:
             raise ValueError(f"the parameter {name} is given twice")
         value, body = _value(body[tag.end() :], name)
-        kinds = kinds_of(part_of(part_of(schema, "properties"), name), schema)
+        kinds = parameter_types(schema, name)
         try:
             arguments[name] = read_value(value if kinds == {"string"} else value.strip(), kinds)
         except (ValueError, RecursionError) as fault:
@@ -116,8 +116,8 @@ def _value(text: str, name: str) -> tuple[str, str]:
     closing = f"</{name}>"
     at = text.find(closing)
     while at >= 0:
-        rest = text[at + len(closing) :].lstrip()
-        if not rest or _TAG.match(rest):
-            return text[:at].removeprefix("\n").removesuffix("\n"), rest
+        text_after = text[at + len(closing) :].lstrip()
+        if not text_after or _TAG.match(text_after):
+            return text[:at].removeprefix("\n").removesuffix("\n"), text_after
         at = text.find(closing, at + 1)
     raise ValueError(f"the parameter {name} has no {closing}")

@@ -36,31 +36,36 @@ def read_value(text: str, kinds: frozenset[str]) -> Any:
     return value if fits else text
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """Return the JSON types that ``schema``, a subschema of ``root``, allows; all types if it does not restrict them."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _KINDS
     if "$ref" in schema:
-        return kinds_of(_referred(str(schema["$ref"]), root), root, depth + 1)
+        return json_types(_resolve_reference(str(schema["$ref"]), root), root, depth + 1)
     if "type" in schema:
-        named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        return _KINDS.intersection(named) or _KINDS
+        types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        return _KINDS.intersection(types) or _KINDS
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         is_type = Draft202012Validator.TYPE_CHECKER.is_type
         return frozenset(kind for kind in _KINDS if any(is_type(value, kind) for value in values))
-    either = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
-    return frozenset[str]().union(*(kinds_of(part, root, depth + 1) for part in either)) or _KINDS
+    options = [option for key in ("anyOf", "oneOf") for option in schema.get(key, ())]
+    return frozenset[str]().union(*(json_types(option, root, depth + 1) for option in options)) or _KINDS
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """Return the JSON types that the schema of a tool allows for a parameter."""
+    return json_types(subschema(subschema(schema, "properties"), name), schema)
+
+
+def _resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the subschema of ``root`` that a reference such as ``#/$defs/Point`` names; None if there is none."""
-    found: Any = root
+    referred: Any = root
     for key in reference.removeprefix("#").strip("/").split("/"):
-        found = part_of(found, key)
-    return found
+        referred = subschema(referred, key)
+    return referred
 
 
-def part_of(schema: Any, key: str) -> Any:
+def subschema(schema: Any, key: str) -> Any:
     """Return the value of ``key``; None if there is none, or ``schema`` is not an object."""
     return schema.get(key) if isinstance(schema, Mapping) else None

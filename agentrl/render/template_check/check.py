@@ -117,7 +117,9 @@ class Findings:
     def inexact(self) -> tuple[TurnTransition, ...]:
         """Transitions at which agentrl writes another text than was sampled, or than the template writes."""
         return tuple(
-            one for one in self.transitions if (one.exact is False and self._reads(one)) or one.verbatim is False
+            transition
+            for transition in self.transitions
+            if (transition.exact is False and self._reads(transition)) or transition.verbatim is False
         )
 
     def _reads(self, transition: TurnTransition) -> bool:
@@ -159,8 +161,8 @@ class Findings:
         thinking = _words(transition for transition in forks if transition.reason is ForkReason.THINKING)
         summary = [f"a new row before {always}"] if always else []
         summary += [f"a new row before {thinking} once there is reasoning"] if thinking and thinking != always else []
-        kept = any(transition.continuation is Continuation.KEEP for transition in usual)
-        summary = summary or ["one row an episode, earlier reasoning kept" if kept else "one row an episode"]
+        keeps_reasoning = any(transition.continuation is Continuation.KEEP for transition in usual)
+        summary = summary or ["one row an episode, earlier reasoning kept" if keeps_reasoning else "one row an episode"]
         results = [transition.continuation for transition in usual if transition.before == "a tool result"]
         summary += ["no tool results"] if set(results) == {Continuation.REFUSE} else []
         return ", ".join(summary)
@@ -179,11 +181,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
     """
     config = config or RenderConfig()
     renderer = make_renderer(tokenizer, config)
-    written = renderer.format
-    if config.keep_thinking or (config.format == "auto" and not isinstance(written, TemplateFormat)):
-        shown = "template" if config.format == "auto" and tokenizer.chat_template else config.format
-        written = choose_format(tokenizer, config.model_copy(update={"format": shown, "keep_thinking": False}))
-    probe = TemplateProbe(tokenizer, renderer, written)
+    template = renderer.format
+    if config.keep_thinking or (config.format == "auto" and not isinstance(template, TemplateFormat)):
+        format_name = "template" if config.format == "auto" and tokenizer.chat_template else config.format
+        template = choose_format(tokenizer, config.model_copy(update={"format": format_name, "keep_thinking": False}))
+    probe = TemplateProbe(tokenizer, renderer, template)
     transitions = find_transitions(probe)
     callers = [turn for turn in probe.turns if turn.calls]
     names = (name for name, make in PARSERS.items() if type(make()) is type(renderer.parser))
@@ -205,7 +207,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | No
 
 
 def _end(probe: TemplateProbe) -> TurnEnd:
-    written, after = probe.ends, probe.after
+    written, text_after = probe.ends, probe.text_after_end
     stops = tuple(probe.renderer.decode((index,)) for index in probe.renderer.end_token_ids)
     if not written:
         ending = Ending.UNKNOWN
@@ -213,15 +215,15 @@ def _end(probe: TemplateProbe) -> TurnEnd:
         ending = Ending.SPLIT
     else:
         ending = Ending.TRAINED if set(written) <= set(stops) else Ending.OTHER
-    return TurnEnd(written, stops, ending, after, len(probe.ids(after)))
+    return TurnEnd(written, stops, ending, text_after, len(probe.ids(text_after)))
 
 
 def _markers(probe: TemplateProbe) -> tuple[Marker, ...]:
-    seen = "".join(probe.texts)
-    parser = [marker for marker in probe.renderer.parser.markers if marker in seen]
-    thought = [mark for mark in (THINK, THINK_END) if mark in probe.thoughtless]
-    found = [*probe.ends, *SPECIAL_TOKEN_LIKE.findall(seen), *parser, *thought]
-    return tuple(Marker(text, len(probe.ids(text))) for text in dict.fromkeys(found))
+    all_text = "".join(probe.texts)
+    parser = [marker for marker in probe.renderer.parser.markers if marker in all_text]
+    think_tags = [mark for mark in (THINK, THINK_END) if mark in probe.thoughtless]
+    markers = [*probe.ends, *SPECIAL_TOKEN_LIKE.findall(all_text), *parser, *think_tags]
+    return tuple(Marker(text, len(probe.ids(text))) for text in dict.fromkeys(markers))
 
 
 def _fault(probe: TemplateProbe, transitions: tuple[TurnTransition, ...]) -> str:

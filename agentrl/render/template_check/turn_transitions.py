@@ -144,14 +144,14 @@ class TemplateProbe:
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """End tokens after a turn: at the end, before a user message, and before a tool result."""
-        texts = (self._after_words(()), self._after_words((_MORE,)), self._after_words(_RESULTS[:1]))
-        return tuple(dict.fromkeys(end for text in texts if (end := self._end_of(text))))
+        texts = (self._text_after_words(()), self._text_after_words((_MORE,)), self._text_after_words(_RESULTS[:1]))
+        return tuple(dict.fromkeys(end for text in texts if (end := self._leading_end_token(text))))
 
     @cached_property
-    def after(self) -> str:
+    def text_after_end(self) -> str:
         """Text after the end token of the last turn."""
-        text = self._after_words(())
-        return text[len(end) :] if (end := self._end_of(text)) else ""
+        text = self._text_after_words(())
+        return text[len(end) :] if (end := self._leading_end_token(text)) else ""
 
     @property
     def thoughtless(self) -> str:
@@ -163,10 +163,10 @@ class TemplateProbe:
         """The kinds of turns in this format. If the opener opens the reasoning, every turn has reasoning."""
         opens = self.renderer.format.opens_thinking
         thought = f"{THINK}\n{_REASONING}" if opens else ""
-        found = [] if opens else [self._turn("plain", Message("assistant", _WORDS))]
-        found.append(self._turn("reasoning", Message("assistant", f"{THINK}\n{_REASONING}{_WORDS}")))
-        found += [self._turn("tool call", Message("assistant", thought, calls)) for calls in (_CALLS[:1], _CALLS)]
-        return tuple(turn for turn in found if turn is not None)
+        turns = [] if opens else [self._turn("plain", Message("assistant", _WORDS))]
+        turns.append(self._turn("reasoning", Message("assistant", f"{THINK}\n{_REASONING}{_WORDS}")))
+        turns += [self._turn("tool call", Message("assistant", thought, calls)) for calls in (_CALLS[:1], _CALLS)]
+        return tuple(turn for turn in turns if turn is not None)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opener: bool = True) -> str | None:
         """Return the template's text, or None if it refuses."""
@@ -188,29 +188,29 @@ class TemplateProbe:
         read = [(call.name, call.arguments, call.status) for call in calls]
         return read == [(call.name, call.arguments, CallStatus.OK) for call in turn.calls]
 
-    def transition_of(self, turn: Turn, before: str) -> TurnTransition:
-        """Return the transition of a turn to the next messages named ``before``."""
-        new = _NEW[before]
+    def find_transition(self, turn: Turn, next_kind: str) -> TurnTransition:
+        """Return the transition of a turn to the next messages named ``next_kind``."""
+        new = _NEW[next_kind]
         tools = self._tools(turn.calls, new)
         comparisons = [self._compare(context, turn, new, tools) for context in ((_ASK,), (_ASK, _EARLIER, _MORE))]
-        preserved, difference = next((found for found in comparisons if not found[0]), comparisons[0])
-        whole = self.text((_ASK, turn.message, *new), tools)
+        preserved, difference = next((comparison for comparison in comparisons if not comparison[0]), comparisons[0])
+        text_with_new = self.text((_ASK, turn.message, *new), tools)
         closed = self.text((_ASK, turn.message), tools, opener=False)
-        stable = None if whole is None or closed is None else whole.startswith(closed)
-        drops = _THOUGHT in turn.body and whole is not None and _THOUGHT not in whole
-        continuation, reason, detail, bridged = self._continuation(turn, new, tools, whole)
+        stable = None if text_with_new is None or closed is None else text_with_new.startswith(closed)
+        drops_thinking = _THOUGHT in turn.body and text_with_new is not None and _THOUGHT not in text_with_new
+        continuation, reason, detail, bridged = self._continuation(turn, new, tools, text_with_new)
         if continuation is Continuation.BRIDGE and preserved is False:
             continuation = Continuation.KEEP
         exact = None
-        if continuation is Continuation.BRIDGE and whole is not None:
-            exact = self.renderer.decode(bridged) == self.renderer.decode(self.ids(whole))
+        if continuation is Continuation.BRIDGE and text_with_new is not None:
+            exact = self.renderer.decode(bridged) == self.renderer.decode(self.ids(text_with_new))
         return TurnTransition(
             turn.kind,
-            before,
+            next_kind,
             preserved,
             stable,
             difference,
-            drops,
+            drops_thinking,
             continuation,
             reason,
             detail,
@@ -223,20 +223,20 @@ class TemplateProbe:
     ) -> tuple[bool | None, Difference | None]:
         """Return whether a turn after ``context`` stays unchanged, and the difference if not."""
         prompt = self.text(context, tools)
-        whole = self.text((*context, turn.message, *new), tools)
-        if prompt is None or whole is None:
+        text_with_new = self.text((*context, turn.message, *new), tools)
+        if prompt is None or text_with_new is None:
             return None, None
-        difference = _difference(prompt + turn.body, whole)
+        difference = _difference(prompt + turn.body, text_with_new)
         return difference is None, difference
 
     def _continuation(
-        self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool], whole: str | None
+        self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool], text_with_new: str | None
     ) -> tuple[Continuation, ForkReason | None, str, tuple[int, ...]]:
         """Return how the renderer continues, the reason and its explanation, and the tokens of a row that continues."""
-        renderer, ids = self.renderer, self.ids(turn.body) + self._sampled_end(turn.body, whole)
+        renderer, ids = self.renderer, self.ids(turn.body) + self._sampled_end(turn.body, text_with_new)
         try:
             prompt = renderer.render((_ASK,), tools).token_ids
-            history = (_ASK, self._parsed(turn, ids, tools, prompt))
+            history = (_ASK, self._parse_turn(turn, ids, tools, prompt))
             added = renderer.bridge(history, ids, new, tools)
             if isinstance(added, Fork):
                 renderer.render((*history, *new), tools)
@@ -248,37 +248,41 @@ class TemplateProbe:
     def _verbatim(self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
         """Return whether the turn, sampled with other white space, stays so in the conversation rendered again."""
         renderer, body = self.renderer, f"{turn.body} "
-        for text, other in ((_WORDS, f" {_WORDS}  "), (THINK_END, f"  \n\n{THINK_END}"), ('": ', '" :  ')):
-            body = body.replace(text, other)
+        for text, spaced in ((_WORDS, f" {_WORDS}  "), (THINK_END, f"  \n\n{THINK_END}"), ('": ', '" :  ')):
+            body = body.replace(text, spaced)
         try:
             prompt = renderer.render((_ASK,), tools).token_ids
-            said = self._parsed(turn, self.ids(body), tools, prompt)
-            text = renderer.decode(renderer.render((_ASK, said, *new), tools).token_ids)
+            message = self._parse_turn(turn, self.ids(body), tools, prompt)
+            text = renderer.decode(renderer.render((_ASK, message, *new), tools).token_ids)
         except (ConversationError, ModelError):
             return None
-        words = said.content.rpartition(THINK_END)[2].lstrip()
-        return said.content in text or words[max(0, words.find(f" {_WORDS}")) :].lstrip() in text
+        answer = message.content.rpartition(THINK_END)[2].lstrip()
+        return message.content in text or answer[max(0, answer.find(f" {_WORDS}")) :].lstrip() in text
 
-    def _parsed(self, turn: Turn, ids: Sequence[int], tools: Sequence[Tool], prompt: Sequence[int]) -> Message:
+    def _parse_turn(self, turn: Turn, ids: Sequence[int], tools: Sequence[Tool], prompt: Sequence[int]) -> Message:
         """Return a sampled turn as an episode reads it: each call with an id of its own."""
-        said = self.renderer.parse(ids, tools, prompt_ids=prompt)
-        calls = zip(said.tool_calls, turn.calls, strict=False)
-        return replace(said, tool_calls=tuple(replace(call, id=given.id) for call, given in calls))
+        message = self.renderer.parse(ids, tools, prompt_ids=prompt)
+        calls = zip(message.tool_calls, turn.calls, strict=False)
+        return replace(message, tool_calls=tuple(replace(call, id=call_of_turn.id) for call, call_of_turn in calls))
 
-    def _sampled_end(self, body: str, whole: str | None) -> tuple[int, ...]:
+    def _sampled_end(self, body: str, text_with_new: str | None) -> tuple[int, ...]:
         """Return the end token that a policy samples: the template's, or else the format's."""
         stops = self.renderer.end_token_ids
-        written = self._end_of(whole.rpartition(body)[2].lstrip()) if whole and body in whole else ""
+        written = (
+            self._leading_end_token(text_with_new.rpartition(body)[2].lstrip())
+            if text_with_new and body in text_with_new
+            else ""
+        )
         ids = self.ids(written)
         return ids if len(ids) == 1 and ids[0] in stops else stops[:1]
 
     def _turn(self, kind: str, message: Message) -> Turn | None:
         """Return a turn that the template preserves: with the plain content, or with the template's text of it."""
-        said = message.content.removeprefix(f"{THINK}\n") if self.renderer.format.opens_thinking else message.content
+        content = message.content.removeprefix(f"{THINK}\n") if self.renderer.format.opens_thinking else message.content
         if isinstance(self._written, TemplateFormat) and not self._written.inputs.thinks:  # it has other markers
             inputs = self._written.inputs
-            said = said.replace(THINK, inputs.opening).replace(f"{THINK_END}\n\n", inputs.closing)
-        bodies = [body for body in (*((said,) if not message.tool_calls else ()), self._body(message)) if body]
+            content = content.replace(THINK, inputs.opening).replace(f"{THINK_END}\n\n", inputs.closing)
+        bodies = [body for body in (*((content,) if not message.tool_calls else ()), self._body(message)) if body]
         turns = [Turn(kind, body, message) for body in bodies]
         return next((turn for turn in turns if self._is_preserved(turn)), turns[-1] if turns else None)
 
@@ -292,10 +296,10 @@ class TemplateProbe:
         words += [_THOUGHT] if _THOUGHT in message.content else []
         for new in (_RESULTS[: len(message.tool_calls) or 1], (_MORE,), ()):
             tools = self._tools(message.tool_calls, new)
-            prompt, whole = self.text((_ASK,), tools), self.text((_ASK, message, *new), tools)
-            if prompt is None or whole is None or not whole.startswith(prompt):
+            prompt, text_with_new = self.text((_ASK,), tools), self.text((_ASK, message, *new), tools)
+            if prompt is None or text_with_new is None or not text_with_new.startswith(prompt):
                 continue
-            body = self._until_end(whole[len(prompt) :])
+            body = self._until_end(text_with_new[len(prompt) :])
             if all(word in body for word in words):
                 return body
         return None
@@ -303,13 +307,13 @@ class TemplateProbe:
     def _tools(self, calls: Sequence[ToolCall], new: Sequence[Message]) -> Sequence[Tool]:
         return self.tools if calls or any(message.role == "tool" for message in new) else ()
 
-    def _after_words(self, new: Sequence[Message]) -> str:
+    def _text_after_words(self, new: Sequence[Message]) -> str:
         """Return the text after the content of a turn."""
         tools = self._tools((), new)
         text = self.text((_ASK, Message("assistant", _WORDS), *new), tools, opener=bool(new))
         return text.partition(_WORDS)[2] if text else ""
 
-    def _end_of(self, text: str) -> str:
+    def _leading_end_token(self, text: str) -> str:
         """Return the special token, or the string that looks like one, at the start of a text."""
         starts = [token for token in self._special if text.startswith(token)]
         special_like = SPECIAL_TOKEN_LIKE.match(text)
@@ -324,8 +328,8 @@ def find_transitions(probe: TemplateProbe) -> tuple[TurnTransition, ...]:
     """Return the transitions of every kind of turn to every kind of next message."""
     if not probe.begins:
         return ()
-    pairs = ((turn, before) for turn in probe.turns for before, new in _NEW.items() if _matches_calls(turn, new))
-    return tuple(probe.transition_of(turn, before) for turn, before in pairs)
+    pairs = ((turn, next_kind) for turn in probe.turns for next_kind, new in _NEW.items() if _matches_calls(turn, new))
+    return tuple(probe.find_transition(turn, next_kind) for turn, next_kind in pairs)
 
 
 def _matches_calls(turn: Turn, new: Sequence[Message]) -> bool:
@@ -337,5 +341,12 @@ def _difference(was: str, is_now: str) -> Difference | None:
     """Return the first difference of ``is_now`` from ``was``; None if it starts with ``was``."""
     if is_now.startswith(was):
         return None
-    at = next((at for at, (one, other) in enumerate(zip(was, is_now, strict=False)) if one != other), len(is_now))
+    at = next(
+        (
+            at
+            for at, (character, new_character) in enumerate(zip(was, is_now, strict=False))
+            if character != new_character
+        ),
+        len(is_now),
+    )
     return Difference(was[max(0, at - _SHOWN // 2) : at], was[at : at + _SHOWN], is_now[at : at + _SHOWN])

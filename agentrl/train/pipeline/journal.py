@@ -29,9 +29,9 @@ from agentrl.obs.journal import (
     JournaledGroup,
     JournalLog,
     JournalState,
-    checked,
     read_journal,
     with_checksum,
+    without_checksum,
 )
 from agentrl.obs.rollout_format import portable_json, rollout_from_dict, rollout_to_dict
 from agentrl.train.pipeline.saved_episodes import SavedEpisodes
@@ -248,7 +248,7 @@ def _encoded(rollout: Rollout) -> bytes:
 
 
 def _decoded(line: bytes) -> Rollout:
-    data = orjson.loads(checked(line))
+    data = orjson.loads(without_checksum(line))
     rollout = rollout_from_dict(data["rollout"])
     others = data["others"]
     experts = map(experts_from_dict, others["experts"])

@@ -46,7 +46,7 @@ class RunRecords:
             ConfigError: see `Journal`.
         """
         recorder = RolloutRecorder(
-            folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, after=after
+            folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, resume_after=after
         )
         journal = Journal(
             folder,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from agentrl.core.atomic_files import write_atomically
 from agentrl.core.reading import reading
-from agentrl.obs.journal import checked, with_checksum
+from agentrl.obs.journal import with_checksum, without_checksum
 
 SHARE = 0.02
 """Most of the time of the driver's event loop that goes into saving."""
@@ -93,7 +93,7 @@ class GroupStates:
         if not path.exists():
             return None
         with reading(path, "state of an episode"):
-            data: dict[str, Any] = json.loads(checked(path.read_bytes().removesuffix(b"\n")))
+            data: dict[str, Any] = json.loads(without_checksum(path.read_bytes().removesuffix(b"\n")))
             state: dict[str, Any] = data["state"]
             versions = [version for node in state["trajectory"]["nodes"] for version in node["versions"]]
             fits = data["task"] == task_id and max(versions, default=-1) <= self.all.version

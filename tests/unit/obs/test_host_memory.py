@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.obs.host_memory import GIB, STEPS, HostMemory, grows, kind_of, process_memory, used_and_limit
+from agentrl.obs.host_memory import GIB, STEPS, HostMemory, grows, process_kind, process_memory, used_and_limit
 
 
 def memory(sizes, *, used=1, limit=100):
@@ -72,11 +72,11 @@ def test_this_process_is_the_trainer():
     ],
 )
 def test_kinds(line, kind):
-    assert kind_of(line.split(), "tool_server") == kind
+    assert process_kind(line.split(), "tool_server") == kind
 
 
 def test_other_processes_of_the_run_are_others():
-    assert kind_of(["sleep"], "trainer") == "other"
+    assert process_kind(["sleep"], "trainer") == "other"
 
 
 def test_the_limit_of_a_container(tmp_path):

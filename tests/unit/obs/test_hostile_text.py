@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl import Message, Task
-from agentrl.audit.report import Drifted, Fault, Report, Violation
+from agentrl.audit.report import DriftedTurn, Fault, Report, Violation
 from agentrl.audit.table import example_lines, report_table
 from agentrl.cli import main as command_line
 from agentrl.config.evaluation import EvalSet
@@ -109,7 +109,7 @@ def episodes(console: Console, text: str) -> None:
 
 
 def audit(console: Console, text: str) -> None:
-    drifted = Drifted(text, text, 0, text, (1,), (2,))
+    drifted = DriftedTurn(text, text, 0, text, (1,), (2,))
     report = Report(forks=Report().forks | {text: 1}, examples=[drifted])
     console.print(report_table(report, text))
     for line in example_lines(report):

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
-from agentrl.obs.learning_curve import distinct, plot_curve
+from agentrl.obs.learning_curve import merge_equal_series, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.rollout_panel import rollout_panel
@@ -45,7 +45,7 @@ def test_curve_is_a_png(tmp_path: Path) -> None:
 
 def test_a_series_that_is_the_same_as_another_is_drawn_once_under_both_names() -> None:
     up, down = [(1.0, 0.1), (2.0, 0.2)], [(1.0, 0.2), (2.0, 0.1)]
-    found = distinct({"train/reward": up, "eval/reward": down, "rollout/exact_match": list(up)})
+    found = merge_equal_series({"train/reward": up, "eval/reward": down, "rollout/exact_match": list(up)})
     assert found == [(["train/reward", "rollout/exact_match"], up), (["eval/reward"], down)]
 
 

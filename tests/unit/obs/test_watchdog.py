@@ -23,7 +23,7 @@ def waits():
 
 
 def texts(waits):
-    return [(one.phase, one.text) for one in waits.now()]
+    return [(one.phase, one.text) for one in waits.innermost_waits()]
 
 
 def watch(stall_warning_s, run, log=None):
@@ -52,8 +52,8 @@ def test_the_innermost_waits_are_named_with_those_they_are_in(waits):
         turn = 2
         with waiting("tool", "search", "", "call search-1"):
             assert texts(waits) == [("step 3, rollout", "rollout 3/0/1, turn 2: tool search, call search-1")]
-        assert [one.kind for one in waits.now()] == ["rollout"]
-    assert not waits.now()
+        assert [one.kind for one in waits.innermost_waits()] == ["rollout"]
+    assert not waits.innermost_waits()
 
 
 def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
@@ -70,9 +70,9 @@ def test_tasks_and_threads_wait_for_what_they_were_started_in(waits):
 
         with waiting(PHASE, "train"):
             thread = asyncio.create_task(asyncio.to_thread(blocked))
-            await until(lambda: waits.now()[0].kind == "learner")
+            await until(lambda: waits.innermost_waits()[0].kind == "learner")
             tasks = [asyncio.create_task(request(name)) for name in "ab"]
-            await until(lambda: len(waits.now()) == 3)
+            await until(lambda: len(waits.innermost_waits()) == 3)
             assert texts(waits) == [("train", "learner rank 0"), ("train", "engine a"), ("train", "engine b")]
             for task in tasks:
                 task.cancel()
@@ -113,7 +113,7 @@ def test_only_an_exit_without_an_error_is_progress(waits):
 def test_without_a_watchdog_nothing_is_kept(waits):
     def elsewhere():
         with waiting("tool"):
-            assert not waits.now()
+            assert not waits.innermost_waits()
 
     contextvars.Context().run(elsewhere)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import Message
-from agentrl.render.formats.base import schema_of
+from agentrl.render.formats.base import tool_schema
 
 TEMPLATES: Mapping[str, str] = {
     "qwen2.5": "qwen2_5",
@@ -64,7 +64,7 @@ def template_text(
     """Return what transformers makes of a conversation with trl's template ``name``."""
     text = tokenizer.apply_chat_template(
         as_dicts(messages),
-        tools=[schema_of(tool) for tool in tools] or None,
+        tools=[tool_schema(tool) for tool in tools] or None,
         chat_template=template(name),
         add_generation_prompt=opener,
         tokenize=False,
@@ -91,13 +91,13 @@ class Other:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the opener of the next turn."""
-        specs = [schema_of(tool) for tool in tools] or None
+        specs = [tool_schema(tool) for tool in tools] or None
         return tuple(self._renderer.render_ids(as_dicts(messages), tools=specs, add_generation_prompt=True))
 
     def bridge(
         self, prompt: Sequence[int], sampled: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[int, ...] | None:
         """Return the next prompt, or None where it cannot be had by appending."""
-        specs = [schema_of(tool) for tool in tools] or None
+        specs = [tool_schema(tool) for tool in tools] or None
         made = self._renderer.bridge_to_next_turn(list(prompt), list(sampled), as_dicts(new), tools=specs)
         return None if made is None else tuple(made.token_ids)

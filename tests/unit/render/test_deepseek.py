@@ -48,13 +48,13 @@ def said(renderer, text, **given):
     return renderer.parse(ids_of(renderer, text), **given).tool_calls
 
 
-def text_of(call):
+def join_pieces(call):
     return f"{CALL}function{SEP}{call.name}\n```json\n{json.dumps(dict(call.arguments))}\n```{CALL_END}"
 
 
 def without_thought(call):
     """Whether reasoning does not end in the midst of the call: V3's tokenizer has no token for it."""
-    return not re.search("</?think>", text_of(call))
+    return not re.search("</?think>", join_pieces(call))
 
 
 def sensible(messages):
@@ -218,7 +218,7 @@ def test_calls_of_r1_count_where_it_does_not_reason():
 
 @given(st.lists(calls().filter(without_thought), min_size=1, max_size=3), words)
 def test_calls_come_back_as_they_were_made(made, before):
-    text = f"{CALLS}{chr(10).join(map(text_of, made))}{CALLS_END}"
+    text = f"{CALLS}{chr(10).join(map(join_pieces, made))}{CALLS_END}"
     ids = V3.encode(before) + ids_of(V3, text)
     found = V3.parse(ids).tool_calls
     assert [(call.name, call.arguments, call.status) for call in found] == [
@@ -228,7 +228,7 @@ def test_calls_come_back_as_they_were_made(made, before):
 
 @given(st.lists(calls(wild=False), min_size=1, max_size=3), st.data())
 def test_a_turn_that_is_cut_off_makes_no_other_call(made, data):
-    ids = ids_of(V3, f"Hm.{CALLS}{chr(10).join(map(text_of, made))}{CALLS_END}")
+    ids = ids_of(V3, f"Hm.{CALLS}{chr(10).join(map(join_pieces, made))}{CALLS_END}")
     start, cut = ids.index(ids_of(V3, CALLS)[0]), data.draw(st.integers(0, len(ids)))
     found = V3.parse(ids[:cut]).tool_calls
     whole = [call for call in found if call.status is CallStatus.OK]
@@ -254,7 +254,7 @@ def test_parsing_never_raises_and_ok_calls_are_objects(text, markup):
 
 @given(st.lists(calls(), min_size=1, max_size=2))
 def test_markers_spelt_letter_by_letter_are_no_call(made):
-    ids = V3.encode(f"{CALLS}{''.join(map(text_of, made))}{CALLS_END}")
+    ids = V3.encode(f"{CALLS}{''.join(map(join_pieces, made))}{CALLS_END}")
     assert CALLS in V3.decode(ids)
     assert not V3.parse(ids).tool_calls
 

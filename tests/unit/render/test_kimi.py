@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.config.render import RenderConfig
 from agentrl.core.types import CallStatus, Fork, Message, ToolCall
-from agentrl.render.formats.base import schema_of
+from agentrl.render.formats.base import tool_schema
 from agentrl.render.formats.kimi import KimiK2
 from agentrl.render.registry import make_renderer
 from tests.unit.render.conversations import TOOLS, contents, look_up, well_formed, words
@@ -41,7 +41,7 @@ class Wrapped(Other):
         super().__init__(KIMI, "kimi-k2")
 
     def render(self, messages, tools=()):
-        specs = [schema_of(tool) for tool in tools] or None
+        specs = [tool_schema(tool) for tool in tools] or None
         return tuple(self._renderer.render_ids(as_dicts(messages), tools=specs, add_generation_prompt=True))
 
 

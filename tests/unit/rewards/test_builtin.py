@@ -7,7 +7,7 @@ from agentrl.rewards import Sample
 
 
 def score(name, rollout):
-    return reward_function(name)(Sample.of(rollout))
+    return reward_function(name)(Sample.from_rollout(rollout))
 
 
 def test_they_are_registered_like_anybodys():
@@ -58,7 +58,7 @@ def test_a_label_without_a_number(rollout):
 
 def test_a_sample_tells_what_was_sampled_from_what_was_heard(rollout):
     made = rollout("a", "b")
-    sample = Sample.of(made)
+    sample = Sample.from_rollout(made)
     assert (sample.prompt, sample.response, sample.final) == ("<user>2 + 2?<assistant>", "a[heard]b", "b")
     assert (sample.label, sample.metadata, sample.prompt_id, sample.rollout_id) == (
         "4",

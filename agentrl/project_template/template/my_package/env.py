@@ -64,20 +64,20 @@ class DirectoryEnv(Env):
         Return observation, reward, terminated, truncated, info.
         """
         if isinstance(action, ToolResults):
-            return self._found(action), 0.0, False, False, self._info()
-        said = re.search(r"<(search|answer)>([^<]*)</\1>", action.content)
-        if said is None:
+            return self._observation(action), 0.0, False, False, self._info()
+        tag = re.search(r"<(search|answer)>([^<]*)</\1>", action.content)
+        if tag is None:
             return (), 0.0, True, False, self._info()  # neither a lookup nor an answer: the end
-        if said[1] == "answer":
-            right = float(said[2].strip() == self.task.answer)
+        if tag[1] == "answer":
+            right = float(tag[2].strip() == self.task.answer)
             return (), right, True, False, self._info(right)
         if len(self.names) == self.max_lookups:
             return (), 0.0, False, True, self._info()  # cut short
-        self.names.append(said[2].strip())
+        self.names.append(tag[2].strip())
         call = ToolCall(f"lookup-{len(self.names)}", look_up.name, {"name": self.names[-1]})
         return ToolCalls((call,)), 0.0, False, False, self._info()
 
-    def _found(self, action: ToolResults) -> Observation:
+    def _observation(self, action: ToolResults) -> Observation:
         result = action.results[0]
         text = result.content if result.status is ToolStatus.OK else f"The lookup failed: {result.content}"
         # ``inline`` continues the policy's own turn, as this protocol wants it; other messages take the chat template.

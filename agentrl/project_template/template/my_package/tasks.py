@@ -55,6 +55,8 @@ class People(TaskSet):
         return tasks
 
 
-def _task(split: str, asked: str, answer: str, lookups: int) -> Task:
+def _task(split: str, subject: str, answer: str, lookups: int) -> Task:
     # The id names the group of episodes whose rewards are compared; metrics can be reported by metadata.
-    return Task(f"my_project/{split}/{asked}", (Message("user", f"What is {asked}?"),), answer, {"lookups": lookups})
+    return Task(
+        f"my_project/{split}/{subject}", (Message("user", f"What is {subject}?"),), answer, {"lookups": lookups}
+    )

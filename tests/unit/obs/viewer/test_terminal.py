@@ -7,7 +7,7 @@ from agentrl.core.types import FinishReason, SeatRecord, StopReason, Turn
 from agentrl.obs.console import make_console
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.run_files import Entry, Filters, open_run
-from agentrl.obs.viewer.terminal import joined_texts, newest, rollout_view, steps_table, tokens_table
+from agentrl.obs.viewer.terminal import joined_texts, newest_rollouts, rollout_view, steps_table, tokens_table
 
 
 def words(ids):
@@ -92,8 +92,8 @@ def test_newest_first_and_no_further_than_needed(tmp_path, make_rollout, pieces)
         stop = StopReason.MAX_TURNS if step == 2 else StopReason.TERMINATED
         recorder.write(step, [make_rollout(pieces, f"{step}-{n}", stop_reason=stop, reward=float(n)) for n in range(2)])
     run = open_run(tmp_path)
-    assert [entry.rollout.rollout_id for entry in newest(run, Filters(), 3)] == ["r30-0", "r30-1", "r29-0"]
-    assert [entry.step for entry in newest(run, Filters(stop_reason=StopReason.MAX_TURNS), 9)] == [2, 2]
+    assert [entry.rollout.rollout_id for entry in newest_rollouts(run, Filters(), 3)] == ["r30-0", "r30-1", "r29-0"]
+    assert [entry.step for entry in newest_rollouts(run, Filters(stop_reason=StopReason.MAX_TURNS), 9)] == [2, 2]
     table, note = steps_table(run, Filters())
     assert note == "12 of 30 steps, evenly"
     lines = drawn(table).splitlines()
