@@ -82,3 +82,8 @@ def test_plugins_import_only_the_contracts(folder: str) -> None:
         if one.imported.startswith("agentrl.") and one.imported.split(".")[1] not in CONTRACTS
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_plugins_have_no_import_cycles(folder: str) -> None:
+    assert strongly_connected(read_graph(REPOSITORY / folder).edges()) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl import RandomPlayer, TurnGame
@@ -10,43 +10,8 @@ from agentrl.core.game_tree import GameTree
 from agentrl.core.player import PlayerFactory
 
 from .players import NashPlayer
-
-CARDS = "JQK"
-"""From low to high."""
-NAMES = {"J": "jack", "Q": "queen", "K": "king"}
-"""Of the cards, in texts."""
-
-
-def moves_after(history: Sequence[str]) -> list[str]:
-    """Return the legal moves after the moves of ``history``."""
-    return ["fold", "call"] if history and history[-1] == "bet" else ["check", "bet"]
-
-
-def said_moves(card: str, history: Sequence[str], say_card: bool) -> list[str]:
-    """Return the texts of the legal moves; with ``say_card`` they begin with the player's card."""
-    return [f"{NAMES[card]} {move}" if say_card else move for move in moves_after(history)]
-
-
-def move_of(said: str) -> str:
-    """Return the move in the text of one."""
-    return said.rpartition(" ")[2]
-
-
-def state_text(card: str, history: Sequence[str], say_card: bool = False) -> str:
-    """Return what a player reads: its card and the moves so far, from which everything else follows."""
-    first, second = said_moves(card, history, say_card)
-    return f"Kuhn poker. Your card: {NAMES[card]}. Moves: {' '.join(history) or 'none'}. Answer {first} or {second}."
-
-
-def payoffs(cards: Sequence[str], history: Sequence[str]) -> tuple[float, float] | None:
-    """Return what each seat wins or loses with its card after the moves of ``history``; None if the game goes on."""
-    last = history[-1] if history else ""
-    if last == "fold":  # of the player who moved last
-        return (-1.0, 1.0) if len(history) % 2 else (1.0, -1.0)
-    if last != "call" and tuple(history) != ("check", "check"):
-        return None
-    stake = 2.0 if last == "call" else 1.0
-    return (stake, -stake) if CARDS.index(cards[0]) > CARDS.index(cards[1]) else (-stake, stake)
+from .rules import CARDS, move_texts, parse_move, payoffs, state_text
+from .tree import KuhnTree
 
 
 class KuhnPokerEnv(TurnGame):
@@ -80,8 +45,6 @@ class KuhnPokerEnv(TurnGame):
 
     def game_tree(self) -> GameTree[Any]:
         """Return the game as a tree."""
-        from .tree import KuhnTree
-
         return KuhnTree(self.say_card)
 
     def deal(self) -> None:
@@ -93,7 +56,7 @@ class KuhnPokerEnv(TurnGame):
     def legal_moves(self) -> list[str]:
         """Return ``check`` and ``bet``, or after a bet ``fold`` and ``call``; with `say_card` after the card's name."""
         (agent,) = self.acting
-        return said_moves(self.cards[agent], self.history, self.say_card)
+        return move_texts(self.cards[agent], self.history, self.say_card)
 
     def state_text(self, agent: str) -> str:
         """Return the player's card and the moves so far."""
@@ -101,6 +64,6 @@ class KuhnPokerEnv(TurnGame):
 
     def play(self, agent: str, move: str) -> Mapping[str, float] | None:
         """Make a move; at a showdown the higher card wins."""
-        self.history = [*self.history, move_of(move)]
-        found = payoffs([self.cards[one] for one in self.possible_agents], self.history)
-        return None if found is None else dict(zip(self.possible_agents, found, strict=True))
+        self.history = [*self.history, parse_move(move)]
+        chips = payoffs([self.cards[player] for player in self.possible_agents], self.history)
+        return None if chips is None else dict(zip(self.possible_agents, chips, strict=True))

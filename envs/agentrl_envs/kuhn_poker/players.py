@@ -35,7 +35,7 @@ class NashPlayer:
 
     def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
         """Return a move."""
-        found = re.search(r"card: (\w)\w+\. Moves: ([\w ]+)\.", messages[-1].content)
-        assert found is not None, "the text of a state has card and moves"
+        card_and_moves = re.search(r"card: (\w)\w+\. Moves: ([\w ]+)\.", messages[-1].content)
+        assert card_and_moves is not None, "the text of a state has card and moves"
         passive, active = legal_moves
-        return active if self._rng.random() < NASH[found[1].upper(), found[2]] else passive
+        return active if self._rng.random() < NASH[card_and_moves[1].upper(), card_and_moves[2]] else passive

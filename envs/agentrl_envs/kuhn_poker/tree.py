@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
-from .env import CARDS, move_of, moves_after, payoffs, said_moves, state_text
+from .rules import CARDS, legal_moves, move_texts, parse_move, payoffs, state_text
 
 Deal = tuple[str, ...]
 """The cards by seat, and then the moves; empty before the deal."""
@@ -38,11 +38,11 @@ class KuhnTree:
 
     def actions(self, state: Deal) -> Sequence[str]:
         """Return the legal moves."""
-        return said_moves(state[len(state) % 2], state[2:], self.say_card)
+        return move_texts(state[len(state) % 2], state[2:], self.say_card)
 
     def child(self, state: Deal, action: str) -> Deal:
         """Return the state after a deal or a move."""
-        return (*state, move_of(action)) if state else tuple(action)
+        return (*state, parse_move(action)) if state else tuple(action)
 
     def information_set(self, state: Deal) -> str:
         """Return what the player who moves reads."""
@@ -50,16 +50,16 @@ class KuhnTree:
 
     def payoff(self, state: Deal, player: int) -> float:
         """Return a seat's payoff."""
-        found = payoffs(state[:2], state[2:])
-        assert found is not None, "the game is over"
-        return found[player]
+        chips = payoffs(state[:2], state[2:])
+        assert chips is not None, "the game is over"
+        return chips[player]
 
 
 def nash_strategy(bets: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
     """Return a strategy from the probability of ``bet`` or ``call`` by card and moves so far, such as `players.NASH`."""
-    found = {}
+    strategy = {}
     for (card, moves), chance in bets.items():
         history = () if moves == "none" else tuple(moves.split())
-        passive, active = moves_after(history)
-        found[state_text(card, history)] = {passive: 1 - chance, active: chance}
-    return found
+        passive, active = legal_moves(history)
+        strategy[state_text(card, history)] = {passive: 1 - chance, active: chance}
+    return strategy

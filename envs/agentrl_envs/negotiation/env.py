@@ -12,11 +12,11 @@ from agentrl.core.player import PlayerFactory
 from .players import GreedyPlayer
 
 ITEMS = ("books", "hats", "balls")
-_MOST = 3
+_MAX_COUNT = 3
 """Items of a kind."""
-_WHOLE = 10
+_TOTAL_VALUE = 10
 """What all items are worth to each player."""
-_LONGEST_TALK = 200
+_MAX_TALK_CHARS = 200
 """Characters of what a player says before its move that the other one reads."""
 
 
@@ -60,9 +60,9 @@ class NegotiationEnv(TurnGame):
         self.offers, self.talk = [], ""
         choices: list[list[int]] = []
         while len(choices) < 2:  # some numbers of items have no or one choice of values
-            self.counts = [int(number) for number in self.np_random.integers(1, _MOST + 1, len(ITEMS))]
-            each = product(*(range(_WHOLE // count + 1) for count in self.counts))
-            choices = [list(values) for values in each if self._worth(self.counts, values) == _WHOLE]
+            self.counts = [int(number) for number in self.np_random.integers(1, _MAX_COUNT + 1, len(ITEMS))]
+            price_lists = product(*(range(_TOTAL_VALUE // count + 1) for count in self.counts))
+            choices = [list(values) for values in price_lists if self._worth(self.counts, values) == _TOTAL_VALUE]
         drawn = self.np_random.choice(len(choices), len(self.agents), replace=False)
         self.values = {agent: choices[int(index)] for agent, index in zip(self.agents, drawn, strict=True)}
 
@@ -74,30 +74,30 @@ class NegotiationEnv(TurnGame):
     def read_move(self, text: str) -> str:
         """Return the last line of a turn; what is before it is said to the other player."""
         lines = text.rpartition("</think>")[2].strip().splitlines()
-        self.talk = " ".join(lines[:-1])[:_LONGEST_TALK]
+        self.talk = " ".join(lines[:-1])[:_MAX_TALK_CHARS]
         return super().read_move(lines[-1] if lines else "")
 
     def state_text(self, agent: str) -> str:
         """Return the rules with the player's values in its first turn, and the last offer."""
-        left = self.max_offers - len(self.offers)
-        said = f'The other player says "{self.talk}". ' if self.talk else ""
-        last = f"{said}The other player keeps {_numbers(self.offers[-1])}." if self.offers else ""
-        asked = f"Accept, or keep A B C. Offers left: {left}."
+        offers_left = self.max_offers - len(self.offers)
+        quote = f'The other player says "{self.talk}". ' if self.talk else ""
+        last = f"{quote}The other player keeps {_numbers(self.offers[-1])}." if self.offers else ""
+        question = f"Accept, or keep A B C. Offers left: {offers_left}."
         if self._moves[agent]:
-            return f"{last} {asked}"
-        own = zip(self.counts, ITEMS, self.values[agent], strict=True)
-        items = ", ".join(f"{count} {name} worth {value} each" for count, name, value in own)
-        return f"Divide {items}. {last} {asked}" if last else f"Divide {items}. {asked}"
+            return f"{last} {question}"
+        stock = zip(self.counts, ITEMS, self.values[agent], strict=True)
+        items = ", ".join(f"{count} {name} worth {value} each" for count, name, value in stock)
+        return f"Divide {items}. {last} {question}" if last else f"Divide {items}. {question}"
 
     def play(self, agent: str, move: str) -> Mapping[str, float] | None:
         """Make an offer, or accept the last one."""
         if move == "accept":
-            kept = self.offers[-1]
-            left = [count - number for count, number in zip(self.counts, kept, strict=True)]
-            other = self.next_to_move(agent)
+            offer = self.offers[-1]
+            remainder = [count - number for count, number in zip(self.counts, offer, strict=True)]
+            partner = self.next_to_move(agent)
             return {
-                agent: self._worth(left, self.values[agent]) / _WHOLE,
-                other: self._worth(kept, self.values[other]) / _WHOLE,
+                agent: self._worth(remainder, self.values[agent]) / _TOTAL_VALUE,
+                partner: self._worth(offer, self.values[partner]) / _TOTAL_VALUE,
             }
         self.offers = [*self.offers, [int(number) for number in move.split()[1:]]]
         return dict.fromkeys(self.agents, 0.0) if len(self.offers) == self.max_offers else None

@@ -22,13 +22,13 @@ class GreedyPlayer:
         """Return ``accept`` or an offer."""
         text = messages[-1].content
         if not self._values:
-            self._counts = [int(found) for found in re.findall(r"(\d) [a-z]+ worth", text)]
-            self._values = [int(found) for found in re.findall(r"worth (\d+)", text)]
-        whole = sum(count * value for count, value in zip(self._counts, self._values, strict=True))
-        if found := re.search(r"keeps (\d) (\d) (\d)", text):
-            left = [count - int(kept) for count, kept in zip(self._counts, found.groups(), strict=True)]
-            worth = sum(count * value for count, value in zip(left, self._values, strict=True))
-            if 2 * worth >= whole and "accept" in legal_moves:
+            self._counts = [int(digits) for digits in re.findall(r"(\d) [a-z]+ worth", text)]
+            self._values = [int(digits) for digits in re.findall(r"worth (\d+)", text)]
+        total = sum(count * value for count, value in zip(self._counts, self._values, strict=True))
+        if last_offer := re.search(r"keeps (\d) (\d) (\d)", text):
+            remainder = [count - int(taken) for count, taken in zip(self._counts, last_offer.groups(), strict=True)]
+            worth = sum(count * value for count, value in zip(remainder, self._values, strict=True))
+            if 2 * worth >= total and "accept" in legal_moves:
                 return "accept"
         keep = list(self._counts)
         cheapest = [kind for kind, value in enumerate(self._values) if value == min(self._values)]

@@ -73,33 +73,37 @@ class ProposerSolverEnv(MultiAgentEnv):
         self.problem, self.answer, self.number = "", 0, 0
         held_out = self.task.metadata.get("held_out")
         if held_out is not None:
-            problems = self._held_out()
+            problems = self._held_out_problems()
             self._set(*problems[int(held_out) % len(problems)])
             return self._show()
         self.acting = (PROPOSER,)
         self.number = int(self.task.metadata.get("number", 1)) % (self.largest + 1)
-        asked = f"Set a problem with the number {self.number}, such as {self.number} + 3. Numbers up to {self.largest}."
-        return self._views({PROPOSER: asked}), self._infos([PROPOSER], self._problems())
+        request = (
+            f"Set a problem with the number {self.number}, such as {self.number} + 3. Numbers up to {self.largest}."
+        )
+        return self._views({PROPOSER: request}), self._infos([PROPOSER], self._problems())
 
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Take the problem, or all answers to it."""
-        said = {agent: _last_line(actions[agent].content) if agent in actions else "" for agent in self.acting}
+        texts_by_agent = {
+            agent: _last_line(actions[agent].content) if agent in actions else "" for agent in self.acting
+        }
         solvers = self.possible_agents[1:]
         if self.acting == (PROPOSER,):
-            found = self._read_problem(said[PROPOSER])
-            if found is None:
+            problem = self._read_problem(texts_by_agent[PROPOSER])
+            if problem is None:
                 return self._over(self.forfeit(PROPOSER), {PROPOSER})
-            if _is_held_out(found[0], found[2]):
+            if _is_held_out(problem[0], problem[2]):
                 return self._over({}, set())
-            self._set(*found)
+            self._set(*problem)
             views, infos = self._show()
             still = dict.fromkeys(self.agents, False)
             return views, dict.fromkeys(self.agents, 0.0), still, dict(still), infos
-        answers = {agent: re.findall(r"-?\d+", said[agent]) for agent in solvers}
+        answers = {agent: re.findall(r"-?\d+", texts_by_agent[agent]) for agent in solvers}
         illegal = {agent for agent in solvers if not answers[agent]}
-        right = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
-        share = float(np.mean([right[agent] for agent in solvers]))
-        rewards = {agent: float(right[agent]) - self.illegal_cost * (agent in illegal) for agent in solvers}
+        correct = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
+        share = float(np.mean([correct[agent] for agent in solvers]))
+        rewards = {agent: float(correct[agent]) - self.illegal_cost * (agent in illegal) for agent in solvers}
         if "held_out" not in self.task.metadata:
             rewards[PROPOSER] = 4 * share * (1 - share)
         return self._over(rewards, illegal, share)
@@ -110,10 +114,10 @@ class ProposerSolverEnv(MultiAgentEnv):
 
     def _read_problem(self, text: str) -> tuple[int, str, int] | None:
         """Return the problem in a text, with the number of the task; None if it is none."""
-        found = _PROBLEM.fullmatch(text.strip())
-        if found is None:
+        match = _PROBLEM.fullmatch(text.strip())
+        if match is None:
             return None
-        a, sign, b = int(found[1]), found[2], int(found[3])
+        a, sign, b = int(match[1]), match[2], int(match[3])
         fits = max(a, b) <= self.largest and self.number in (a, b) and sign in self.operations
         return (a, sign, b) if fits else None
 
@@ -139,12 +143,12 @@ class ProposerSolverEnv(MultiAgentEnv):
         all_rewards = {agent: float(rewards.get(agent, 0.0)) for agent in agents}
         return views, all_rewards, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
 
-    def _held_out(self) -> list[tuple[int, str, int]]:
+    def _held_out_problems(self) -> list[tuple[int, str, int]]:
         """Return all held-out problems, in random order."""
         numbers = range(self.largest + 1)
         pairs = [(a, b) for a in numbers for b in numbers if _is_held_out(a, b)]
         problems = [(a, sign, b) for a, b in pairs for sign in self.operations]
-        return [problems[place] for place in np.random.default_rng(0).permutation(len(problems))]
+        return [problems[index] for index in np.random.default_rng(0).permutation(len(problems))]
 
     def _views(self, texts: Mapping[str, str]) -> dict[str, View]:
         return {
@@ -155,7 +159,7 @@ class ProposerSolverEnv(MultiAgentEnv):
         return {agent: {"legal_moves": moves} if agent in agents else {} for agent in self.agents}
 
     def _problems(self) -> list[str]:
-        return [f"{self.number} {sign} {other}" for sign in self.operations for other in range(self.largest + 1)]
+        return [f"{self.number} {sign} {number}" for sign in self.operations for number in range(self.largest + 1)]
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the episode."""
@@ -177,7 +181,7 @@ def _is_held_out(a: int, b: int) -> bool:
 
 
 class _Numbers(MadeTasks):
-    """Tasks with a number each; in evaluation with the place of a held-out problem."""
+    """Tasks with a number each; in evaluation with the index of a held-out problem."""
 
     def __init__(self, split: str, seed: int) -> None:
         super().__init__(split, 1000)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from agentrl import Message
-from agentrl_envs.solver_critic.players import careless_sum, slipped
+from agentrl_envs.solver_critic.players import add_slip, careless_sum
 
 _EASY = 0.5
 """Share of problems with a number up to `_SMALL`, on top of those that chance gives."""
@@ -23,11 +23,11 @@ class CarelessPlayer:
 
     def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
         """Return a problem or an answer."""
-        if found := re.fullmatch(r"(\d+) ([-+*]) (\d+) = \?", messages[-1].content):
-            a, b = int(found[1]), int(found[3])
-            if found[2] == "+":
+        if problem := re.fullmatch(r"(\d+) ([-+*]) (\d+) = \?", messages[-1].content):
+            a, b = int(problem[1]), int(problem[3])
+            if problem[2] == "+":
                 return str(careless_sum(a, b, self._rng))
-            return str(slipped(a - b if found[2] == "-" else a * b, self._rng))
+            return str(add_slip(a - b if problem[2] == "-" else a * b, self._rng))
         easy = [move for move in legal_moves if int(move.rpartition(" ")[2]) <= _SMALL]
         moves = easy if self._rng.random() < _EASY else legal_moves
         return str(moves[int(self._rng.integers(len(moves)))])

@@ -64,62 +64,62 @@ class SolverCriticEnv(MultiAgentEnv):
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Take the answer of the solver, or the verdict of the critic."""
         (agent,) = self.acting
-        said = actions[agent].content.rpartition("</think>")[2].strip() if agent in actions else ""
-        legal = self._take(agent, said)
+        text = actions[agent].content.rpartition("</think>")[2].strip() if agent in actions else ""
+        legal = self._take(agent, text)
         rewards = dict.fromkeys(self.agents, 0.0)
         if not legal:
             self.illegal[agent] += 1
             rewards[agent] -= self.illegal_cost
         if agent == SOLVER and len(self.answers) == 1:
-            rewards[SOLVER] += self.first_reward * self._right(0)
+            rewards[SOLVER] += self.first_reward * self._is_right(0)
         over = len(self.answers) == 2
         if over:
-            for one, reward in self._final().items():
-                rewards[one] += reward
+            for player, reward in self._final_rewards().items():
+                rewards[player] += reward
             agents, self.agents, self.acting = list(self.agents), [], ()
-            views: dict[str, View] = {one: {"messages": ()} for one in agents}
-            infos = {one: {"metrics": self._metrics(one)} for one in agents}
+            views: dict[str, View] = {player: {"messages": ()} for player in agents}
+            infos = {player: {"metrics": self._metrics(player)} for player in agents}
             return views, rewards, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
         self.acting = (CRITIC if agent == SOLVER else SOLVER,)
         answer = self.answers[-1] or "none"
         shown = (
             f"{self.task.question} Answer: {answer}. Right or wrong?"
             if agent == SOLVER
-            else f"{said[:200]} Answer again."
+            else f"{text[:200]} Answer again."
         )
         still = dict.fromkeys(self.agents, False)
         return self._views(self.acting[0], shown), rewards, still, dict(still), self._infos()
 
-    def _take(self, agent: str, said: str) -> bool:
+    def _take(self, agent: str, text: str) -> bool:
         """Record a turn; return whether it is legal."""
         if agent == SOLVER:
-            found = re.findall(r"-?\d+", said)
-            self.answers = [*self.answers, found[-1] if found else ""]
-            return bool(found)
-        word = re.match(r"[a-z]*", said.lower())
+            numbers = re.findall(r"-?\d+", text)
+            self.answers = [*self.answers, numbers[-1] if numbers else ""]
+            return bool(numbers)
+        word = re.match(r"[a-z]*", text.lower())
         self.verdict = word[0] if word and word[0] in ("right", "wrong") else ""
         return bool(self.verdict)
 
-    def _final(self) -> dict[str, float]:
-        team = float(self._right(1))
-        return {SOLVER: team, CRITIC: team + self.verdict_reward * self._judged()}
+    def _final_rewards(self) -> dict[str, float]:
+        team = float(self._is_right(1))
+        return {SOLVER: team, CRITIC: team + self.verdict_reward * self._verdict_is_right()}
 
-    def _right(self, turn: int) -> bool:
+    def _is_right(self, turn: int) -> bool:
         return self.answers[turn] == str(self.task.answer)
 
-    def _judged(self) -> bool:
-        return self.verdict == ("right" if self._right(0) else "wrong")
+    def _verdict_is_right(self) -> bool:
+        return self.verdict == ("right" if self._is_right(0) else "wrong")
 
     def _metrics(self, agent: str) -> dict[str, float]:
         return {
-            "first_right": float(self._right(0)),
-            "last_right": float(self._right(1)),
-            "verdict_right": float(self._judged()),
+            "first_right": float(self._is_right(0)),
+            "last_right": float(self._is_right(1)),
+            "verdict_right": float(self._verdict_is_right()),
             f"{agent}_illegal": float(self.illegal[agent]),
         }
 
     def _views(self, agent: str, text: str) -> dict[str, View]:
-        return {one: {"messages": (Message("user", text),) if one == agent else ()} for one in self.agents}
+        return {reader: {"messages": (Message("user", text),) if reader == agent else ()} for reader in self.agents}
 
     def _infos(self) -> dict[str, dict[str, Any]]:
         moves = {SOLVER: [str(number) for number in range(2 * _LARGEST + 1)], CRITIC: ["right", "wrong"]}
@@ -127,8 +127,8 @@ class SolverCriticEnv(MultiAgentEnv):
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the episode."""
-        own = {"answers": list(self.answers), "verdict": self.verdict, "illegal": dict(self.illegal)}
-        return super().get_state() | own
+        episode_state = {"answers": list(self.answers), "verdict": self.verdict, "illegal": dict(self.illegal)}
+        return super().get_state() | episode_state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the state of the episode."""

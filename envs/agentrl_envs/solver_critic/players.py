@@ -16,10 +16,10 @@ _FORGETS_CARRY, _SLIPS, _MISJUDGES = 0.4, 0.3, 0.35
 def careless_sum(a: int, b: int, rng: np.random.Generator) -> int:
     """Return the sum of two numbers with mistakes: at times without the carry of the last digits, or off by one."""
     forgets = a % 10 + b % 10 >= 10 and rng.random() < _FORGETS_CARRY
-    return slipped(a + b - 10 * forgets, rng)
+    return add_slip(a + b - 10 * forgets, rng)
 
 
-def slipped(result: int, rng: np.random.Generator) -> int:
+def add_slip(result: int, rng: np.random.Generator) -> int:
     """Return a result, at times off by one."""
     return result + (int(rng.choice([-1, 1])) if rng.random() < _SLIPS else 0)
 
@@ -38,8 +38,8 @@ class CarelessPlayer:
     def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
         """Return an answer or a verdict."""
         text = messages[-1].content
-        if found := re.fullmatch(r"(\d+) \+ (\d+) = \?", text):
-            self._problem = int(found[1]), int(found[2])
+        if problem := re.fullmatch(r"(\d+) \+ (\d+) = \?", text):
+            self._problem = int(problem[1]), int(problem[2])
             self._answer = careless_sum(*self._problem, self._rng)
         elif judged := re.fullmatch(r"(\d+) \+ (\d+) = \? Answer: (.*)\. Right or wrong\?", text):
             is_right = judged[3] == str(int(judged[1]) + int(judged[2]))
@@ -47,7 +47,7 @@ class CarelessPlayer:
         elif self._problem is None:
             return legal_moves[int(self._rng.integers(len(legal_moves)))]
         elif text.startswith("wrong"):
-            before = self._answer
-            while self._answer == before:
+            wrong_answer = self._answer
+            while self._answer == wrong_answer:
                 self._answer = careless_sum(*self._problem, self._rng)
         return str(self._answer)

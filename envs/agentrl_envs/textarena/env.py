@@ -90,13 +90,13 @@ class TextArenaEnv(MultiAgentEnv):
         with self._random.lent():
             rewards, game_info = self._env.close()
         self.agents, self.acting = [], ()
-        views: dict[str, View] = {one: {"messages": ()} for one in agents}
+        views: dict[str, View] = {player: {"messages": ()} for player in agents}
         numbers, infos = {}, {}
-        for number, one in enumerate(agents):
+        for number, player in enumerate(agents):
             illegal = bool((game_info or {}).get(number, {}).get("invalid_move", False))
-            numbers[one] = float((rewards or {}).get(number, 0.0)) - self.illegal_cost * illegal
-            metrics = {"win": float(numbers[one] > 0), "loss": float(numbers[one] < 0), "illegal": float(illegal)}
-            infos[one] = {"metrics": metrics}
+            numbers[player] = float((rewards or {}).get(number, 0.0)) - self.illegal_cost * illegal
+            metrics = {"win": float(numbers[player] > 0), "loss": float(numbers[player] < 0), "illegal": float(illegal)}
+            infos[player] = {"metrics": metrics}
         return views, numbers, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
 
     def forfeit(self, agent: str) -> dict[str, float]:

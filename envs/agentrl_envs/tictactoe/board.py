@@ -27,7 +27,7 @@ def winner(board: str) -> str:
     return ""
 
 
-def other(mark: str) -> str:
+def opponent_mark(mark: str) -> str:
     """Return the other player's mark."""
     return "O" if mark == "X" else "X"
 
@@ -37,10 +37,10 @@ def value(board: str, mark: str) -> int:
     """Return the result for the player of ``mark``, who moves next, if both play perfectly: 1, 0 or -1."""
     if winner(board):
         return -1  # the other player has just completed a line
-    return max((-value(put(board, cell, mark), other(mark)) for cell in free_cells(board)), default=0)
+    return max((-value(put(board, cell, mark), opponent_mark(mark)) for cell in free_cells(board)), default=0)
 
 
 def best_cells(board: str, mark: str) -> list[int]:
     """Return the moves with the best result for the player of ``mark``."""
-    values = {cell: -value(put(board, cell, mark), other(mark)) for cell in free_cells(board)}
-    return [cell for cell, found in values.items() if found == max(values.values())]
+    values = {cell: -value(put(board, cell, mark), opponent_mark(mark)) for cell in free_cells(board)}
+    return [cell for cell, score in values.items() if score == max(values.values())]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from agentrl import RandomPlayer, TurnGame
 from agentrl.core.player import PlayerFactory
 
-from .board import EMPTY, LINES, free_cells, other, put, winner
+from .board import EMPTY, LINES, free_cells, opponent_mark, put, winner
 from .players import MinimaxPlayer
 
 
@@ -23,14 +23,14 @@ _LINE_ORDER = ("+-", "__", "-_", "+_", "--", "++")
 """Two cells of a line, own marks first: by the number of marks of a player who can still complete it."""
 
 
-def own_view(board: str, mark: str) -> str:
+def relative_board(board: str, mark: str) -> str:
     """Return the board with ``+`` for the marks of ``mark``, ``-`` for the other player's and ``_`` for free cells."""
-    return board.translate({ord(mark): "+", ord(other(mark)): "-", ord("."): "_"})
+    return board.translate({ord(mark): "+", ord(opponent_mark(mark)): "-", ord("."): "_"})
 
 
 def lines_through(view: str, cell: int) -> list[str]:
     """Return the other two cells of each line through a free cell, ordered by `_LINE_ORDER`."""
-    pairs = [[view[one] for one in line if one != cell] for line in LINES if cell in line]
+    pairs = [[view[neighbour] for neighbour in line if neighbour != cell] for line in LINES if cell in line]
     return sorted(("".join(sorted(pair, key="+-_".index)) for pair in pairs), key=_LINE_ORDER.index)
 
 
@@ -41,7 +41,7 @@ def cell_row(view: str, cell: int) -> str:
 
 def lines_text(board: str, mark: str) -> str:
     """Return what the player of ``mark`` reads with ``show_lines``: the board, and the row of each free cell."""
-    view = own_view(board, mark)
+    view = relative_board(board, mark)
     rows = [view[start : start + 3] for start in (0, 3, 6)]
     rows += [cell_row(view, cell) for cell in free_cells(board)]
     return "Tic-tac-toe. You are +. Answer with a row that has a number.\n" + "\n".join(rows)
@@ -77,7 +77,7 @@ class TicTacToeEnv(TurnGame):
         free = free_cells(self.board)
         if not self.show_lines:
             return [str(cell + 1) for cell in free]
-        view = own_view(self.board, self._mark(self.acting[0]))
+        view = relative_board(self.board, self._mark(self.acting[0]))
         return [cell_row(view, cell) for cell in free]
 
     def state_text(self, agent: str) -> str:
@@ -92,4 +92,4 @@ class TicTacToeEnv(TurnGame):
         return None if free_cells(self.board) else dict.fromkeys(self.agents, 0.0)
 
     def _mark(self, agent: str) -> str:
-        return "X" if agent == self.possible_agents[0] else other("X")
+        return "X" if agent == self.possible_agents[0] else opponent_mark("X")

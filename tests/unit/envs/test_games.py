@@ -7,11 +7,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 from agentrl_envs.kuhn_poker import KuhnPokerEnv
-from agentrl_envs.kuhn_poker.env import CARDS, moves_after
 from agentrl_envs.kuhn_poker.players import NASH
+from agentrl_envs.kuhn_poker.rules import CARDS, legal_moves
 from agentrl_envs.negotiation import NegotiationEnv
 from agentrl_envs.tictactoe import TicTacToeEnv, lines_text
-from agentrl_envs.tictactoe.board import EMPTY, best_cells, free_cells, other, put, winner
+from agentrl_envs.tictactoe.board import EMPTY, best_cells, free_cells, opponent_mark, put, winner
 
 from agentrl import Message
 from agentrl.testing import check_multi_agent_env
@@ -69,7 +69,7 @@ def test_minimax_has_its_exact_results_against_random():
         if winner(board):
             return Fraction(winner(board) == minimax)
         cells = best_cells(board, mark) if mark == minimax else free_cells(board)
-        return sum((wins(put(board, cell, mark), other(mark), minimax) for cell in cells), Fraction()) / (
+        return sum((wins(put(board, cell, mark), opponent_mark(mark), minimax) for cell in cells), Fraction()) / (
             len(cells) or 1
         )
 
@@ -90,7 +90,7 @@ def test_nash_has_the_value_of_the_game():
         env.history = list(history)
         bets = NASH[cards[seat], " ".join(history) or "none"]
         total = 0.0
-        for move, chance in zip(moves_after(history), (1 - bets, bets), strict=True):
+        for move, chance in zip(legal_moves(history), (1 - bets, bets), strict=True):
             env.history = list(history)
             payoffs = env.play(env.agents[seat], move)
             total += chance * (payoffs["player_0"] if payoffs is not None else value(cards, (*history, move)))
