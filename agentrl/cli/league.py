@@ -50,10 +50,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _rating_table(ratings: Ratings, rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("player", "rating", "±", "rating - 3 ±", "change in 10 steps")
-    before = Ratings.from_state(rows[max(0, len(rows) - 11)]["ratings"])
+    earlier = Ratings.from_state(rows[max(0, len(rows) - 11)]["ratings"])
     for player in ratings.ranking():
         rating = ratings.of(player)
-        change = f"{rating.mu - before.table[player].mu:+.2f}" if player in before.table else ""
+        change = f"{rating.mu - earlier.table[player].mu:+.2f}" if player in earlier.table else ""
         table.add_row(player, f"{rating.mu:.2f}", f"{rating.sigma:.2f}", f"{rating.low:.2f}", change)
     return table
 
@@ -63,9 +63,11 @@ def _win_matrix(results: WinTable, ratings: Ratings, seat: int) -> Table:
     players = shown_players(ratings, results)
     table = Table(f"seat {seat} against", *players, title=f"wins/draws/losses in seat {seat}")
     for player in players:
-        records = [results.record(player, other, seat) for other in players]
-        if any(one.games for one in records):
-            cells = [f"{one.wins:g}/{one.draws:g}/{one.losses:g}" if one.games else "" for one in records]
+        records = [results.record(player, opponent, seat) for opponent in players]
+        if any(record.games for record in records):
+            cells = [
+                f"{record.wins:g}/{record.draws:g}/{record.losses:g}" if record.games else "" for record in records
+            ]
             table.add_row(player, *cells)
     return table
 
@@ -73,13 +75,13 @@ def _win_matrix(results: WinTable, ratings: Ratings, seat: int) -> Table:
 def _evaluation_table(row: Mapping[str, Any]) -> Table:
     """Return results of the policy in each set of an evaluation, by seat."""
     table = Table("set", "seat", "wins/draws/losses", "score", "reward", title=f"evaluation after step {row['step']}")
-    for name, found in row["evaluation"].items():
-        results = WinTable.from_state(found["results"])
-        for (_, _, seat), one in sorted(results.records.items()):
+    for name, report in row["evaluation"].items():
+        results = WinTable.from_state(report["results"])
+        for (_, _, seat), record in sorted(results.records.items()):
             cells = (
-                f"{one.wins:g}/{one.draws:g}/{one.losses:g}",
-                f"{one.score:.2f}",
-                f"{found['reward'][str(seat)]:.3f}",
+                f"{record.wins:g}/{record.draws:g}/{record.losses:g}",
+                f"{record.score:.2f}",
+                f"{report['reward'][str(seat)]:.3f}",
             )
             table.add_row(name, str(seat), *cells)
     return table
@@ -87,14 +89,14 @@ def _evaluation_table(row: Mapping[str, Any]) -> Table:
 
 def _print_asymmetry(console: Console, ratings: Ratings, results: WinTable) -> None:
     """Print how much more the policy scores in its best seat than in its worst one, against each opponent."""
-    found = {
-        other: (results.asymmetry(POLICY, other), results.record(POLICY, other))
-        for other in [POLICY, *ratings.ranking()]
-        if other != POLICY or results.record(POLICY, POLICY).games
+    records = {
+        opponent: (results.asymmetry(POLICY, opponent), results.record(POLICY, opponent))
+        for opponent in [POLICY, *ratings.ranking()]
+        if opponent != POLICY or results.record(POLICY, POLICY).games
     }
     table = Table("policy against", "score", "largest difference between seats", title="role asymmetry")
-    for other, (difference, record) in found.items():
+    for opponent, (difference, record) in records.items():
         if record.games:
-            name = "itself" if other == POLICY else other
+            name = "itself" if opponent == POLICY else opponent
             table.add_row(name, f"{record.score:.2f}", f"{difference:.2f}")
     console.print(table)

@@ -14,17 +14,17 @@ Strategy = Mapping[Hashable, Mapping[str, float]]
 
 def expected_payoff(game: GameTree[S], strategies: Sequence[Strategy], player: int) -> float:
     """Return the payoff of ``player`` if both follow their strategies, by seat."""
-    known: dict[S, float] = {}
+    payoffs: dict[S, float] = {}
 
     def value(state: S) -> float:
-        if state not in known:
+        if state not in payoffs:
             mover = game.player(state)
             if mover is None:
-                known[state] = game.payoff(state, player)
+                payoffs[state] = game.payoff(state, player)
             else:
                 chances = game.chances(state) if mover == CHANCE else _chances(game, state, strategies[mover])
-                known[state] = sum(p * value(game.child(state, one)) for one, p in chances.items() if p)
-        return known[state]
+                payoffs[state] = sum(p * value(game.child(state, action)) for action, p in chances.items() if p)
+        return payoffs[state]
 
     return value(game.root())
 
@@ -35,22 +35,22 @@ def best_response_payoff(game: GameTree[S], opponent: Strategy, player: int) -> 
     States that the player cannot tell apart are walked together, with the probability with which chance and the opponent
     reach each: at every information set the player takes the action that is best for all of them.
     """
-    known: dict[S, float] = {}
+    payoffs: dict[S, float] = {}
 
     def value(states: list[tuple[float, S]]) -> float:
         """Return the sum of payoffs, weighted by the probabilities of the states."""
         if len(states) > 1:
             return walk(states)
         weight, state = states[0]  # what follows depends on the state alone
-        if state not in known:
-            known[state] = walk([(1.0, state)])
-        return weight * known[state]
+        if state not in payoffs:
+            payoffs[state] = walk([(1.0, state)])
+        return weight * payoffs[state]
 
     def walk(states: list[tuple[float, S]]) -> float:
-        total, left = 0.0, list(states)
+        total, stack = 0.0, list(states)
         mine: dict[Hashable, list[tuple[float, S]]] = {}
-        while left:
-            weight, state = left.pop()
+        while stack:
+            weight, state = stack.pop()
             mover = game.player(state)
             if mover is None:
                 total += weight * game.payoff(state, player)
@@ -58,10 +58,13 @@ def best_response_payoff(game: GameTree[S], opponent: Strategy, player: int) -> 
                 mine.setdefault(game.information_set(state), []).append((weight, state))
             else:
                 chances = game.chances(state) if mover == CHANCE else _chances(game, state, opponent)
-                left += [(weight * p, game.child(state, one)) for one, p in chances.items() if p]
-        for some in mine.values():
-            actions = game.actions(some[0][1])
-            total += max(value([(weight, game.child(state, action)) for weight, state in some]) for action in actions)
+                stack += [(weight * p, game.child(state, action)) for action, p in chances.items() if p]
+        for indistinguishable in mine.values():
+            actions = game.actions(indistinguishable[0][1])
+            total += max(
+                value([(weight, game.child(state, action)) for weight, state in indistinguishable])
+                for action in actions
+            )
         return total
 
     return value([(1.0, game.root())])
@@ -90,7 +93,7 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Sequence[Strategy]]) -
         mixed: each by seat, with the probabilities of all legal actions.
 
     """
-    found: tuple[dict[Hashable, dict[str, float]], ...] = ({}, {})
+    averages: tuple[dict[Hashable, dict[str, float]], ...] = ({}, {})
 
     def walk(state: S, reach: tuple[tuple[float, ...], tuple[float, ...]]) -> None:
         """Go on from a state, with the probability of each strategy's own actions so far, by seat."""
@@ -101,36 +104,38 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Sequence[Strategy]]) -
             for event in game.chances(state):
                 walk(game.child(state, event), reach)
             return
-        where, mine = game.information_set(state), reach[mover]
-        chances = [_chances(game, state, one[mover]) for one in mixed]
+        information_set, mine = game.information_set(state), reach[mover]
+        chances = [_chances(game, state, strategies[mover]) for strategies in mixed]
         weights = mine if sum(mine) > 0 else (1.0,) * len(mixed)
-        found[mover][where] = {
-            action: sum(weight * one.get(action, 0.0) for weight, one in zip(weights, chances, strict=True))
+        averages[mover][information_set] = {
+            action: sum(weight * strategy.get(action, 0.0) for weight, strategy in zip(weights, chances, strict=True))
             / sum(weights)
             for action in game.actions(state)
         }
         for action in game.actions(state):
-            after = tuple(weight * one.get(action, 0.0) for weight, one in zip(mine, chances, strict=True))
-            walk(game.child(state, action), (after, reach[1]) if mover == 0 else (reach[0], after))
+            next_reach = tuple(
+                weight * strategy.get(action, 0.0) for weight, strategy in zip(mine, chances, strict=True)
+            )
+            walk(game.child(state, action), (next_reach, reach[1]) if mover == 0 else (reach[0], next_reach))
 
     begin = (1.0,) * len(mixed)
     walk(game.root(), (begin, begin))
-    return found[0], found[1]
+    return averages[0], averages[1]
 
 
 def legal_actions(game: GameTree[S]) -> tuple[dict[Hashable, tuple[str, ...]], dict[Hashable, tuple[str, ...]]]:
     """Return the legal actions at each information set, by seat."""
-    found: tuple[dict[Hashable, tuple[str, ...]], dict[Hashable, tuple[str, ...]]] = ({}, {})
-    left = [game.root()]
-    while left:
-        state = left.pop()
+    actions_by_seat: tuple[dict[Hashable, tuple[str, ...]], dict[Hashable, tuple[str, ...]]] = ({}, {})
+    stack = [game.root()]
+    while stack:
+        state = stack.pop()
         mover = game.player(state)
         if mover is not None:
             actions = tuple(game.chances(state) if mover == CHANCE else game.actions(state))
-            left += [game.child(state, one) for one in actions]
+            stack += [game.child(state, action) for action in actions]
             if mover != CHANCE:
-                found[mover][game.information_set(state)] = actions
-    return found
+                actions_by_seat[mover][game.information_set(state)] = actions
+    return actions_by_seat
 
 
 def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, float]:
@@ -140,8 +145,15 @@ def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, fl
         ValueError: the strategy lacks the information set, or its probabilities of the legal actions do not sum up to 1.
 
     """
-    where, legal = game.information_set(state), game.actions(state)
-    found = strategy.get(where)
-    if found is None or set(found) - set(legal) or abs(sum(found.values()) - 1) > 1e-6 or min(found.values()) < 0:
-        raise ValueError(f"the strategy has {found!r} at {where!r}, where the legal actions are {', '.join(legal)}")
-    return found
+    information_set, legal = game.information_set(state), game.actions(state)
+    probabilities = strategy.get(information_set)
+    if (
+        probabilities is None
+        or set(probabilities) - set(legal)
+        or abs(sum(probabilities.values()) - 1) > 1e-6
+        or min(probabilities.values()) < 0
+    ):
+        raise ValueError(
+            f"the strategy has {probabilities!r} at {information_set!r}, where the legal actions are {', '.join(legal)}"
+        )
+    return probabilities

@@ -21,8 +21,8 @@ def check_self_play(config: Config, env: EnvBase) -> None:
         return
     if not isinstance(env, MultiAgentEnv) or len(env.possible_agents) < 2:
         raise ConfigError(f"self_play is set, and env.name={config.env.name} has one agent; leave out self_play")
-    given = config.self_play
-    for key, names in (("self_play.mix", given.mix), ("self_play.eval.opponents", given.eval.opponents)):
+    section = config.self_play
+    for key, names in (("self_play.mix", section.mix), ("self_play.eval.opponents", section.eval.opponents)):
         for name in names:
             player = name.removeprefix(FIXED)
             if name.startswith(FIXED) and player not in env.players and not is_reference(player):

@@ -15,7 +15,7 @@ from agentrl.self_play.games import rollout_score
 
 @dataclass(frozen=True, slots=True)
 class StepPlay:
-    """What is known of the play of a step."""
+    """Statistics of the play of a step."""
 
     scores: Mapping[str, float]
     """Mean score of each role in mirror play, 1 for a win and 0.5 for a draw; empty without mirror play."""
@@ -26,17 +26,17 @@ class StepPlay:
 
 
 def step_play(rollouts: Sequence[Rollout]) -> StepPlay:
-    """Return what the policy's rollouts of a step say about its play."""
+    """Return the statistics of the policy's rollouts of a step."""
     scores: dict[str, list[float]] = {}
     rewards: dict[str, list[float]] = {}
-    for one in rollouts:
-        if one.opponent == MIRROR:
-            scores.setdefault(one.role, []).append(rollout_score(one))
-            rewards.setdefault(one.role, []).append(one.reward)
-    tokens = float(np.mean([one.sampled_tokens for one in rollouts])) if rollouts else 0.0
+    for rollout in rollouts:
+        if rollout.opponent == MIRROR:
+            scores.setdefault(rollout.role, []).append(rollout_score(rollout))
+            rewards.setdefault(rollout.role, []).append(rollout.reward)
+    tokens = float(np.mean([rollout.sampled_tokens for rollout in rollouts])) if rollouts else 0.0
     return StepPlay(
-        {role: float(np.mean(some)) for role, some in sorted(scores.items())},
-        {role: float(np.mean(some)) for role, some in sorted(rewards.items())},
+        {role: float(np.mean(role_scores)) for role, role_scores in sorted(scores.items())},
+        {role: float(np.mean(role_rewards)) for role, role_rewards in sorted(rewards.items())},
         tokens,
     )
 
@@ -55,38 +55,38 @@ class CollapseAlarm:
         """Record a step and return a warning for each condition that has now held for ``steps`` steps."""
         if self.first_tokens is None:
             self.first_tokens = play.tokens
-        held = self._held(play)
-        self.counts = {key: self.counts.get(key, 0) + 1 for key in held}
+        conditions = self._true_conditions(play)
+        self.counts = {key: self.counts.get(key, 0) + 1 for key in conditions}
         return [
             f"{text} for {self.config.steps} steps (self_play.alarm.{key}): self-play has collapsed; go back to a checkpoint "
             "before it with more past and fixed opponents in self_play.mix, a KL term (algo.kl_coef) or algo.advantage.name=rae"
-            for key, text in held.items()
+            for key, text in conditions.items()
             if self.counts[key] == self.config.steps
         ]
 
-    def _held(self, play: StepPlay) -> dict[str, str]:
+    def _true_conditions(self, play: StepPlay) -> dict[str, str]:
         """Return the conditions that hold in a step, in words."""
-        config, found = self.config, {}
+        config, conditions = self.config, {}
         if config.asymmetry is not None and len(play.scores) > 1:
             ranked = sorted(play.scores, key=lambda role: (play.scores[role], role))
             low, high = ranked[0], ranked[-1]
             if play.scores[high] - play.scores[low] >= config.asymmetry:
-                found["asymmetry"] = (
+                conditions["asymmetry"] = (
                     f"in mirror play {high} scored {play.scores[high]:.2f} and {low} {play.scores[low]:.2f}"
                 )
         if config.reward is not None and play.rewards:
-            role = max(play.rewards, key=lambda one: (abs(play.rewards[one]), one))
+            role = max(play.rewards, key=lambda role: (abs(play.rewards[role]), role))
             if abs(play.rewards[role]) >= config.reward:
-                found["reward"] = f"in mirror play the mean reward of {role} was {play.rewards[role]:.2f}"
+                conditions["reward"] = f"in mirror play the mean reward of {role} was {play.rewards[role]:.2f}"
         if (
             config.length_share is not None
             and self.first_tokens
             and play.tokens < config.length_share * self.first_tokens
         ):
-            found["length_share"] = (
+            conditions["length_share"] = (
                 f"agents sampled {play.tokens:.1f} tokens an episode, in the first step {self.first_tokens:.1f}"
             )
-        return found
+        return conditions
 
     def state(self) -> dict[str, Any]:
         """Return the state, JSON-able."""

@@ -88,30 +88,37 @@ class GameScores:
         both = await asyncio.gather(
             *(self._moves(scorer, sets, name) for sets, name in zip(legal_actions(self.game), adapters, strict=True))
         )
-        (first, one), (second, two) = both
-        return PlayedStrategy((first, second), float(np.mean([*one, *two])))
+        (first, first_other), (second, second_other) = both
+        return PlayedStrategy((first, second), float(np.mean([*first_other, *second_other])))
 
     async def _moves(
         self, scorer: Scorer, sets: Mapping[Hashable, Sequence[str]], adapter: str | None
     ) -> tuple[Strategy, list[float]]:
         """Return the strategy of a seat, and by information set the probability of an output that is no legal move."""
-        asked = [
-            (where, move, end) for where, moves in sets.items() for move in moves for end in self.renderer.end_token_ids
+        requests = [
+            (information_set, move, end)
+            for information_set, moves in sets.items()
+            for move in moves
+            for end in self.renderer.end_token_ids
         ]
-        scores = await asyncio.gather(*(self._logprob(scorer, *one, adapter) for one in asked))
+        scores = await asyncio.gather(*(self._logprob(scorer, *request, adapter) for request in requests))
         logprobs: dict[tuple[Hashable, str], list[float]] = {}
-        for (where, move, _), value in zip(asked, scores, strict=True):
-            logprobs.setdefault((where, move), []).append(value)
-        found, others = {}, []
-        for where, moves in sets.items():
-            each = [float(np.logaddexp.reduce(logprobs[where, move])) for move in moves]
-            legal = float(np.logaddexp.reduce(each))
-            found[where] = {move: float(np.exp(one - legal)) for move, one in zip(moves, each, strict=True)}
-            others.append(max(0.0, 1 - float(np.exp(legal))))
-        return found, others
+        for (information_set, move, _), value in zip(requests, scores, strict=True):
+            logprobs.setdefault((information_set, move), []).append(value)
+        strategy, other_outputs = {}, []
+        for information_set, moves in sets.items():
+            move_logprobs = [float(np.logaddexp.reduce(logprobs[information_set, move])) for move in moves]
+            legal = float(np.logaddexp.reduce(move_logprobs))
+            strategy[information_set] = {
+                move: float(np.exp(logprob - legal)) for move, logprob in zip(moves, move_logprobs, strict=True)
+            }
+            other_outputs.append(max(0.0, 1 - float(np.exp(legal))))
+        return strategy, other_outputs
 
-    async def _logprob(self, scorer: Scorer, where: Hashable, move: str, end: int, adapter: str | None) -> float:
-        prompt = self.renderer.render((Message("user", str(where)),)).token_ids
+    async def _logprob(
+        self, scorer: Scorer, information_set: Hashable, move: str, end: int, adapter: str | None
+    ) -> float:
+        prompt = self.renderer.render((Message("user", str(information_set)),)).token_ids
         scores = await scorer.score([*prompt, *self.renderer.encode(move), end], len(prompt), adapter)
         return float(scores.astype(np.float64).sum())
 
@@ -126,7 +133,7 @@ class GameScores:
         """Return the exploitability of a player who draws a snapshot before each game; empty without snapshots."""
         if not snapshots:
             return {}
-        averages = average_strategies(self.game, [one.moves for one in snapshots])
+        averages = average_strategies(self.game, [strategy.moves for strategy in snapshots])
         return {"eval/pool_exploitability": exploitability(self.game, averages)}
 
 
@@ -139,6 +146,6 @@ def open_game_scores(config: Config, renderer: ChatRenderer, vocabulary_size: in
     game = env.game_tree()
     if game is None:
         return None
-    who = Lineup(policies=config.env.policy_of)
-    first, second = (who.policy(agent, env.role_of(agent)) for agent in env.possible_agents)
+    lineup = Lineup(policies=config.env.policy_of)
+    first, second = (lineup.policy(agent, env.role_of(agent)) for agent in env.possible_agents)
     return GameScores(game, renderer, config.sampler.request_timeout_s, vocabulary_size, (first, second))

@@ -24,16 +24,16 @@ class Game:
     rewards: tuple[float, ...]
     """By seat."""
 
-    def score(self, seat: int, other: int) -> float:
+    def score(self, seat: int, opponent_seat: int) -> float:
         """Return the result of one seat against another: 1 for the larger reward, 0.5 for equal ones, else 0."""
-        mine, theirs = self.rewards[seat], self.rewards[other]
+        mine, theirs = self.rewards[seat], self.rewards[opponent_seat]
         return 1.0 if mine > theirs else 0.5 if mine == theirs else 0.0
 
 
 def rollout_score(rollout: Rollout) -> float:
     """Return the score of a rollout's seat against the best of the other seats; 0.5 without others."""
-    others = [reward for seat, reward in enumerate(rollout.seat_rewards) if seat != rollout.seat]
-    return Game(rollout.episode, (), (rollout.reward, max(others, default=rollout.reward))).score(0, 1)
+    opponent_rewards = [reward for seat, reward in enumerate(rollout.seat_rewards) if seat != rollout.seat]
+    return Game(rollout.episode, (), (rollout.reward, max(opponent_rewards, default=rollout.reward))).score(0, 1)
 
 
 @dataclass(slots=True)
@@ -63,13 +63,13 @@ class Record:
         else:
             self.losses += 1
 
-    def plus(self, other: Record) -> Record:
+    def plus(self, record: Record) -> Record:
         """Return both together."""
-        return Record(self.wins + other.wins, self.draws + other.draws, self.losses + other.losses)
+        return Record(self.wins + record.wins, self.draws + record.draws, self.losses + record.losses)
 
-    def minus(self, other: Record) -> Record:
-        """Return what was added since ``other``."""
-        return Record(self.wins - other.wins, self.draws - other.draws, self.losses - other.losses)
+    def minus(self, record: Record) -> Record:
+        """Return what was added since ``record``."""
+        return Record(self.wins - record.wins, self.draws - record.draws, self.losses - record.losses)
 
 
 @dataclass(slots=True)
@@ -83,9 +83,9 @@ class WinTable:
         """Count games, mirror play included."""
         for game in games:
             for seat, player in enumerate(game.players):
-                for other, opponent in enumerate(game.players):
-                    if seat != other:
-                        self.records.setdefault((player, opponent, seat), Record()).add(game.score(seat, other))
+                for opponent_seat, opponent in enumerate(game.players):
+                    if seat != opponent_seat:
+                        self.records.setdefault((player, opponent, seat), Record()).add(game.score(seat, opponent_seat))
 
     def decay(self, factor: float) -> None:
         """Multiply the weight of all games so far."""
@@ -100,20 +100,20 @@ class WinTable:
 
     def record(self, player: str, opponent: str, seat: int | None = None) -> Record:
         """Return the results of a player against an opponent in a seat, or in all of them."""
-        found = Record()
-        for (one, other, at), record in self.records.items():
-            if (one, other) == (player, opponent) and seat in (None, at):
-                found = found.plus(record)
-        return found
+        total = Record()
+        for key, record in self.records.items():
+            if key[:2] == (player, opponent) and seat in (None, key[2]):
+                total = total.plus(record)
+        return total
 
     def asymmetry(self, player: str, opponent: str) -> float:
         """Return the largest difference of the player's scores between two seats; 0 with fewer than two seats."""
-        scores = [one.score for (name, other, _), one in self.records.items() if (name, other) == (player, opponent)]
+        scores = [record.score for key, record in self.records.items() if key[:2] == (player, opponent)]
         return max(scores) - min(scores) if scores else 0.0
 
     def state(self) -> list[list[Any]]:
         """Return the table as JSON-able rows."""
-        return [[*key, one.wins, one.draws, one.losses] for key, one in sorted(self.records.items())]
+        return [[*key, record.wins, record.draws, record.losses] for key, record in sorted(self.records.items())]
 
     @classmethod
     def from_state(cls, rows: Sequence[Sequence[Any]]) -> WinTable:
@@ -136,19 +136,19 @@ def games_report(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         rollouts: of a set with opponents; failed ones are left out.
 
     """
-    played = [one for one in rollouts if one.failure is None and one.seat_rewards]
-    results, games = WinTable(), {one.episode: _game(one) for one in played}
+    played = [rollout for rollout in rollouts if rollout.failure is None and rollout.seat_rewards]
+    results, games = WinTable(), {rollout.episode: _game(rollout) for rollout in played}
     results.add(games.values())
-    by_seat: dict[int, list[float]] = {}
-    for one in played:
-        by_seat.setdefault(one.seat, []).append(one.reward)
+    rewards_by_seat: dict[int, list[float]] = {}
+    for rollout in played:
+        rewards_by_seat.setdefault(rollout.seat, []).append(rollout.reward)
     return {
         "results": [row for row in results.state() if row[0] == POLICY],
-        "reward": {str(seat): sum(some) / len(some) for seat, some in sorted(by_seat.items())},
+        "reward": {str(seat): sum(rewards) / len(rewards) for seat, rewards in sorted(rewards_by_seat.items())},
     }
 
 
 def _game(rollout: Rollout) -> Game:
-    other = POLICY if rollout.opponent == MIRROR else rollout.opponent
-    players = tuple(POLICY if seat == rollout.seat else other for seat in range(len(rollout.seat_rewards)))
+    opponent = POLICY if rollout.opponent == MIRROR else rollout.opponent
+    players = tuple(POLICY if seat == rollout.seat else opponent for seat in range(len(rollout.seat_rewards)))
     return Game(rollout.episode, players, rollout.seat_rewards)

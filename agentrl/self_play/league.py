@@ -20,11 +20,11 @@ POLICY_CHANGE = 0.3
 """Standard deviation of the change of the policy's strength in a step of training, on the scale of ratings."""
 
 
-def pairs_of_policy(game: Game) -> list[tuple[int, int]]:
+def policy_seat_pairs(game: Game) -> list[tuple[int, int]]:
     """Return the seats of the policy, each with each seat of another player."""
     mine = [seat for seat, player in enumerate(game.players) if player == POLICY]
-    others = [seat for seat, player in enumerate(game.players) if player != POLICY]
-    return [(seat, other) for seat in mine for other in others]
+    opponent_seats = [seat for seat, player in enumerate(game.players) if player != POLICY]
+    return [(seat, opponent_seat) for seat in mine for opponent_seat in opponent_seats]
 
 
 @dataclass(slots=True)
@@ -50,8 +50,7 @@ class League:
 
     def add_snapshot(self, step: int) -> None:
         """Add the policy after ``step``, with the policy's rating, to the pool, which may give up another snapshot."""
-        known = [snapshot_name(one) for one in self.pool.steps]
-        best = max(known, key=lambda name: self.ratings.of(name).low, default=None)
+        best = max(self.pool.names, key=lambda name: self.ratings.of(name).low, default=None)
         self.ratings.copy(POLICY, snapshot_name(step))
         for dropped in self.pool.add(step, None if best is None else step_of(best)):
             self.recent.forget(snapshot_name(dropped))
@@ -77,26 +76,28 @@ class League:
         self.recent.add(games)
         play = step_play(rollouts)
         rating = self.ratings.of(POLICY)
-        found = {
+        metrics = {
             "self_play/rating": rating.mu,
             "self_play/rating_sigma": rating.sigma,
             "self_play/snapshots": float(len(self.pool.steps)),
         }
         if play.scores:
-            found["self_play/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
+            metrics["self_play/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
         for role, reward in play.rewards.items():
-            found[f"self_play/mirror_reward/{role}"] = reward
-        for role in sorted({one.role for one in rollouts}):
-            by_role = [rollout_score(one) for one in rollouts if one.role == role]
-            found[f"self_play/score/role={role}"] = float(np.mean(by_role))
+            metrics[f"self_play/mirror_reward/{role}"] = reward
+        for role in sorted({rollout.role for rollout in rollouts}):
+            by_role = [rollout_score(rollout) for rollout in rollouts if rollout.role == role]
+            metrics[f"self_play/score/role={role}"] = float(np.mean(by_role))
         scores: dict[str, list[float]] = {}
         for game in games:
-            for seat, other in pairs_of_policy(game):
-                opponent = game.players[other]
+            for seat, opponent_seat in policy_seat_pairs(game):
+                opponent = game.players[opponent_seat]
                 kind = label(opponent) if is_fixed(opponent) else PAST
-                scores.setdefault(kind, []).append(game.score(seat, other))
-        found |= {f"self_play/score/{kind}": float(np.mean(some)) for kind, some in sorted(scores.items())}
-        return found, self.alarm.update(play)
+                scores.setdefault(kind, []).append(game.score(seat, opponent_seat))
+        metrics |= {
+            f"self_play/score/{kind}": float(np.mean(kind_scores)) for kind, kind_scores in sorted(scores.items())
+        }
+        return metrics, self.alarm.update(play)
 
     def state(self) -> dict[str, Any]:
         """Return the league, JSON-able."""

@@ -28,17 +28,17 @@ class LeagueLog:
     def __init__(self, folder: Path, resume_after: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
-        kept = [] if resume_after is None else [row for row in _rows(self._path) if row["step"] <= resume_after]
+        rows = [] if resume_after is None else [row for row in _rows(self._path) if row["step"] <= resume_after]
         with write_atomically(self._path) as partial:
-            partial.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in kept))
+            partial.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
     def write(self, step: int, league: League) -> None:
         """Append a step."""
         self._append({"step": step, "ratings": league.ratings.state(), "results": league.results.state()})
 
-    def write_evaluation(self, step: int, found: Mapping[str, Any]) -> None:
+    def write_evaluation(self, step: int, reports: Mapping[str, Any]) -> None:
         """Append an evaluation after a step: its sets with opponents by name."""
-        self._append({"step": step, "evaluation": dict(found)})
+        self._append({"step": step, "evaluation": dict(reports)})
 
     def _append(self, row: Mapping[str, Any]) -> None:
         with self._path.open("ab") as file:
@@ -53,9 +53,9 @@ def read_league(folder: Path) -> list[dict[str, Any]]:
 
     """
     path = folder / FILE
-    if not (found := [row for row in _rows(path) if "ratings" in row]):
+    if not (steps := [row for row in _rows(path) if "ratings" in row]):
         raise ConfigError(f"{folder} has no {FILE} with a step: name the folder of a run with self_play")
-    return found
+    return steps
 
 
 def last_evaluation(folder: Path) -> dict[str, Any] | None:

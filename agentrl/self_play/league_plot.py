@@ -47,11 +47,11 @@ def plot_league(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
 def shown_players(ratings: Ratings, results: WinTable) -> list[str]:
     """Return the policy and the players with the most games, at most `MOST_PLAYERS`: the best rating first, unrated ones last."""
     games: dict[str, float] = {}
-    for (player, _, _), one in results.records.items():
-        games[player] = games.get(player, 0.0) + one.games
-    known = [*ratings.ranking(), *sorted(set(games) - set(ratings.table))]
-    chosen = sorted(known, key=lambda player: (player != POLICY, -games.get(player, 0.0), player))[:MOST_PLAYERS]
-    return [player for player in known if player in chosen]
+    for (player, _, _), record in results.records.items():
+        games[player] = games.get(player, 0.0) + record.games
+    ranking = [*ratings.ranking(), *sorted(set(games) - set(ratings.table))]
+    chosen = sorted(ranking, key=lambda player: (player != POLICY, -games.get(player, 0.0), player))[:MOST_PLAYERS]
+    return [player for player in ranking if player in chosen]
 
 
 def _plot_ratings(axes: Any, rows: Sequence[Mapping[str, Any]], labelled: Sequence[str]) -> None:
@@ -73,12 +73,14 @@ def _plot_ratings(axes: Any, rows: Sequence[Mapping[str, Any]], labelled: Sequen
 
 def _plot_matrix(axes: Any, results: WinTable, players: Sequence[str], seat: int) -> None:
     """Plot the score of each player (row) in a seat against each other one (column)."""
-    records = [[results.record(player, other, seat) for other in players] for player in players]
-    axes.imshow([[one.score if one.games else np.nan for one in row] for row in records], cmap="RdYlGn", vmin=0, vmax=1)
+    records = [[results.record(player, opponent, seat) for opponent in players] for player in players]
+    axes.imshow(
+        [[record.score if record.games else np.nan for record in row] for row in records], cmap="RdYlGn", vmin=0, vmax=1
+    )
     for y, row in enumerate(records):
-        for x, one in enumerate(row):
-            if one.games:
-                axes.text(x, y, f"{one.score:.2f}", ha="center", va="center", fontsize=7)
+        for x, record in enumerate(row):
+            if record.games:
+                axes.text(x, y, f"{record.score:.2f}", ha="center", va="center", fontsize=7)
     axes.set_title(f"score in seat {seat} (row) against (column)", fontsize=9)
     axes.set_xticks(range(len(players)), players, rotation=90, fontsize=7)
     axes.set_yticks(range(len(players)), players, fontsize=7)
@@ -90,8 +92,10 @@ def _plot_asymmetry(axes: Any, rows: Sequence[Mapping[str, Any]], seats: Sequenc
     mirror = tables[-1].record(POLICY, POLICY).games > 0
     for seat in seats:
         sums = [_policy_record(table, seat, mirror=mirror) for table in tables]
-        recent = [after.minus(before) for before, after in zip([Record()] * WINDOW + sums, sums, strict=False)]
-        points = [(row["step"], one.score) for row, one in zip(rows, recent, strict=True) if one.games]
+        recent = [
+            total.minus(earlier_total) for earlier_total, total in zip([Record()] * WINDOW + sums, sums, strict=False)
+        ]
+        points = [(row["step"], record.score) for row, record in zip(rows, recent, strict=True) if record.games]
         axes.plot(*zip(*points, strict=True), label=f"seat {seat}")
     axes.set(xlabel="step", ylim=(-0.05, 1.05))
     axes.set_title(f"policy's score {'in mirror play' if mirror else 'against all'}, last {WINDOW} steps", fontsize=9)
@@ -100,8 +104,8 @@ def _plot_asymmetry(axes: Any, rows: Sequence[Mapping[str, Any]], seats: Sequenc
 
 
 def _policy_record(table: WinTable, seat: int, *, mirror: bool) -> Record:
-    found = Record()
-    for (player, opponent, at), one in table.records.items():
-        if (player, at) == (POLICY, seat) and (opponent == POLICY or not mirror):
-            found = found.plus(one)
-    return found
+    total = Record()
+    for (player, opponent, record_seat), record in table.records.items():
+        if (player, record_seat) == (POLICY, seat) and (opponent == POLICY or not mirror):
+            total = total.plus(record)
+    return total

@@ -57,14 +57,14 @@ def step_opponents(config: SelfPlayConfig, *, tasks: int, seed: int, step: int, 
         snapshots: names of those that can play in this step; without any, ``past`` tasks are mirror play.
 
     """
-    found, past = [], 0
+    opponents, past = [], 0
     for opponent in task_opponents(config.mix, tasks, seed, step):
         if opponent == PAST:
-            found.append(snapshots[past % len(snapshots)] if snapshots else POLICY)
+            opponents.append(snapshots[past % len(snapshots)] if snapshots else POLICY)
             past += 1
         else:
-            found.append(POLICY if opponent == MIRROR else opponent)
-    return found
+            opponents.append(POLICY if opponent == MIRROR else opponent)
+    return opponents
 
 
 def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: int, samples: int) -> list[Seating]:
@@ -82,11 +82,11 @@ def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: i
 
     """
     kind = MIRROR if opponent == POLICY else opponent if is_fixed(opponent) else PAST
-    found = []
+    seatings = []
     for sample in range(samples):
         mine = (task + sample) % seats if config.swap_seats else 0
-        found.append(Seating(kind, tuple(POLICY if seat == mine else opponent for seat in range(seats))))
-    return found
+        seatings.append(Seating(kind, tuple(POLICY if seat == mine else opponent for seat in range(seats))))
+    return seatings
 
 
 def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
@@ -99,8 +99,8 @@ def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
         return {}
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
-    given, agents, policies = config.self_play, env.possible_agents, config.env.policy_of
-    return {label(one): _lineups(given, one, agents, policies) for one in given.eval.opponents}
+    section, agents, policies = config.self_play, env.possible_agents, config.env.policy_of
+    return {label(opponent): _lineups(section, opponent, agents, policies) for opponent in section.eval.opponents}
 
 
 def _lineups(
@@ -109,7 +109,10 @@ def _lineups(
     if opponent == MIRROR:
         return (Lineup(opponent=MIRROR, policies=policies),)
     seat = fixed_seat(opponent, config)
-    return tuple(Lineup({other: seat for other in agents if other != mine}, opponent, policies) for mine in agents)
+    return tuple(
+        Lineup({agent: seat for agent in agents if agent != policy_agent}, opponent, policies)
+        for policy_agent in agents
+    )
 
 
 def fixed_seat(opponent: str, config: SelfPlayConfig) -> Seat:

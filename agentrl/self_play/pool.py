@@ -51,9 +51,9 @@ class OpponentPool:
         """
         self.steps = sorted({*self.steps, step})
         dropped = []
-        while len(self.steps) > max(self.config.keep, 1) and (one := self._least_needed(best)) is not None:
-            self.steps.remove(one)
-            dropped.append(one)
+        while len(self.steps) > max(self.config.keep, 1) and (redundant := self._least_needed(best)) is not None:
+            self.steps.remove(redundant)
+            dropped.append(redundant)
         return dropped
 
     def _least_needed(self, best: int | None) -> int | None:
@@ -61,7 +61,7 @@ class OpponentPool:
         if self.config.keep == 1:
             return self.steps[0]
         inner = zip(self.steps[:-2], self.steps[1:-1], self.steps[2:], strict=True)
-        gaps = [(after - before, step) for before, step, after in inner if step != best]
+        gaps = [(next_step - previous_step, step) for previous_step, step, next_step in inner if step != best]
         if gaps:
             return min(gaps)[1]
         return self.steps[0] if self.steps[0] != best else None
@@ -76,7 +76,7 @@ class OpponentPool:
             score: of the policy against a snapshot by name, from 0 to 1; for ``choose=pfsp``.
 
         """
-        weights_N = self.weights([score(snapshot_name(one)) for one in self.steps])
+        weights_N = self.weights([score(name) for name in self.names])
         if not len(weights_N):
             return []
         rng = np.random.default_rng([seed, step, _CHOICE])

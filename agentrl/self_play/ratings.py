@@ -52,14 +52,14 @@ class Ratings:
             mu, sigma = self.of(player)
             self.table[player] = Rating(mu, min((sigma**2 + change**2) ** 0.5, START_SIGMA))
         model = _model()
-        for game in sorted(games, key=lambda one: one.episode):
+        for game in sorted(games, key=lambda game: game.episode):
             if len(set(game.players)) == len(game.players):
                 self._rate(model, game)
 
     def _rate(self, model: PlackettLuce, game: Game) -> None:
-        before = [[model.create_rating(list(self.of(player)))] for player in game.players]
-        after = model.rate(before, scores=list(game.rewards))
-        for player, (rating,) in zip(game.players, after, strict=True):
+        previous = [[model.create_rating(list(self.of(player)))] for player in game.players]
+        updated = model.rate(previous, scores=list(game.rewards))
+        for player, (rating,) in zip(game.players, updated, strict=True):
             self.table[player] = Rating(float(rating.mu), float(rating.sigma))
 
     def copy(self, player: str, name: str) -> None:
