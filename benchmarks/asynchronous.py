@@ -34,9 +34,8 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.pipeline.admission import Admission
-from agentrl.train.pipeline.filtering import Filtering
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.scheduler import GroupScheduler
+from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousScheduler
 from benchmarks.scripted_engines import EngineRates, ScriptedEngines
 from benchmarks.workload import EpisodePlan, Group, Tail, drawn_groups
 
@@ -223,16 +222,16 @@ class Simulation:
         admission = Admission(
             itertools.count(), step=0, steps=bench.steps, batch_size=bench.prompts, max_staleness=self.max_staleness
         )
-        scheduler = GroupScheduler(
-            admission, self._runner, self._jobs, self._concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
-        )
+        kind = GroupScheduler if self.max_staleness else SynchronousScheduler
+        rollout = RolloutConfig(concurrency=self._concurrency)
+        scheduler = kind(admission, self._runner, self._jobs, nullcontext, journal, rollout)
         for step in range(bench.steps):
             taken = await scheduler.take(self._train_early if self.streams else None)
             await self._train(taken.rollouts, step)
             self._engines.pause()
             await asyncio.sleep(bench.sync_s)
             self._engines.resume(step + 1)
-            scheduler.note_version(step + 1)
+            scheduler.set_version(step + 1)
         seconds = loop.time()
         await scheduler.aclose()
         return Outcome(

@@ -18,9 +18,8 @@ from agentrl.episode.runner import EpisodeRunner
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.admission import Admission
-from agentrl.train.pipeline.filtering import Filtering
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.scheduler import GroupScheduler
+from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousScheduler
 from agentrl.train.rollout_source import TaskPosition
 
 _SAMPLES = 8
@@ -72,9 +71,9 @@ async def bench_loop(
     groups = [list(jobs[first :: steps * batch]) for first in range(steps * batch)]
     admission = Admission(itertools.count(), step=0, steps=steps, batch_size=batch, max_staleness=max_staleness)
     journal, recorder = Journal(folder), RolloutRecorder(folder / "rollouts")
-    scheduler = GroupScheduler(
-        admission, runner, groups.__getitem__, concurrency, nullcontext, 0, journal, Filtering(RolloutConfig())
-    )
+    kind = GroupScheduler if max_staleness else SynchronousScheduler
+    rollout = RolloutConfig(concurrency=concurrency)
+    scheduler = kind(admission, runner, groups.__getitem__, nullcontext, journal, rollout)
     try:
         return await _measure(_take_steps(scheduler, recorder, steps))
     finally:
@@ -89,9 +88,9 @@ async def _take_steps(scheduler: GroupScheduler, recorder: RolloutRecorder, step
     for step in range(1, steps + 1):
         taken = await scheduler.take()
         position = position.after(taken.positions)
-        await scheduler.journal.taken(step, taken.positions, position)
+        await scheduler.journal.record_taken(step, taken.positions, position)
         await asyncio.to_thread(recorder.write, step, taken.rollouts)
-        scheduler.note_version(step)
+        scheduler.set_version(step)
         rollouts += taken.rollouts
     return rollouts
 

@@ -171,6 +171,6 @@ def check_goals_are_measured(key: str, goals: Iterable[str], metrics: Mapping[st
             raise ConfigError(f"{key} names {goal!r}, but the evaluation has no such metric{hint}")
 
 
-def reached(goals: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
+def reaches_goals(goals: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation's metrics reach all goals of ``train.stop_at``; False if there are none."""
     return bool(goals) and all(metrics.get(f"eval/{key}", float("-inf")) >= aim for key, aim in goals.items())

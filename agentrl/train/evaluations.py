@@ -1,23 +1,110 @@
-"""The evaluations of a training run: when they are due, what they have measured, and what follows from it."""
+"""The evaluations of a training run with its engines: when they are due, their metrics, and the goals that they reach."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from agentrl.config.schema import Config
+from agentrl.config.evaluation import EvalConfig
+from agentrl.config.train import TrainConfig
 from agentrl.core.types import Rollout
+from agentrl.evaluation.evaluate import OnDone, evaluate
 from agentrl.evaluation.result import SetResult, flat_metrics
-from agentrl.evaluation.sets import check_goals_are_measured, reached
+from agentrl.evaluation.sets import EvalTasks, check_goals_are_measured, reaches_goals
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView
+from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.waiting import PHASE, waiting
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.services import Services
+from agentrl.self_play.game_scores import GameScores
+from agentrl.self_play.training import SelfPlay
+from agentrl.train.engine_weights import EngineWeights
 from agentrl.train.pipeline.staleness import lag_metrics
-from agentrl.train.rollout_source import RolloutSource
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Evaluates the policy with the engines of a run."""
+
+    config: EvalConfig
+    services: Services
+    sets: Sequence[EvalTasks]
+    """The evaluation sets; without any nothing is evaluated."""
+    recorder: RolloutRecorder
+    interrupt: Interrupt
+    weights: EngineWeights
+    """Of the engines; nothing is evaluated before their first sync."""
+    self_play: SelfPlay | None = None
+    """Opponents of the policy, if ``self_play`` is set."""
+    game_scores: GameScores | None = None
+    """Reads strategies, in a game with a tree."""
+    _standing: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the policy that is evaluated: its rating in self-play, and its exploitability."""
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes of an evaluation."""
+        return sum(eval_set.episodes for eval_set in self.sets)
+
+    async def begin(self) -> None:
+        """Sync the newest weights, and measure rating and strategy, which the next training step changes.
+
+        Raises:
+            RunStopped: a signal ends the run.
+            AgentrlError: a server died, or an engine did not take the weights.
+
+        """
+        await self.weights.sync_for_evaluation()
+        async with self.weights.learner_idle():
+            self._standing = {} if self.self_play is None else self.self_play.begin_evaluation()
+            if self.game_scores is not None:
+                engines = self.weights.eval_engines
+                fleet = self.services.fleet if engines is None else engines.fleet
+                async with self.interrupt.guard_episodes(self.services.check):
+                    self._standing |= self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
+
+    def learner_idle(self) -> AbstractAsyncContextManager[None]:
+        """Let restarted engines use the learner in the body, which waits for `evaluate`."""
+        return self.weights.learner_idle()
+
+    async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
+        """Run the episodes of all sets after ``step``; ``on_done`` is called with every rollout.
+
+        Raises:
+            RunStopped: a signal or the failure policy ends the run.
+            AgentrlError: a server died.
+
+        """
+        file = self.recorder.evaluation(step) if self.config.save_rollouts else None
+
+        def done(rollout: Rollout) -> None:
+            if file is not None:
+                file.write(rollout)
+            on_done(rollout)
+
+        engines = self.weights.eval_engines
+        with self.weights.generating() if engines is None else nullcontext():
+            async with self.interrupt.guard_episodes(self.services.check):
+                runner = self.services.runner(sampler=None if engines is None else engines.fleet.sampler)
+                results = await evaluate(self.sets, runner, done)
+                if self.game_scores is not None and self.self_play is not None:
+                    self._standing |= await self.self_play.pool_metrics(self.game_scores)
+        if file is not None:
+            await asyncio.to_thread(file.finish)
+        if self.self_play is not None:
+            games = {result.eval_set.full_name: result.rollouts for result in results if result.eval_set.lineups}
+            self.self_play.on_evaluated(step, games)
+        return results
+
+    def standing(self) -> dict[str, float]:
+        """Return the policy's rating, if there is self-play, and its exploitability, if the game has a tree."""
+        return self._standing
 
 
 @dataclass(slots=True)
@@ -42,12 +129,14 @@ class _Running:
 class Evaluations:
     """Evaluates when ``train.eval_every`` says so, and after the last step.
 
-    The trainer waits for an evaluation, or with ``eval.background`` goes on while it runs. One runs at a time: the trainer
+    The trainer waits for an evaluation, or with ``eval.background`` continues while it runs. One runs at a time: the trainer
     waits for it when the next is due. It always waits for the last, so that its result and its failure are never lost.
     """
 
-    config: Config
-    source: RolloutSource
+    config: EvalConfig
+    plan: TrainConfig
+    evaluator: Evaluator | None
+    """None: nothing is evaluated, as with recorded rollouts."""
     checkpoints: Checkpoints
     metrics: MetricsLog
     view: ProgressView
@@ -62,7 +151,7 @@ class Evaluations:
     """Of `_running`."""
 
     async def after(self, step: int, *, last: bool) -> bool:
-        """Begin the evaluation after ``step``, if it is due, and take the result of an earlier evaluation that has ended.
+        """Begin the evaluation after ``step``, if it is due, and log an earlier evaluation that has ended.
 
         Args:
             step: finished training steps.
@@ -76,19 +165,19 @@ class Evaluations:
             ConfigError: it does not measure what ``train.stop_at`` or ``train.keep_best`` names.
 
         """
-        plan = self.config.train
+        plan = self.plan
         due = plan.eval_first if step == 0 else bool(plan.eval_every) and step % plan.eval_every == 0
         due = (due or last) and self.step != step
-        enough = False
+        goals_reached = False
         if self._task is not None and (due or self._task.done()):
-            enough = await self._finish(step)
-        if enough or due:
+            goals_reached = await self._finish(step)
+        if goals_reached or due:
             await self._begin(step)
-            if enough or last or not self.config.eval.background:
-                enough = await self._finish(step) or enough
+            if goals_reached or last or not self.config.background:
+                goals_reached = await self._finish(step) or goals_reached
             elif plan.keep_best:
                 self.checkpoints.candidate = step
-        return enough
+        return goals_reached
 
     def score_of(self, step: int) -> float | None:
         """Return the metric ``train.keep_best`` of the policy after ``step``, if that was evaluated."""
@@ -102,27 +191,22 @@ class Evaluations:
             self.view.note(f"evaluation after step {self._running.step}: not finished, as the run ends before it")
 
     async def _begin(self, step: int) -> None:
-        evaluator, start, total = self.source.evaluator, time.perf_counter(), 0
-        with waiting(PHASE, f"step {step}", "evaluation"):
-            await self.source.prepare_evaluation()
-            if evaluator is not None:
-                total = sum(one.episodes for one in evaluator.sets)
-                async with self.source.learner_idle():
-                    await evaluator.begin()
-        self._running = _Running(step, total, start)
+        start = time.perf_counter()
+        if self.evaluator is not None:
+            with waiting(PHASE, f"step {step}", "evaluation"):
+                await self.evaluator.begin()
+        self._running = _Running(step, 0 if self.evaluator is None else self.evaluator.episodes, start)
         self._task = asyncio.create_task(self._evaluate(self._running))
 
     async def _evaluate(self, running: _Running) -> list[SetResult]:
-        evaluator = self.source.evaluator
-
         def count(_: Rollout) -> None:
             running.done += 1
             self._show(running)
 
-        if evaluator is None:
+        if self.evaluator is None:
             return []
         with waiting(PHASE, f"step {running.step}", "evaluation"):
-            results = await evaluator.evaluate(running.step, count)
+            results = await self.evaluator.evaluate(running.step, count)
         running.seconds = time.perf_counter() - running.start
         return results
 
@@ -130,44 +214,44 @@ class Evaluations:
         if running.awaited and running.total:
             self.view.phase(f"evaluate {running.done}/{running.total}")
 
-    async def _finish(self, now: int) -> bool:
+    async def _finish(self, trained_step: int) -> bool:
         """Wait for the evaluation that runs, log it, and return whether it reaches ``train.stop_at``.
 
         Args:
-            now: finished training steps.
+            trained_step: finished training steps.
 
         """
-        running, task, plan = self._running, self._task, self.config.train
+        running, task, plan = self._running, self._task, self.plan
         assert running is not None, "it was begun"
         assert task is not None, "it was begun"
         running.awaited = True
         self._show(running)
-        async with self.source.learner_idle():
+        async with nullcontext() if self.evaluator is None else self.evaluator.learner_idle():
             results = await task
         self._running = self._task = None
-        self.step, self.results = running.step, self._measured(running, results, now)
+        self.step, self.results = running.step, self._log(running, results, trained_step)
         check_goals_are_measured("train.stop_at", plan.stop_at, self.results)
         if plan.keep_best:
             check_goals_are_measured("train.keep_best", [plan.keep_best], self.results)
             self.score = self.results[f"eval/{plan.keep_best}"]
-        if self.step != now:  # its checkpoint, if there is one, was written before
-            news = {"evaluated": self.step, "score": self.score}
-            await asyncio.to_thread(self.checkpoints.update_state, self.step, news)
+        if self.step != trained_step:  # its checkpoint, if there is one, was already written
+            changes = {"evaluated": self.step, "score": self.score}
+            await asyncio.to_thread(self.checkpoints.update_state, self.step, changes)
             self.checkpoints.candidate = None
-        return self.step > 0 and reached(plan.stop_at, self.results)
+        return self.step > 0 and reaches_goals(plan.stop_at, self.results)
 
-    def _measured(self, running: _Running, results: Sequence[SetResult], now: int) -> dict[str, float]:
+    def _log(self, running: _Running, results: Sequence[SetResult], trained_step: int) -> dict[str, float]:
         """Log the metrics of an evaluation, and return them."""
-        evaluator, step = self.source.evaluator, running.step
+        evaluator, step = self.evaluator, running.step
         if evaluator is None or not evaluator.sets:
             return {}
         standing = evaluator.standing()
-        found = flat_metrics(results) | standing | {"time/eval_s": running.seconds}
-        if self.config.eval.background:
-            found |= lag_metrics([one for result in results for one in result.rollouts], step)
-            found["eval/lag_steps"] = float(now - step)
-        self.metrics.write(step, found)
-        also = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in standing.items())
-        for line in [*results_lines(results), *([also] if also else [])]:
+        metrics = flat_metrics(results) | standing | {"time/eval_s": running.seconds}
+        if self.config.background:
+            metrics |= lag_metrics([rollout for result in results for rollout in result.rollouts], step)
+            metrics["eval/lag_steps"] = float(trained_step - step)
+        self.metrics.write(step, metrics)
+        summary = "  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in standing.items())
+        for line in [*results_lines(results), *([summary] if summary else [])]:
             self.view.note(f"evaluation after step {step}: {line}")
-        return found
+        return metrics

@@ -1,11 +1,12 @@
-"""GPU time sharing of learner and engines (colocation): the idle side has released its GPU memory."""
+"""The GPUs of learner and engines: separate, or shared in time (colocation), where the idle side has released its memory."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
+from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
@@ -13,8 +14,31 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 
 
+class SeparateGpus:
+    """Learner and engines have separate GPUs, and keep their memory."""
+
+    shared: ClassVar[bool] = False
+    """Whether learner and engines use the same GPUs."""
+
+    def __init__(self) -> None:
+        self.critic: CriticGroup | None = None
+
+    async def switch_to_learner(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+        """Do nothing: the learner keeps its memory."""
+
+    async def switch_to_engines(
+        self, learner: LearnerGroup, sync: Callable[[], Awaitable[None]], watch: Stopwatch, *, due: bool
+    ) -> None:
+        """Sync the weights if that is ``due``; ``watch`` gets the seconds as ``sync``."""
+        if due:
+            with watch("sync"):
+                await sync()
+
+
 class GpuTimeSharing:
     """Switches the GPUs between learner and engines. Initially both may hold memory, or the learner may be offloaded."""
+
+    shared: ClassVar[bool] = True
 
     def __init__(self, fleet: Fleet, cut: Literal["abort", "restart"] | None = None) -> None:
         """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs.
@@ -42,16 +66,18 @@ class GpuTimeSharing:
         with watch("wake"):
             await self.on_live(lambda engine: engine.memory.release(self._cut))
             await self._fleet.wait_ended()
-            for one in (learner, self.critic):
-                if one is not None:
-                    await asyncio.to_thread(one.wake)
+            for group in (learner, self.critic):
+                if group is not None:
+                    await asyncio.to_thread(group.wake)
         self._learner_active = True
 
     async def switch_to_engines(
-        self, learner: LearnerGroup, sync: Callable[[], Awaitable[None]], watch: Stopwatch
+        self, learner: LearnerGroup, sync: Callable[[], Awaitable[None]], watch: Stopwatch, *, due: bool = True
     ) -> None:
         """Offload the critic, sync the weights while learner and engines both hold theirs, offload the learner, and restore
         KV caches.
+
+        The weights are synced also if that is not ``due``: engines release theirs.
 
         ``watch`` gets the seconds of ``sync`` as ``sync`` and all others as ``sleep``.
 
@@ -87,3 +113,12 @@ class GpuTimeSharing:
         for engine, error in errors.items():
             if not isinstance(error, EngineError) or engine in self._fleet.live:
                 raise error
+
+
+def open_gpus(config: Config, fleet: Fleet) -> GpuTimeSharing | SeparateGpus:
+    """Return how learner and engines of a run use GPUs."""
+    if config.placement.mode != "colocate":
+        return SeparateGpus()
+    cut = config.weights.pause if config.asynchronous.max_staleness else None
+    assert cut is None or cut in ("abort", "restart"), "check_placement comes first"
+    return GpuTimeSharing(fleet, cut)

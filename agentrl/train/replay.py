@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.train.evaluator import Evaluator
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
 from agentrl.train.training_step import compares_groups
 
@@ -99,11 +97,6 @@ class Replay:
         """Return the tokenizer's pad token."""
         return self.check.renderer.pad_token_id
 
-    @property
-    def evaluator(self) -> Evaluator | None:
-        """Return None: there is no engine to evaluate with."""
-        return None
-
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
         """Do nothing: there is no engine."""
 
@@ -131,13 +124,6 @@ class Replay:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens."""
         return self.check.renderer.decode(token_ids)
-
-    async def prepare_evaluation(self) -> None:
-        """Do nothing: there is no engine."""
-
-    def learner_idle(self) -> AbstractAsyncContextManager[None]:
-        """Do nothing: no one else uses the learner."""
-        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +188,12 @@ def sample_check(config: Config, model: Path) -> SampleCheck:
     vocabulary = read_vocab_size(model)
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     return SampleCheck(vocabulary, make_renderer(tokenizer), config.sampler.temperature)
+
+
+def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -> Replay:
+    """Return the rollout source of recorded rollouts, which are checked against the tokenizer of ``model``."""
+    recorded = RecordedRollouts(path, config.rollout.batch_size)
+    return Replay(config, recorded, sample_check(config, model), interrupt)
 
 
 def check_replay(config: Config, path: Path) -> list[str]:

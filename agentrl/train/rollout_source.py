@@ -1,9 +1,8 @@
-"""Where a trainer's rollouts come from: `agentrl.train.sampling` or `agentrl.train.replay`."""
+"""Interface between the trainer and its rollouts, which `agentrl.train.sampling` or `agentrl.train.replay` supplies."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -11,7 +10,6 @@ from typing import Any, Protocol
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.train.evaluator import Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +76,6 @@ class RolloutSource(Protocol):
         """The token that fills batches."""
         ...
 
-    @property
-    def evaluator(self) -> Evaluator | None:
-        """Runs evaluations; None: nothing is evaluated."""
-        ...
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         ...
@@ -119,12 +112,4 @@ class RolloutSource(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Return sampling metrics for the row of a step, collected since the last call."""
-        ...
-
-    async def prepare_evaluation(self) -> None:
-        """Sync the newest weights to the engines that evaluate, unless they have them."""
-        ...
-
-    def learner_idle(self) -> AbstractAsyncContextManager[None]:
-        """Let others use the learner in the body: restarted engines need its weights."""
         ...

@@ -16,6 +16,8 @@ from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
+from agentrl.data.task_sources import TaskSources, open_tasks
+from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
 from agentrl.obs.console import print_message
@@ -24,10 +26,14 @@ from agentrl.obs.waiting import PHASE, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import run_folder
-from agentrl.train.rollout_source import RolloutSource, TaskPosition
-from agentrl.train.rollout_sources import open_replay, open_sampling
+from agentrl.self_play.game_scores import open_game_scores
+from agentrl.train.evaluations import Evaluator
+from agentrl.train.replay import open_replay
+from agentrl.train.rollout_source import RolloutSource
+from agentrl.train.run_inputs import RunInputs
 from agentrl.train.run_monitor import open_monitor
 from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
+from agentrl.train.sampling import Sampling, open_sampling
 from agentrl.train.step_settings import StepSettings, pack_options
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
@@ -36,25 +42,19 @@ from agentrl.train.warm_start import initial_policy
 
 @dataclass(slots=True)
 class TrainingRun:
-    """The inputs of a run, known before its services are started."""
+    """A run whose services are not started."""
 
-    config: Config
-    folder: Path
+    inputs: RunInputs
     console: Console
-    resumed: bool
-    """Whether the folder is that of a run that goes on."""
     checkpoint: Path | None
     """The checkpoint from which the run resumes; None starts at step 0."""
-    model: Path
-    """The folder of the initial weights."""
     replay: Path | None
     """Recorded rollouts to train on in place of sampling."""
-    state: dict[str, Any]
-    """The trainer's state in the checkpoint; see `Trainer.state`."""
 
     async def train(self, interrupt: Interrupt) -> Trainer:
         """Start the services, train to the end, end the services, and return the finished trainer."""
-        config, folder, step = self.config, self.folder, int(self.state["step"])
+        run = self.inputs
+        config, folder, step, state = run.config, run.folder, run.step, run.state
         async with AsyncExitStack() as exits:
             view = exits.enter_context(
                 ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
@@ -62,15 +62,14 @@ class TrainingRun:
             view.phase("starting")
             monitor = open_monitor(config, folder, view.print_text, step, exits)
             with waiting(PHASE, "start"):
-                teachers = await open_teachers(config, self.model, folder / "logs", exits)
-                source, learner, critic = await self._open(interrupt, exits)
+                teachers = await open_teachers(config, run.model, folder / "logs", exits)
+                source, evaluator, learner, critic = await self._open(interrupt, exits)
             models = (learner,) if critic is None else (learner, critic)
             packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
             estimators = RunEstimators(config.algo.by_source)
-            estimators.load_state(self.state["estimators"])
+            estimators.load_state(state["estimators"])
             view.total = source.steps
-            resume_after = step if self.resumed else None
-            metrics = open_metrics(config, folder, view.note, resume_after, monitor.trackers)
+            metrics = open_metrics(config, folder, view.note, run.resume_after, monitor.trackers)
             trainer = Trainer(
                 settings=StepSettings(config, packing),
                 source=source,
@@ -82,41 +81,49 @@ class TrainingRun:
                 view=view,
                 teachers=teachers,
                 step=step,
-                position=TaskPosition(self.state["position"], tuple(self.state.get("trained_ahead", ()))),
-                spent_s=self.state["spent_s"],
-                evaluated=self.state["evaluated"],
-                score=self.state.get("score"),
+                position=run.position,
+                spent_s=state["spent_s"],
+                evaluator=evaluator,
+                evaluated=state["evaluated"],
+                score=state.get("score"),
                 saved=step if self.checkpoint else -1,
                 monitor=monitor.metrics,
             )
-            begin_random(self.state, config.run.seed)  # starting services has drawn from the generators
+            begin_random(state, config.run.seed)  # starting services has drawn from the generators
             await trainer.run()
             return trainer
 
     async def _open(
         self, interrupt: Interrupt, exits: AsyncExitStack
-    ) -> tuple[RolloutSource, LearnerGroup, CriticGroup | None]:
+    ) -> tuple[RolloutSource, Evaluator | None, LearnerGroup, CriticGroup | None]:
         """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
-        config, folder, model = self.config, self.folder, self.model
-        cluster = RunCluster(config, folder, model, self.checkpoint, with_engines=self.replay is None)
+        run = self.inputs
+        cluster = RunCluster(run.config, run.folder, run.model, self.checkpoint, with_engines=self.replay is None)
         exits.push_async_callback(cluster.aclose)
         await cluster.open()
         if self.replay is not None:
-            return open_replay(config, self.replay, model, interrupt), *(await cluster.learner())
-        source = await open_sampling(
-            config,
-            folder,
-            model,
-            exits,
-            interrupt,
-            launcher=await cluster.engine_launcher(),
-            check_learner=cluster.check,
-            resume_after=self.state["step"] if self.resumed else None,
-            state=self.state,
-        )
+            source = open_replay(run.config, self.replay, run.model, interrupt)
+            return source, None, *(await cluster.learner())
+        tasks = open_tasks(run.config)
+        sampling = await open_sampling(run, cluster, tasks, interrupt, exits)
+        evaluator = _open_evaluator(sampling, tasks)
         learner, critic = await cluster.learner()
-        source.add_critic(critic)
-        return source, learner, critic
+        sampling.add_critic(critic)
+        return sampling, evaluator, learner, critic
+
+
+def _open_evaluator(sampling: Sampling, tasks: TaskSources) -> Evaluator:
+    config, services = sampling.config, sampling.services
+    return Evaluator(
+        config.eval,
+        services,
+        load_eval_tasks(config, tasks),
+        sampling.records.recorder,
+        sampling.interrupt,
+        sampling.weights,
+        sampling.self_play,
+        open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
+    )
 
 
 def resume_command(folder: Path, replay: Path | None) -> str:
@@ -144,8 +151,8 @@ async def run_training(
     """
     with run_folder(config, resumed) as folder:
         checkpoint = latest_checkpoint(folder / "checkpoints")
-        going_on = f", going on from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
-        print_message(console, f"run {folder}{going_on}")
+        start = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
+        print_message(console, f"run {folder}{start}")
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
             state = _read_state(config, checkpoint)
@@ -158,9 +165,8 @@ async def run_training(
                 )  # not saved: a resume may have other GPUs
                 for line in lines:
                     print_message(console, line)
-                trainer = await TrainingRun(
-                    config, folder, console, resumed is not None, checkpoint, model, replay, state
-                ).train(interrupt)
+                inputs = RunInputs(config, folder, model, state, resumed is not None)
+                trainer = await TrainingRun(inputs, console, checkpoint, replay).train(interrupt)
         except CheckpointError as error:
             raise _with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

@@ -19,7 +19,7 @@ from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.rollout_panel import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.early_groups import EarlyGroups
-from agentrl.train.evaluations import Evaluations
+from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.rollout_source import RolloutSource, StepRollouts, TaskPosition
 from agentrl.train.step_metrics import merge_metrics, policy_metrics
 from agentrl.train.step_scores import StepScores, score_rollouts
@@ -66,6 +66,8 @@ class Trainer:
     """Predicts values, if the estimator needs them."""
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
+    evaluator: InitVar[Evaluator | None] = None
+    """Runs the evaluations; None: nothing is evaluated."""
     evaluated: InitVar[int] = -1
     """The step of the newest evaluation."""
     score: InitVar[float | None] = None
@@ -77,10 +79,11 @@ class Trainer:
     """Optimizer steps that learner and critic have taken in the unfinished training step."""
     _warned: set[str] = field(default_factory=set, init=False)
 
-    def __post_init__(self, evaluated: int, score: float | None) -> None:
+    def __post_init__(self, evaluator: Evaluator | None, evaluated: int, score: float | None) -> None:
         """Resume the evaluations of the run."""
+        config = self.settings.config
         self.evaluations = Evaluations(
-            self.settings.config, self.source, self.checkpoints, self.metrics, self.view, evaluated, score
+            config.eval, config.train, evaluator, self.checkpoints, self.metrics, self.view, evaluated, score
         )
 
     async def run(self) -> None:

@@ -27,6 +27,8 @@ from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.train.engine_weights import EngineWeights
+from agentrl.train.gpu_time_sharing import open_gpus
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.base import SyncedWeights
 
@@ -192,13 +194,14 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
             records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None))
-            source = Sampling(config, services, unused, sync, records, Interrupt(print))
+            weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))  # type: ignore[arg-type]
+            source = Sampling(config, services, unused, weights, records, Interrupt(print))
             learner: Any = object()
-            await source.open()
+            await source.weights.open()
             await source.sync_weights(learner, 4, Stopwatch())
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
-            async with source.learner_idle():
+            async with source.weights.learner_idle():
                 said = await play(fleet, sessions=4, turns=1, tokens=20)
                 await until(lambda: len(fleet.live) == 2)
             assert {generation.versions for generation in said.values()} == {((0, 4),)}
@@ -234,12 +237,15 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             services: Any = SimpleNamespace(fleet=fleet)
             unused: Any = None
             learner: Any = Sleeper()
-            source = Sampling(config, services, unused, KillingSync(second, []), unused, Interrupt(print))
+            sync: Any = KillingSync(second, [])
+            weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
+            records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None))
+            source = Sampling(config, services, unused, weights, records, Interrupt(print))
             watch = Stopwatch()
-            await source.open()
+            await source.weights.open()
             await source.sync_weights(learner, 1, watch)
             assert not learner.awake
-            async with source.learner_idle():
+            async with source.weights.learner_idle():
                 before = await play(fleet, sessions=4, turns=1, tokens=20)
             await source.release_gpus_for_training(learner, watch)
             [lost] = pids(fleet)
@@ -250,7 +256,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             assert pids(fleet) == [lost], "nothing is started"
             assert learner.awake
             await source.sync_weights(learner, 2, watch)
-            async with source.learner_idle():
+            async with source.weights.learner_idle():
                 after = await play(fleet, sessions=4, turns=1, tokens=20)
                 assert not learner.awake
             assert {generation.versions for generation in before.values()} == {((0, 1),)}

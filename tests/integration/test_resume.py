@@ -106,7 +106,7 @@ def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
     run = Running("train", "--resume", cwd=cwd, target=IN_PROCESS_LEARNER)
     try:
         assert run.finish() == 0, run.output()
-        assert f"going on from step_{ended:06d}" in run.output()
+        assert f"resuming from step_{ended:06d}" in run.output()
     finally:
         run.end()
     resumed = outcome(folder)
@@ -228,7 +228,7 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     monkeypatch.delenv(KILL_AT)
     status, output = replay(tmp_path, recorded, "--resume", "run.dir=run")
     assert status == 0, output
-    assert f"going on from {checkpoints[-1].name}" in output
+    assert f"resuming from {checkpoints[-1].name}" in output
 
     # What was loaded is what the checkpoint has.
     loaded = learner_state(folder / "loaded")

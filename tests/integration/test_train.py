@@ -92,7 +92,7 @@ def test_a_killed_run_ends_its_processes_and_leaves_a_whole_checkpoint(killed: K
 
 def test_it_goes_on_from_its_last_checkpoint(killed: Killed, trained: tuple[Path, str]) -> None:
     folder, output = trained
-    assert f"going on from step_{killed.state['step']:06d}" in output
+    assert f"resuming from step_{killed.state['step']:06d}" in output
     steps = [row["step"] for row in metrics(folder) if "train/reward" in row]
     assert steps == list(range(1, 8)), "every step once, in order"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class AdmittedGroup:
-    """A group that was admitted and not taken for a step."""
+    """A group that was admitted and that no step has taken."""
 
     position: int
     """Of its task in the order of the run."""
@@ -55,10 +55,9 @@ class Admission:
         self.step = step
         """The policy version that the next batch trains: the number of steps whose batch was taken."""
         self._positions = positions
-        self._left = (steps - step) * batch_size
+        self._unadmitted = (steps - step) * batch_size
         self._batch_size = batch_size
-        self.max_staleness = max_staleness
-        """Most versions between a group's admission and the step that trains it."""
+        self._max_staleness = max_staleness
         self.passed_over = 0
         """Groups that were admitted before one of the groups that were taken last, and stay."""
         self._most = (max_staleness + 1) * batch_size if most is None else most
@@ -67,17 +66,17 @@ class Admission:
 
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
-        room = (version + self.max_staleness + 1 - self.step) * self._batch_size
-        if self._left <= 0 or len(self._waiting) >= min(room, self._most):
+        room = (version + self._max_staleness + 1 - self.step) * self._batch_size
+        if self._unadmitted <= 0 or len(self._waiting) >= min(room, self._most):
             return None
-        self._left -= 1
+        self._unadmitted -= 1
         position = next(self._positions)
         self._waiting[position] = AdmittedGroup(position, version)
         return position
 
     def restore(self, position: int, version: int) -> None:
         """Admit a group that the same rule admitted in an earlier process, at ``version``; the oldest first."""
-        self._left -= 1
+        self._unadmitted -= 1
         self._waiting[position] = AdmittedGroup(position, version)
 
     def finish(self, position: int) -> None:
@@ -87,7 +86,7 @@ class Admission:
     def drop(self, position: int) -> None:
         """Remove a group that is not trained, so that another one may begin in its place."""
         del self._waiting[position]
-        self._left += 1
+        self._unadmitted += 1
 
     def commit(self, *, in_order: bool = False) -> list[int]:
         """Choose finished groups for the next step before its batch is full; return the positions of those that were not yet.
@@ -95,16 +94,16 @@ class Admission:
         Those that were admitted first are chosen, as many as the bound permits for the groups that stay. With ``in_order`` a
         group is chosen only if all before it are.
         """
-        chosen, left = [], self._batch_size - sum(group.committed for group in self._waiting.values())
-        for group in [one for one in self._waiting.values() if not one.committed]:
-            if left == 0 or (in_order and not group.finished):
+        chosen, free = [], self._batch_size - sum(group.committed for group in self._waiting.values())
+        for group in [group for group in self._waiting.values() if not group.committed]:
+            if free == 0 or (in_order and not group.finished):
                 break
             if not group.finished:
                 continue
-            others = [one.version for one in self._waiting.values() if not one.committed and one is not group]
-            if not self._in_time(others, left - 1):
+            staying = [other.version for other in self._waiting.values() if not other.committed and other is not group]
+            if not self._in_time(staying, free - 1):
                 break
-            group.committed, left = True, left - 1
+            group.committed, free = True, free - 1
             chosen.append(group.position)
         return chosen
 
@@ -116,24 +115,24 @@ class Admission:
         """
         finished = [group for group in self._waiting.values() if group.finished]
         batch = sorted(finished, key=lambda group: not group.committed)[: self._batch_size]
-        taken = {group.position for group in batch}
-        staying = [group.version for group in self._waiting.values() if group.position not in taken]
-        last = max((number for number, position in enumerate(self._waiting) if position in taken), default=-1)
+        batch_positions = {group.position for group in batch}
+        staying = [group.version for group in self._waiting.values() if group.position not in batch_positions]
+        last = max((number for number, position in enumerate(self._waiting) if position in batch_positions), default=-1)
         passed_over = last + 1 - len(batch)
         if len(batch) < self._batch_size or not self._in_time(staying) or (in_order and passed_over):
             return None
         self.step += 1
         self.passed_over = passed_over
-        for position in taken:
+        for position in batch_positions:
             del self._waiting[position]
-        return sorted(taken)
+        return sorted(batch_positions)
 
-    def _in_time(self, versions: Sequence[int], left: int = 0) -> bool:
-        """Return whether groups of these versions, ascending, can be trained in time by the next step, if ``left`` more fit
+    def _in_time(self, versions: Sequence[int], free: int = 0) -> bool:
+        """Return whether groups of these versions, ascending, can be trained in time by the next step, if ``free`` more fit
         into its batch, and those after it.
         """
         return all(
-            index < (version + self.max_staleness - self.step) * self._batch_size + left
+            index < (version + self._max_staleness - self.step) * self._batch_size + free
             for index, version in enumerate(versions)
         )
 
@@ -148,6 +147,6 @@ class Admission:
         return next(iter(self._waiting), None)
 
     @property
-    def missing(self) -> Sequence[int]:
+    def unfinished(self) -> Sequence[int]:
         """Positions of the groups that are not finished, the first admitted first."""
         return [group.position for group in self._waiting.values() if not group.finished]

@@ -50,7 +50,7 @@ class Filtering:
         return reason
 
     def restore(self, position: int, group: list[Rollout], reason: str) -> None:
-        """Take a group that the filter ``reason`` dropped, also in an earlier process of the run."""
+        """Add a group that the filter ``reason`` dropped, also in an earlier process of the run."""
         self._groups[position] = group
         self._reasons[reason] += 1
         for rollout in kept_rollouts(group):
@@ -77,17 +77,17 @@ class Filtering:
 
     def take(self) -> dict[int, list[Rollout]]:
         """Return the groups that were filtered since the step before, by position, as a step takes its groups."""
-        found, reasons, rewards = self._groups, self._reasons, self._rewards
+        groups, reasons, rewards = self._groups, self._reasons, self._rewards
         lengths = [float(rollout.sampled_tokens) for rollout in self.filtered]
         self._groups, self._reasons, self._rewards = {}, Counter(), []
         if self._config.filter_groups.filters:
             self._metrics = {
-                "rollout/filtered_groups": float(len(found)),
+                "rollout/filtered_groups": float(len(groups)),
                 "rollout/filtered_tokens": mean(lengths),
                 "rollout/unfiltered_reward": mean(rewards),
                 **{f"rollout/filtered/{name}": float(count) for name, count in reasons.items()},
             }
-        return found
+        return groups
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the groups that were taken last."""

@@ -1,4 +1,4 @@
-"""Runs a group of episodes, as far as the journal does not have them."""
+"""Runs the episodes of a group that the journal does not have."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ async def run_group(
         RunStopped: see `EpisodeRunner.run_many`.
         ConfigError: the journal is damaged.
     """
-    held = await asyncio.to_thread(journal.held, position)
-    whole, single = journal.is_finished(position), runner.has_single_rollouts
-    same = single and {rollout.prompt_id for rollout in held} == {jobs[0].task.id}
-    by_id = {rollout.rollout_id: rollout for rollout in held} if whole or same else {}
+    journaled = await asyncio.to_thread(journal.read_group, position)
+    finished, single = journal.is_finished(position), runner.has_single_rollouts
+    same_task = single and {rollout.prompt_id for rollout in journaled} == {jobs[0].task.id}
+    by_id = {rollout.rollout_id: rollout for rollout in journaled} if finished or same_task else {}
     for rollout in by_id.values():
         on_done(rollout)
-    if whole:
+    if finished:
         for _ in jobs:
             on_ended()
-        return held
-    missing = [job for job in jobs if job.rollout_id not in by_id]
-    for _ in range(len(jobs) - len(missing)):
+        return journaled
+    remaining = [job for job in jobs if job.rollout_id not in by_id]
+    for _ in range(len(jobs) - len(remaining)):
         on_ended()
 
     def done(rollout: Rollout) -> None:
         if single:
-            journal.ended(position, rollout)
+            journal.record_ended(position, rollout)
         on_done(rollout)
 
-    saved = journal.episodes.of_group(position) if single else None
-    rollouts = await runner.run_many(missing, done, on_ended=on_ended, check_dropped=False, saved=saved)
+    saved = journal.episodes.group_states(position) if single else None
+    rollouts = await runner.run_many(remaining, done, on_ended=on_ended, check_dropped=False, saved=saved)
     if by_id:
         by_id |= {rollout.rollout_id: rollout for rollout in rollouts}
         rollouts = [by_id[job.rollout_id] for job in jobs]
-    await journal.finished(position, rollouts)
+    await journal.record_finished(position, rollouts)
     return rollouts

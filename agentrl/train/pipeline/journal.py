@@ -1,8 +1,8 @@
-"""The journal of a training run: rollouts of finished groups on disk, and what a resumed run goes on with.
+"""The journal of a training run: rollouts of finished groups on disk, from which a run resumes.
 
 A group counts as finished once its rollouts are on the disk, and a step is trained once its batch is. A run that resumes from the
 checkpoint of step ``s`` with a journal up to step ``t`` trains the steps ``s + 1`` to ``t`` with the same rollouts again. Groups
-that no step took go on as they were: finished ones wait for a step, of others the episodes that have ended are kept.
+that no step took are resumed: finished ones wait for a step, of others the episodes that have ended are kept.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ GROUPS = "groups"
 
 
 class Journal:
-    """Writes the journal of one process of a run, and has what the processes before have left.
+    """Writes the journal of one process of a run, and reads that of earlier processes.
 
     Args:
         run: folder of the run.
-        step: of the checkpoint that the run goes on from; 0 without one.
+        step: of the checkpoint from which the run resumes; 0 without one.
         position: of that checkpoint.
         keep: newest checkpoints that are kept. Rollouts that all of them have trained are removed.
         save_episodes_s: seconds after which an episode in progress is saved; None saves none.
@@ -87,18 +87,18 @@ class Journal:
         """States of episodes in progress."""
         self._ended: defaultdict[int, dict[str, slice]] = defaultdict(dict)
         """By position and ``rollout_id``, where the file of a group that is not finished has the lines of this process."""
-        self._remove_others()
+        self._remove_obsolete()
         self._log.write("begin", step=step, first=done.first, ahead=done.ahead, settings=settings)
 
     def _check_batches(self, step: int) -> None:
         """Check that the steps after the checkpoint can be trained again."""
-        lacking = [number for number in range(step + 1, self._version + 1) if number not in self._batches]
-        needed = [position for batch in self._batches.values() for position in (*batch.positions, *batch.dropped)]
-        missing = [path for path in map(self._file, needed) if not path.exists()]
-        if lacking or missing:
-            what = f"{missing[0]} is missing" if missing else f"it has no batch of step {lacking[0]}"
+        missing_steps = [number for number in range(step + 1, self._version + 1) if number not in self._batches]
+        positions = [position for batch in self._batches.values() for position in (*batch.positions, *batch.dropped)]
+        missing_files = [path for path in map(self._file, positions) if not path.exists()]
+        if missing_steps or missing_files:
+            fault = f"{missing_files[0]} is missing" if missing_files else f"it has no batch of step {missing_steps[0]}"
             raise ConfigError(
-                f"{self._log.folder} does not reach back to the checkpoint of step {step}: {what}. Resume from a newer "
+                f"{self._log.folder} does not reach back to the checkpoint of step {step}: {fault}. Resume from a newer "
                 "checkpoint, or move the journal away: groups that the checkpoint has not trained are sampled again then"
             )
 
@@ -110,12 +110,12 @@ class Journal:
         """Return why a group was dropped before this process began; empty if it was not."""
         return self._reasons.get(position, "")
 
-    def begun(self, step: int) -> int:
+    def drawn_positions(self, step: int) -> int:
         """Return how many positions of the task order had begun when ``step``, which is trained again, was trained."""
         return self._admitted.get(step, self._begun)
 
     @property
-    def untaken(self) -> list[JournaledGroup]:
+    def pending(self) -> list[JournaledGroup]:
         """Return the groups that were in no batch when this process began, those admitted first at the beginning."""
         return list(self._waiting.values())
 
@@ -123,7 +123,7 @@ class Journal:
         """Return whether all rollouts of a group are on the disk."""
         return position in self._finished
 
-    def held(self, position: int) -> list[Rollout]:
+    def read_group(self, position: int) -> list[Rollout]:
         """Return the rollouts of a group that are on the disk; all, in their order, if it is finished.
 
         Raises:
@@ -137,22 +137,22 @@ class Journal:
         _remove_torn_line(path)
         return [rollout for rollout in _read(path) if newest_version(rollout) <= self._version]
 
-    def admitted(self, position: int, version: int, opponent: str = "") -> None:
+    def record_admitted(self, position: int, version: int, opponent: str = "") -> None:
         """Record that a group begins while the engines have ``version``, in self-play against ``opponent``."""
         if position not in self._waiting and not self.is_finished(position):
             self._file(position).unlink(missing_ok=True)
             self.episodes.remove(position)
             self._log.write("admitted", position=position, version=version, opponent=opponent)
 
-    def ended(self, position: int, rollout: Rollout) -> None:
-        """Add a rollout of a group that is not finished. It has its reward, and does not change until `finished`."""
-        line = _encoded(rollout)
+    def record_ended(self, position: int, rollout: Rollout) -> None:
+        """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
+        line = _encode(rollout)
         with self._file(position).open("ab") as file:
             start = file.tell()
             file.write(line)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(line))
 
-    async def finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
+    async def record_finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
         """Record that all episodes of a group have ended, once its rollouts are on the disk."""
         if not self.is_finished(position):
             await asyncio.to_thread(self._write_group, position, rollouts, self._ended.pop(position, {}))
@@ -160,11 +160,11 @@ class Journal:
             self._log.write("finished", position=position)
             await asyncio.to_thread(self.episodes.remove, position)
 
-    def dropped(self, position: int, reason: str) -> None:
+    def record_dropped(self, position: int, reason: str) -> None:
         """Record that no step trains a finished group."""
         self._log.write("dropped", position=position, reason=reason)
 
-    async def taken(
+    async def record_taken(
         self, step: int, positions: Sequence[int], after: TaskPosition, dropped: Sequence[int] = ()
     ) -> None:
         """Record the groups that a step trains, and wait until this is on the disk.
@@ -176,13 +176,14 @@ class Journal:
             dropped: positions of groups that were dropped since the step before.
         """
         if step not in self._batches:
-            where = {"first": after.first, "ahead": after.ahead}
-            self._log.write("taken", step=step, positions=positions, dropped=dropped, **where)
+            self._log.write(
+                "taken", step=step, positions=positions, dropped=dropped, first=after.first, ahead=after.ahead
+            )
             await asyncio.to_thread(self._log.sync)
             self._stored[step] = (*positions, *dropped)
         self._finished.difference_update(positions)
 
-    async def trained(self, step: int) -> None:
+    async def record_trained(self, step: int) -> None:
         """Record that a step was trained, and remove what no kept checkpoint needs."""
         self._log.write("trained", step=step)
         self._batches.pop(step, None)
@@ -194,19 +195,19 @@ class Journal:
 
     def _prune(self) -> None:
         """Remove the rollouts of steps that all kept checkpoints have trained."""
-        kept = whole_checkpoints(self._run / "checkpoints")[-self._keep :]
-        oldest = checkpoint_step(kept[0]) if kept else 0
+        checkpoints = whole_checkpoints(self._run / "checkpoints")[-self._keep :]
+        oldest = checkpoint_step(checkpoints[0]) if checkpoints else 0
         for step in [number for number in self._stored if number <= oldest]:
             for position in self._stored.pop(step):
                 self._file(position).unlink(missing_ok=True)
 
-    def _remove_others(self) -> None:
+    def _remove_obsolete(self) -> None:
         """Remove rollouts of groups that are neither needed by a step nor waiting."""
-        needed = {position for positions in self._stored.values() for position in positions} | self._waiting.keys()
+        stored = {position for positions in self._stored.values() for position in positions}
         self.episodes.keep(self._waiting.keys() - self._finished)
-        wanted = {self._file(position) for position in needed}
+        group_files = {self._file(position) for position in stored | self._waiting.keys()}
         for path in self._folder.iterdir():
-            if path not in wanted:
+            if path not in group_files:
                 path.unlink()
 
     def _file(self, position: int) -> Path:
@@ -215,10 +216,9 @@ class Journal:
     def _write_group(self, position: int, rollouts: Sequence[Rollout], ended: Mapping[str, slice]) -> None:
         """Write the rollouts in their order; the lines of those that have ``ended`` are in the group's file."""
         written = self._file(position).read_bytes() if ended else b""
-        places = [ended.get(rollout.rollout_id) for rollout in rollouts]
+        spans = [ended.get(rollout.rollout_id) for rollout in rollouts]
         lines = [
-            _encoded(rollout) if place is None else written[place]
-            for rollout, place in zip(rollouts, places, strict=True)
+            _encode(rollout) if span is None else written[span] for rollout, span in zip(rollouts, spans, strict=True)
         ]
         with write_atomically(self._file(position)) as partial, partial.open("wb") as file:
             file.write(b"".join(lines))
@@ -231,30 +231,30 @@ def newest_version(rollout: Rollout) -> int:
     return max((int(row.versions.max(initial=-1)) for row in rollout.rows), default=-1)
 
 
-def _encoded(rollout: Rollout) -> bytes:
+def _encode(rollout: Rollout) -> bytes:
     """Return a rollout with what files of rollouts leave out as one line."""
     tools = [
         {"name": tool.name, "description": tool.description, "parameters": json_state(tool.parameters)}
         for tool in rollout.tools
     ]
-    others = {
+    unlisted = {
         "messages": [message_to_dict(message) for message in rollout.messages],
         "tools": tools,
         "experts": [experts_to_dict(row.experts) for row in rollout.rows],
     }
     record = portable_json(rollout_to_dict(rollout), orjson.OPT_SERIALIZE_NUMPY)
-    parts = {"rollout": record, "others": portable_json(others)}
-    return with_checksum(orjson.dumps({name: orjson.Fragment(data) for name, data in parts.items()}))
+    sections = {"rollout": record, "others": portable_json(unlisted)}
+    return with_checksum(orjson.dumps({name: orjson.Fragment(data) for name, data in sections.items()}))
 
 
-def _decoded(line: bytes) -> Rollout:
+def _decode(line: bytes) -> Rollout:
     data = orjson.loads(without_checksum(line))
     rollout = rollout_from_dict(data["rollout"])
-    others = data["others"]
-    experts = map(experts_from_dict, others["experts"])
-    rollout.rows = [replace(row, experts=each) for row, each in zip(rollout.rows, experts, strict=True)]
-    rollout.messages = tuple(map(message_from_dict, others["messages"]))
-    rollout.tools = tuple(Tool(**tool) for tool in others["tools"])
+    unlisted = data["others"]
+    experts = map(experts_from_dict, unlisted["experts"])
+    rollout.rows = [replace(row, experts=row_experts) for row, row_experts in zip(rollout.rows, experts, strict=True)]
+    rollout.messages = tuple(map(message_from_dict, unlisted["messages"]))
+    rollout.tools = tuple(Tool(**tool) for tool in unlisted["tools"])
     return rollout
 
 
@@ -266,11 +266,11 @@ def _read(path: Path) -> list[Rollout]:
     """
     with reading(path, "file of a group's rollouts"):
         lines = path.read_bytes().splitlines()
-    found = []
+    rollouts = []
     for number, line in enumerate(lines, 1):
         with reading(f"{path}, line {number}", "rollout of the journal"):
-            found.append(_decoded(line))
-    return found
+            rollouts.append(_decode(line))
+    return rollouts
 
 
 def _remove_torn_line(path: Path) -> None:

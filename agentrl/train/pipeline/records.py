@@ -1,4 +1,4 @@
-"""What a run keeps of its rollouts: files of rollouts by step, and the journal."""
+"""Records of a run's rollouts: files by step, and the journal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from agentrl.batch.group_filters import kept_rollouts
-from agentrl.config.schema import Config
+from agentrl.config.self_play import SelfPlayConfig
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
+from agentrl.train.run_inputs import RunInputs
 
 
 @dataclass(slots=True)
@@ -33,35 +32,33 @@ class RunRecords:
     """Of a step that is trained again."""
 
     @classmethod
-    def of_run(cls, config: Config, folder: Path, state: Mapping[str, Any], after: int | None) -> RunRecords:
-        """Return the records of a run.
-
-        Args:
-            config: of the run.
-            folder: of the run.
-            state: of the trainer in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`.
-            after: files of later steps are deleted; None keeps all.
+    def of_run(cls, run: RunInputs) -> RunRecords:
+        """Return the records of a run. Those of steps after its checkpoint are deleted.
 
         Raises:
             ConfigError: see `Journal`.
         """
+        config = run.config
         recorder = RolloutRecorder(
-            folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format, resume_after=after
+            run.folder / "rollouts",
+            keep=config.obs.rollouts,
+            form=config.obs.rollout_format,
+            resume_after=run.resume_after,
         )
         journal = Journal(
-            folder,
-            step=state["step"],
-            position=TaskPosition(state["position"], tuple(state.get("trained_ahead", ()))),
+            run.folder,
+            step=run.step,
+            position=run.position,
             keep=config.train.keep,
             save_episodes_s=config.train.save_episodes_s,
             batch_size=config.rollout.batch_size,
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             max_staleness=config.asynchronous.max_staleness,
-            **_opponents(config),
+            **_opponents(config.self_play),
         )
         return cls(recorder, journal, config.asynchronous.mask_older_than)
 
-    def trained_before(self, step: int) -> StepRollouts:
+    def read_step(self, step: int) -> StepRollouts:
         """Return the rollouts with which ``step``, which is trained again, was trained before the run was resumed.
 
         Raises:
@@ -69,7 +66,7 @@ class RunRecords:
         """
         batch = self.journal.batch(step)
         assert batch is not None, "the step is trained again"
-        rollouts = [rollout for position in batch.positions for rollout in self.journal.held(position)]
+        rollouts = [rollout for position in batch.positions for rollout in self.journal.read_group(position)]
         filtered = [rollout for position in batch.dropped for rollout in self._filtered(position)]
         self._metrics = {"rollout/from_journal": 1.0} | staleness_metrics(rollouts, step - 1)
         if self.mask_older_than is not None:
@@ -79,22 +76,22 @@ class RunRecords:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of a step that was trained again since the last call."""
-        found, self._metrics = self._metrics, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def _filtered(self, position: int) -> list[Rollout]:
         """Return the rollouts of a group that was dropped, marked so."""
-        group = self.journal.held(position)
+        group = self.journal.read_group(position)
         for rollout in kept_rollouts(group):
             rollout.dropped, rollout.filtered = True, self.journal.reason(position)
         return group
 
-    async def trained(self, step: int, advantages: Mapping[str, float]) -> None:
+    async def record_trained(self, step: int, advantages: Mapping[str, float]) -> None:
         """Record that a step was trained, with the advantages of its rollouts by ``rollout_id``."""
         await asyncio.to_thread(self.recorder.finish, step, advantages)
-        await self.journal.trained(step)
+        await self.journal.record_trained(step)
 
 
-def _opponents(config: Config) -> dict[str, int]:
+def _opponents(config: SelfPlayConfig | None) -> dict[str, int]:
     """Return a checksum of the mix of opponents, if there is self-play: groups keep their opponent while it stays."""
-    return {} if config.self_play is None else {"mix": zlib.crc32(json.dumps(config.self_play.mix).encode())}
+    return {} if config is None else {"mix": zlib.crc32(json.dumps(config.mix).encode())}

@@ -1,4 +1,4 @@
-"""States of episodes in progress on disk, from which a resumed run goes on."""
+"""States of episodes in progress on disk, from which a run resumes."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class SavedEpisodes:
         """Remove the states of a group."""
         shutil.rmtree(self._group(position), ignore_errors=True)
 
-    def of_group(self, position: int) -> GroupStates:
+    def group_states(self, position: int) -> GroupStates:
         """Return the states of a group's episodes."""
         return GroupStates(self, self._group(position))
 
     def may_save(self, since: float) -> bool:
         """Return whether an episode may be saved whose last save, or beginning, was at ``since``."""
-        now = self.clock()
-        if self.every_s is None or now - since < self.every_s:
+        time_s = self.clock()
+        if self.every_s is None or time_s - since < self.every_s:
             return False
-        return self.seconds <= SHARE * (now - self._began)
+        return self.seconds <= SHARE * (time_s - self._began)
 
     def add(self, seconds: float) -> None:
         """Count a save."""

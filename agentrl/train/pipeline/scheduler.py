@@ -1,18 +1,23 @@
-"""Runs the groups of a training run, with and without staleness."""
+"""Runs the groups of a training run: while the learner trains, or only while a step waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from typing_extensions import override
+
+from agentrl.config.rollout import RolloutConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job
 from agentrl.episode.runner import EpisodeRunner
+from agentrl.obs.journal import JournaledGroup
 from agentrl.obs.waiting import waiting
 from agentrl.self_play.training import SelfPlay
 from agentrl.train.pipeline.admission import Admission
@@ -25,7 +30,7 @@ from agentrl.train.rollout_source import Consumer, TaskPosition
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepGroups:
     """The groups of a training step, and those that were filtered since the step before."""
 
     positions: list[int]
@@ -42,58 +47,54 @@ class RunningEpisodes:
     """How many episodes run, and their mean over time."""
 
     def __init__(self) -> None:
-        self.now = 0
+        self.count = 0
         self._began = self._since = asyncio.get_running_loop().time()
         self._episode_s = 0.0
 
     def add(self, change: int) -> None:
         """Record that so many more episodes run."""
         clock = asyncio.get_running_loop().time()
-        self._episode_s += self.now * (clock - self._since)
-        self._since, self.now = clock, self.now + change
+        self._episode_s += self.count * (clock - self._since)
+        self._since, self.count = clock, self.count + change
 
     def mean(self) -> float:
         """Return the mean number since the last call."""
         self.add(0)
-        found = self._episode_s / max(self._since - self._began, 1e-9)
+        mean = self._episode_s / max(self._since - self._began, 1e-9)
         self._began, self._episode_s = self._since, 0.0
-        return found
+        return mean
 
 
 @dataclass(slots=True)
 class GroupScheduler:
-    """Runs the groups that `Admission` admits.
-
-    With ``async.max_staleness`` they run while the learner trains. Without it they begin when `take` is called, after the
-    weight sync, and all of them have ended when it returns: nothing runs between two steps.
+    """Runs the groups that `Admission` admits, while the learner trains (``async.max_staleness``).
 
     What ends the run, such as a signal, a dead server or the failure policy, cancels all episodes and is raised by `take`.
     """
 
+    overlaps_training: ClassVar[bool] = True
+    """Whether groups run between two calls of `take`."""
     admission: Admission
     runner: EpisodeRunner
-    jobs_of: Callable[[int], list[Job]]
+    group_jobs: Callable[[int], list[Job]]
     """The episodes of the group at a position."""
-    concurrency: int
-    """With staleness a group begins only if fewer episodes run."""
-    watched: Callable[[], AbstractAsyncContextManager[None]]
+    guard: Callable[[], AbstractAsyncContextManager[None]]
     """The context in which episodes run; a signal or a dead server ends it."""
-    version: int
-    """Of the engines' policy."""
     journal: Journal
     """Of the run; it may have groups of an earlier process."""
-    filtering: Filtering
-    """Drops finished groups, in whose places others begin."""
+    config: RolloutConfig
+    mask_older_than: int | None = None
+    """``async.mask_older_than``."""
     on_done: Callable[[Rollout], None] = lambda _: None
     """Called with each rollout when it has its reward."""
     self_play: SelfPlay | None = None
     """Chooses who plays in a group when it is admitted."""
-    mask_older_than: int | None = None
-    """``async.mask_older_than``."""
-    straggler_timeout_s: float = 0.0
-    """``rollout.straggler_timeout_s``."""
+    version: int = field(init=False)
+    """Of the engines' policy."""
+    filtering: Filtering = field(init=False)
+    """Drops finished groups, in whose places others begin."""
     _restored: deque[int] = field(default_factory=deque, init=False)
-    """Groups that began in an earlier process and that go on, the oldest first."""
+    """Groups that began in an earlier process and are resumed, the oldest first."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
     _results: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
     """Of finished groups by position."""
@@ -102,61 +103,29 @@ class GroupScheduler:
     """A group has finished, or all have ended."""
     _in_order: bool = field(default=False, init=False)
     """The step waits for the groups that began first."""
-    _room: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _may_begin: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """More groups may begin."""
-    _taken: float = field(default_factory=lambda: asyncio.get_running_loop().time(), init=False)
+    _last_take: float = field(default_factory=lambda: asyncio.get_running_loop().time(), init=False)
     """When sampling began or groups were taken, on the loop's clock."""
     _length_bias: LengthBias = field(default_factory=LengthBias, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of the groups that were taken last."""
 
-    @classmethod
-    def of_run(
-        cls,
-        config: Config,
-        position: TaskPosition,
-        step: int,
-        runner: EpisodeRunner,
-        jobs_of: Callable[[int], list[Job]],
-        watched: Callable[[], AbstractAsyncContextManager[None]],
-        journal: Journal,
-        on_done: Callable[[Rollout], None],
-        self_play: SelfPlay | None,
-    ) -> GroupScheduler:
-        """Return the scheduler of a run that has finished ``step`` steps, and whose engines have the policy of that step."""
-        untaken = [group for group in journal.untaken if group.position not in position]
-        restored = {group.position for group in untaken}
-        admission = Admission(
-            (each for each in position.untrained() if each not in restored),
-            step=step,
-            steps=config.train.steps,
-            batch_size=config.rollout.batch_size,
-            max_staleness=config.asynchronous.max_staleness,
-            most=config.rollout.over_sampling_batch_size,
-        )
-        scheduler = cls(
-            admission,
-            runner,
-            jobs_of,
-            config.rollout.concurrency,
-            watched,
-            step,
-            journal,
-            Filtering(config.rollout),
-            on_done,
-            self_play,
-            config.asynchronous.mask_older_than,
-            config.rollout.straggler_timeout_s,
-        )
-        for group in untaken:
-            if group.dropped:
-                scheduler.filtering.restore(group.position, journal.held(group.position), group.dropped)
-            else:
-                admission.restore(group.position, group.version)
-                scheduler._restored.append(group.position)
-        return scheduler
+    def __post_init__(self) -> None:
+        """Begin with the policy of the last finished step."""
+        self.version = self.admission.step
+        self.filtering = Filtering(self.config)
 
-    async def take(self, consume: Consumer | None = None) -> Taken:
+    def restore(self, groups: Sequence[JournaledGroup]) -> None:
+        """Resume groups of an earlier process that no step has trained, the oldest first."""
+        for group in groups:
+            if group.dropped:
+                self.filtering.restore(group.position, self.journal.read_group(group.position), group.dropped)
+            else:
+                self.admission.restore(group.position, group.version)
+                self._restored.append(group.position)
+
+    async def take(self, consume: Consumer | None = None) -> StepGroups:
         """Wait for the groups of the next step, and return them.
 
         Args:
@@ -167,30 +136,25 @@ class GroupScheduler:
             AgentrlError: a server died.
 
         """
-        if self.admission.max_staleness:
-            positions = await self._finished_groups(consume)
-        else:
-            self.version, self._taken = self.admission.step, asyncio.get_running_loop().time()
-            try:
-                positions = await self._finished_groups(consume)
-            finally:
-                await self.aclose()
+        positions = await self._finished_groups(consume)
         groups = {position: self._results.pop(position) for position in positions}
         filtered = self.filtering.take()
         self._length_bias.add(groups, trained=True)
         self._length_bias.add(filtered, trained=False)
-        taken = Taken(positions, [*filtered], _rollouts(groups), _rollouts(filtered))
-        self._measure(taken.rollouts, sum(one.sampled_tokens for one in (*taken.rollouts, *taken.filtered)))
-        return taken
+        step_groups = StepGroups(positions, [*filtered], _rollouts(groups), _rollouts(filtered))
+        rollouts = (*step_groups.rollouts, *step_groups.filtered)
+        self._measure(step_groups.rollouts, sum(rollout.sampled_tokens for rollout in rollouts))
+        return step_groups
 
     async def _finished_groups(self, consume: Consumer | None) -> list[int]:
         """Wait until a step may take groups, and return their positions; the episodes are started if they do not run."""
         if self._main is None:
             self._main = asyncio.create_task(self._run())
             self._main.add_done_callback(lambda _: self._changed.set())
-        self._in_order = self.straggler_timeout_s > 0
-        limit = asyncio.get_running_loop().call_at(self._taken + self.straggler_timeout_s, self._pass_over)
-        with waiting("groups", self._missing):
+        timeout_s = self.config.straggler_timeout_s
+        self._in_order = timeout_s > 0
+        limit = asyncio.get_running_loop().call_at(self._last_take + timeout_s, self._pass_over)
+        with waiting("groups", self._describe_unfinished):
             while self._main.done() or (positions := self.admission.take(in_order=self._in_order)) is None:
                 if self._main.done():
                     self._main.result()
@@ -201,7 +165,7 @@ class GroupScheduler:
                 self._changed.clear()
                 await self._changed.wait()
         limit.cancel()
-        self._room.set()
+        self._may_begin.set()
         return positions
 
     def _pass_over(self) -> None:
@@ -211,21 +175,24 @@ class GroupScheduler:
 
     def _measure(self, rollouts: list[Rollout], tokens: int) -> None:
         """Measure the rollouts that were taken, and mask their old tokens; ``tokens`` were sampled, filtered ones included."""
-        now, before = asyncio.get_running_loop().time(), self._taken
-        self._taken, self._metrics = now, dict(self.filtering.metrics())
-        version, limit, stale = self.admission.step - 1, self.mask_older_than, self.admission.max_staleness > 0
-        if stale or self._metrics:
-            self._metrics |= self._length_bias.metric(self.admission.oldest)
-        self._metrics["time/tokens_per_s"] = tokens / max(now - before, 1e-6)
-        if stale:
-            self._metrics |= staleness_metrics(rollouts, version)
-        if limit is not None:
-            self._metrics["async/masked_share"] = mask_stale(rollouts, version, limit)
+        now, last_take = asyncio.get_running_loop().time(), self._last_take
+        self._last_take, version = now, self.admission.step - 1
+        self._metrics = self.filtering.metrics() | self._length_metrics()
+        self._metrics["time/tokens_per_s"] = tokens / max(now - last_take, 1e-6)
+        self._metrics |= self._age_metrics(rollouts, version)
+        if self.mask_older_than is not None:
+            self._metrics["async/masked_share"] = mask_stale(rollouts, version, self.mask_older_than)
 
-    def note_version(self, version: int) -> None:
+    def _length_metrics(self) -> dict[str, float]:
+        return self._length_bias.metric(self.admission.oldest)
+
+    def _age_metrics(self, rollouts: list[Rollout], version: int) -> dict[str, float]:
+        return staleness_metrics(rollouts, version)
+
+    def set_version(self, version: int) -> None:
         """Record that all engines have the policy ``version``."""
         self.version = version
-        self._room.set()
+        self._may_begin.set()
 
     async def aclose(self) -> None:
         """Cancel all episodes, and wait until they have ended."""
@@ -235,48 +202,49 @@ class GroupScheduler:
             self._main = None
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the groups that were taken last, and with staleness of the episodes since the last call."""
-        if not self.admission.max_staleness:
-            return self._metrics
-        found = {
+        """Return metrics of the groups that were taken last, and of the episodes since the last call."""
+        return {
             "async/running_episodes": self._running.mean(),
             "async/finished_groups": float(self.admission.finished),
             "async/passed_over": float(self.admission.passed_over),
+            **self._metrics,
         }
-        return found | self._metrics
 
-    def _missing(self) -> str:
-        positions = self.admission.missing
+    def _describe_unfinished(self) -> str:
+        positions = self.admission.unfinished
         return f"of tasks {', '.join(map(str, positions[:8]))}" + (" …" if len(positions) > 8 else "")
 
     async def _run(self) -> None:
         """Run groups until an error or a cancellation."""
-        async with self.watched():
+        async with self.guard():
             try:
                 async with asyncio.TaskGroup() as group:
                     while True:
-                        self._room.clear()
+                        self._may_begin.clear()
                         await self._admit(group)
-                        await self._room.wait()
+                        await self._may_begin.wait()
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None  # the first ended the others
 
     async def _admit(self, group: asyncio.TaskGroup) -> None:
         """Begin groups, as many as may run."""
-        # Without staleness all groups of a step begin with one version: the runner alone limits the episodes.
-        while not self.admission.max_staleness or self._running.now < self.concurrency:
+        while self._has_room():
             if self._restored:
                 position: int | None = self._restored.popleft()
             elif (position := self.admission.admit(self.version)) is not None:
                 opponent = "" if self.self_play is None else self.self_play.choose_opponent(position)
-                self.journal.admitted(position, self.version, opponent)
+                self.journal.record_admitted(position, self.version, opponent)
             if position is None:
                 break
-            jobs = await asyncio.to_thread(self.jobs_of, position)  # may read files
+            jobs = await asyncio.to_thread(self.group_jobs, position)  # may read files
             self._running.add(len(jobs))
             group.create_task(self._run_group(position, jobs))
 
-    def _seated(self, position: int, jobs: list[Job]) -> AbstractAsyncContextManager[list[Job]]:
+    def _has_room(self) -> bool:
+        """Whether another group may begin, as fewer episodes run than ``rollout.concurrency``."""
+        return self._running.count < self.config.concurrency
+
+    def _assign_players(self, position: int, jobs: list[Job]) -> AbstractAsyncContextManager[list[Job]]:
         """Give the body the episodes of a group with their players, unless all of them are over."""
         if self.self_play is None or self.journal.is_finished(position):
             return nullcontext(jobs)
@@ -285,16 +253,14 @@ class GroupScheduler:
     async def _run_group(self, position: int, jobs: list[Job]) -> None:
         def ended() -> None:
             self._running.add(-1)
-            self._room.set()
+            self._may_begin.set()
 
-        async with self._seated(position, jobs) as seated:
-            rollouts = await run_group(
-                self.journal, self.runner, position, seated, on_ended=ended, on_done=self.on_done
-            )
+        async with self._assign_players(position, jobs) as jobs:
+            rollouts = await run_group(self.journal, self.runner, position, jobs, on_ended=ended, on_done=self.on_done)
         if reason := self.filtering.drop(position, rollouts):
-            self.journal.dropped(position, reason)
+            self.journal.record_dropped(position, reason)
             self.admission.drop(position)
-            self._room.set()
+            self._may_begin.set()
             try:
                 self.filtering.check(self.admission.step + 1)
             except RunStopped:
@@ -304,6 +270,81 @@ class GroupScheduler:
             self._results[position] = rollouts
             self.admission.finish(position)
         self._changed.set()
+
+
+class SynchronousScheduler(GroupScheduler):
+    """Begins the groups of a step when `take` is called, after the weight sync. All have ended when it returns."""
+
+    overlaps_training = False
+
+    async def take(self, consume: Consumer | None = None) -> StepGroups:
+        """Run the groups of the next step, and return them; see `GroupScheduler.take`."""
+        self.version, self._last_take = self.admission.step, asyncio.get_running_loop().time()
+        try:
+            return await super().take(consume)
+        finally:
+            await self.aclose()
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return self._metrics
+
+    @override
+    def _has_room(self) -> bool:
+        return True  # all groups of a step begin with one version: the runner alone limits the episodes
+
+    @override
+    def _length_metrics(self) -> dict[str, float]:
+        return super()._length_metrics() if self.filtering.metrics() else {}
+
+    @override
+    def _age_metrics(self, rollouts: list[Rollout], version: int) -> dict[str, float]:
+        return {}
+
+
+def open_scheduler(  # everything that the scheduler of a run needs
+    config: Config,
+    step: int,
+    position: TaskPosition,
+    journal: Journal,
+    *,
+    runner: EpisodeRunner,
+    group_jobs: Callable[[int], list[Job]],
+    guard: Callable[[], AbstractAsyncContextManager[None]],
+    on_done: Callable[[Rollout], None],
+    self_play: SelfPlay | None,
+) -> GroupScheduler:
+    """Return the scheduler of a run that has finished ``step`` steps, and whose engines have the policy of that step.
+
+    Args:
+        config: of the run.
+        step: finished training steps.
+        position: of the tasks that were trained.
+        journal: of the run.
+        runner: of the episodes.
+        group_jobs: the episodes of the group at a position.
+        guard: the context in which episodes run.
+        on_done: called with each rollout when it has its reward.
+        self_play: chooses who plays in a group.
+
+    """
+    rollout, asynchronous = config.rollout, config.asynchronous
+    pending = [group for group in journal.pending if group.position not in position]
+    pending_positions = {group.position for group in pending}
+    admission = Admission(
+        (number for number in position.untrained() if number not in pending_positions),
+        step=step,
+        steps=config.train.steps,
+        batch_size=rollout.batch_size,
+        max_staleness=asynchronous.max_staleness,
+        most=rollout.over_sampling_batch_size,
+    )
+    scheduler_type = GroupScheduler if asynchronous.max_staleness else SynchronousScheduler
+    scheduler = scheduler_type(
+        admission, runner, group_jobs, guard, journal, rollout, asynchronous.mask_older_than, on_done, self_play
+    )
+    scheduler.restore(pending)
+    return scheduler
 
 
 def _rollouts(groups: Mapping[int, list[Rollout]]) -> list[Rollout]:

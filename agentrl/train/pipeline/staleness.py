@@ -19,18 +19,18 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
         version: the policy that the step trains.
 
     """
-    kept = [rollout for rollout in rollouts if not rollout.dropped]
-    rows = [row for rollout in kept for row in rollout.rows]
+    trained = [rollout for rollout in rollouts if not rollout.dropped]
+    rows = [row for rollout in trained for row in rollout.rows]
     age_N = _ages(rows, version)
     if not len(age_N):
         return {}
-    longest = sorted(kept, key=lambda rollout: rollout.sampled_tokens)[-math.ceil(len(kept) / 4) :]
+    longest = sorted(trained, key=lambda rollout: rollout.sampled_tokens)[-math.ceil(len(trained) / 4) :]
     several = np.mean([len(np.unique(row.versions[row.mask == 1])) > 1 for row in rows])
     return {
         "async/staleness_mean": float(age_N.mean()),
         "async/staleness_p95": float(np.percentile(age_N, 95)),
         "async/staleness_max": float(age_N.max()),
-        "async/staleness_longest": float(_ages([row for one in longest for row in one.rows], version).mean()),
+        "async/staleness_longest": float(_ages([row for rollout in longest for row in rollout.rows], version).mean()),
         "async/mixed_rows": float(several),
     }
 

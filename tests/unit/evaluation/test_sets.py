@@ -10,7 +10,7 @@ from agentrl.config.load import dump, load_config, validate
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, UserError, unknown_name
 from agentrl.core.task import TaskSet
-from agentrl.evaluation.sets import check_goals, check_goals_are_measured, load_eval_tasks, reached
+from agentrl.evaluation.sets import check_goals, check_goals_are_measured, load_eval_tasks, reaches_goals
 
 
 def task(name: str, **metadata: object) -> Task:
@@ -136,11 +136,11 @@ def test_goals_name_a_set_where_there_are_several() -> None:
 
 def test_goals_are_reached_together_or_not_at_all() -> None:
     metrics = {"eval/a/exact_match": 0.6, "eval/b/reward/hops=2": -0.5}
-    assert reached({"a/exact_match": 0.6}, metrics)
-    assert reached({"a/exact_match": 0.6, "b/reward/hops=2": -0.5}, metrics)
-    assert not reached({"a/exact_match": 0.6, "b/reward/hops=2": -0.4}, metrics)
-    assert not reached({"missing": -1.0}, metrics)
-    assert not reached({}, metrics)
+    assert reaches_goals({"a/exact_match": 0.6}, metrics)
+    assert reaches_goals({"a/exact_match": 0.6, "b/reward/hops=2": -0.5}, metrics)
+    assert not reaches_goals({"a/exact_match": 0.6, "b/reward/hops=2": -0.4}, metrics)
+    assert not reaches_goals({"missing": -1.0}, metrics)
+    assert not reaches_goals({}, metrics)
 
 
 def test_keeping_rollouts_is_no_setting_of_a_set() -> None:

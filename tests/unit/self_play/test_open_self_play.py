@@ -10,7 +10,7 @@ from agentrl.config.load import load_config
 from agentrl.inference.fleet import reserved_engines
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.self_play.training import open_self_play
-from agentrl.train.evaluator import open_eval_engines
+from agentrl.train.engine_weights import open_eval_engines
 
 GAME = ["env.name=kuhn_poker", "sampler.engines=2"]
 
@@ -44,8 +44,7 @@ def opened(folder, *words, evaluation=False):
         async with AsyncExitStack() as exits:
             play = await open_self_play(config, folder, folder, services.fleet.vocabulary, exits, None, None)
             if evaluation:
-                sync = SimpleNamespace(aclose=lambda: asyncio.sleep(0))
-                await open_eval_engines(config, folder, folder, services, sync, exits)
+                await open_eval_engines(config, folder, folder, services, None, exits)
             return play
 
     return asyncio.run(main())

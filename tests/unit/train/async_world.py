@@ -38,9 +38,12 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
-from agentrl.train.evaluator import Evaluator
+from agentrl.train.engine_weights import EngineWeights, EvalEngines
+from agentrl.train.evaluations import Evaluator
+from agentrl.train.gpu_time_sharing import open_gpus
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
+from agentrl.train.run_inputs import RunInputs
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
 from agentrl.weight_sync.base import SyncedWeights
@@ -117,8 +120,8 @@ class Plain(World):
         positions = list(islice(position.untrained(), self.config.rollout.batch_size))
         rollouts = await self.services.runner().run_many(self.tasks.step(step, positions))
         self.records.recorder.write(step, rollouts)
-        self._taken = StepRollouts(rollouts, position.after(positions))
-        return self._taken
+        self._batch = StepRollouts(rollouts, position.after(positions))
+        return self._batch
 
 
 def make_config(*overrides: str) -> Config:
@@ -186,10 +189,16 @@ def make_source(
     fleet, sync = fleet_of(engines), sync_of(engines)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
     tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
+    weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
+    return kind(config, services, tasks, weights, records, Interrupt(print))
+
+
+def make_evaluator(kind: Callable[..., Evaluator], source: Sampling) -> Evaluator:
     evaluated = [EvalTasks("", EvalSet(n_samples=1), TASKS[:3], "tasks")]
-    interrupt = Interrupt(print)
-    evaluator = Evaluator(config, services, evaluated, records.recorder, interrupt)
-    return kind(config, services, tasks, sync, records, interrupt, evaluator)
+    records, weights = source.records, source.weights
+    return kind(
+        source.config.eval, source.services, evaluated, records.recorder, source.interrupt, weights, source.self_play
+    )
 
 
 def train(
@@ -202,28 +211,33 @@ def train(
     engines: Engines | None = None,
     env: Callable[[], Env | MultiAgentEnv] = Turns,
     self_play: Callable[[RunRecords, Mapping[str, Any], int | None], SelfPlay] | None = None,
+    evaluator: Callable[..., Evaluator] = Evaluator,
+    eval_engines: EvalEngines | None = None,
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "evaluated": -1}
-    after = state["step"] if folder.exists() else None
+    inputs = RunInputs(config, folder, folder, state, folder.exists())
 
     async def main() -> Trainer:
-        records = RunRecords.of_run(config, folder, state, after)
+        records = RunRecords.of_run(inputs)
         source = make_source(config, engines or Engines(seed), kind, records, env)
         if self_play is not None:
-            source.self_play = source.evaluator.self_play = self_play(records, state, after)  # type: ignore[union-attr]
-        await source.open()
+            source.self_play = self_play(records, state, inputs.resume_after)
+        source.weights.eval_engines = eval_engines
+        await source.weights.open()
         if checkpoint:
             source.tasks.buffer.load_state(state["source"]["data"])
         view = ProgressView(Console(quiet=True), config.train.steps, "plain")
-        log = MetricsLog(folder, resume_after=after)
+        log = MetricsLog(folder, resume_after=inputs.resume_after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)
         estimators = RunEstimators(config.algo.by_source)
         estimators.load_state(state.get("estimators", {}))
-        run = Trainer(step_settings(config), source, learner or FakeLearner(), estimators, checkpoints, log, view)
+        learner_group = learner or FakeLearner()
+        settings, evaluating = step_settings(config), make_evaluator(evaluator, source)
+        run = Trainer(settings, source, learner_group, estimators, checkpoints, log, view, evaluator=evaluating)
         run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
-        run.step, run.position = state["step"], TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
+        run.step, run.position = inputs.step, inputs.position
         run.saved = state["step"] if checkpoint else -1
         try:
             async with asyncio.timeout(1e6):

@@ -56,7 +56,7 @@ class Simulation:
                 began[position] = engines
                 running.append(position)
                 admitted.append(position)
-                self.largest = max(self.largest, len(rule.missing) + rule.finished)
+                self.largest = max(self.largest, len(rule.unfinished) + rule.finished)
             if self.rng.random() < self.streamed:
                 chosen += rule.commit(in_order=self.rng.random() < self.in_order)
             batch = rule.take(in_order=self.rng.random() < self.in_order)
@@ -186,7 +186,7 @@ def test_a_step_waits_for_an_old_group_rather_than_take_a_newer_one() -> None:
     assert [rule.admit(1) for _ in range(2)] == [3, None]
     rule.finish(3)
     assert rule.take() is None, "step 2 alone would be left for groups 0 and 1"
-    assert rule.missing == [0, 1]
+    assert rule.unfinished == [0, 1]
     rule.finish(1)
     assert rule.take() == [1], "either of the two will do, the oldest finished one first"
     rule.finish(0)

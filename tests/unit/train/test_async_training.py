@@ -17,6 +17,7 @@ from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopp
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
+from agentrl.train.evaluations import Evaluator
 from tests.unit.train.async_world import Engines, Plain, World, make_config, steps, train
 
 
@@ -223,27 +224,29 @@ def test_engines_pause_for_a_sync_while_episodes_run(tmp_path: Path, mode: str) 
 def test_in_a_synchronous_run_nothing_is_sampled_between_two_steps(tmp_path: Path, filters: str) -> None:
     engines, calls = Engines(0), 0
 
+    async def check_idle() -> None:
+        nonlocal calls
+        await asyncio.sleep(0.1)
+        assert engines.running == 0
+        calls += 1
+
     class Quiet(World):
         async def sync_weights(self, *arguments: Any) -> None:
-            await self.check_idle()
+            await check_idle()
             await World.sync_weights(self, *arguments)
-            await self.check_idle()
+            await check_idle()
 
         async def release_gpus_for_training(self, *arguments: Any) -> None:
-            await self.check_idle()
+            await check_idle()
             await World.release_gpus_for_training(self, *arguments)
 
-        async def prepare_evaluation(self) -> None:
-            await self.check_idle()
-
-        async def check_idle(self) -> None:
-            nonlocal calls
-            await asyncio.sleep(0.1)
-            assert engines.running == 0
-            calls += 1
+    class QuietEvaluator(Evaluator):
+        async def begin(self) -> None:
+            await check_idle()
+            await Evaluator.begin(self)
 
     given = make_config("train.steps=2", "train.eval_every=1", f"rollout.filter_groups.filters={filters}")
-    train(tmp_path, given, kind=Quiet, engines=engines)
+    train(tmp_path, given, kind=Quiet, engines=engines, evaluator=QuietEvaluator)
     assert (engines.paused, calls) == (["push 0", "push 1", "push 2"], 10), "and no engine is paused"
 
 
@@ -260,8 +263,8 @@ def test_a_synchronous_run_writes_rollouts_as_they_end(tmp_path: Path) -> None:
     engines = Engines(0)
 
     class Fails(World):
-        def _write_ended(self, rollout: Rollout) -> None:
-            World._write_ended(self, rollout)
+        def _write_finished(self, rollout: Rollout) -> None:
+            World._write_finished(self, rollout)
             if sum(counted(tmp_path).values()) == 10:
                 raise RunStopped("enough")
 

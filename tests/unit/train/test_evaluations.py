@@ -18,9 +18,10 @@ from agentrl.learner.checkpoints import read_state, whole_checkpoints
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
-from agentrl.train.evaluator import EvalEngines
+from agentrl.train.engine_weights import EngineWeights, EvalEngines
+from agentrl.train.evaluations import Evaluator
 from agentrl.train.trainer import Trainer
-from tests.unit.train.async_world import Engines, World, fleet_of, make_config, steps, sync_of, train
+from tests.unit.train.async_world import Engines, fleet_of, make_config, steps, sync_of, train
 
 
 def background(*overrides: str) -> Config:
@@ -32,15 +33,12 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if "time/eval_s" in row]
 
 
-class Scripted:
+class Scripted(Evaluator):
     """Evaluations that take seconds of virtual time, and give the policy of each step a rating."""
-
-    running = False
-    engines = None
-    sets = (SimpleNamespace(episodes=1),)
 
     def __init__(self, seconds: float, ratings: Mapping[int, float | Exception]) -> None:
         """Take so many ``seconds``; the rating of other steps is 0, and an exception is raised."""
+        self.sets: Any = (SimpleNamespace(episodes=1),)
         self.seconds = seconds
         self.ratings = ratings
         self.begun: list[int] = []
@@ -48,8 +46,14 @@ class Scripted:
         """When the last has ended, on the loop's clock."""
         self._rating = 0.0
 
+    def of_run(self, *arguments: Any) -> Evaluator:
+        """Return it with the weights of a run."""
+        [self.weights] = [one for one in arguments if isinstance(one, EngineWeights)]
+        return self
+
     async def begin(self) -> None:
         """Measure nothing."""
+        await self.weights.sync_for_evaluation()
 
     async def evaluate(self, step: int, on_done: Any) -> list[Any]:
         """Measure the policy after a step."""
@@ -67,12 +71,7 @@ class Scripted:
 
 
 def scripted(folder: Path, config: Config, evaluator: Scripted, learner: FakeLearner | None = None) -> Trainer:
-    class WithScript(World):
-        async def open(self) -> None:
-            await World.open(self)
-            self.evaluator = evaluator  # type: ignore[assignment]
-
-    return train(folder, config, kind=WithScript, learner=learner)
+    return train(folder, config, learner=learner, evaluator=evaluator.of_run)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -116,14 +115,8 @@ def test_engines_pause_for_a_sync_also_if_only_an_evaluation_runs(tmp_path: Path
 def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path: Path) -> None:
     engines, others = Engines(0), Engines(1)
 
-    class WithEngines(World):
-        async def open(self) -> None:
-            assert self.evaluator is not None
-            self.evaluator.engines = EvalEngines(fleet_of(others), sync_of(others))
-            await World.open(self)
-
     given = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
-    train(tmp_path, given, kind=WithEngines, engines=engines)
+    train(tmp_path, given, engines=engines, eval_engines=EvalEngines(fleet_of(others), sync_of(others)))
     assert others.paused == ["push 3", "push 5"]
     rows = evaluations(tmp_path)
     assert [(row["step"], row["eval/lag_max"]) for row in rows] == [(3, 0), (5, 0)]

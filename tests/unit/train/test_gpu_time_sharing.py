@@ -17,6 +17,8 @@ from agentrl.core.types import RowKey
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
+from agentrl.train.engine_weights import EngineWeights
+from agentrl.train.gpu_time_sharing import open_gpus
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.base import SyncedWeights
 
@@ -54,7 +56,7 @@ class World:
         *,
         launch_in: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
-        self.sync_weights, self.launch_in = sync_weights, launch_in
+        self.sync_restarted, self.launch_in = sync_weights, launch_in
 
     # The sync
 
@@ -72,7 +74,9 @@ class World:
         records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None), metrics=dict)
         sync: Any = self
         tasks: Any = SimpleNamespace(buffer=SimpleNamespace(metrics=dict))
-        return Sampling(config, services, tasks, sync, records, Interrupt(print), restart_sync=restart_sync)
+        fleet: Any = self
+        weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet), restart_sync)
+        return Sampling(config, services, tasks, weights, records, Interrupt(print))
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
@@ -125,7 +129,7 @@ def test_the_order_of_steps() -> None:
 
     async def run() -> None:
         source = world.sampling()
-        await source.open()
+        await source.weights.open()
         watch = Stopwatch()
         await source.sync_weights(world.learner, 0, watch)
         assert world.said() == [*RELEASE, *BACK, "push 0 to e0 e1", "sleep", *KV]
@@ -158,7 +162,7 @@ def test_a_critic_is_awake_only_while_no_engine_holds_memory(mode: str) -> None:
 
     async def run() -> None:
         source = world.sampling(mode)
-        await source.open()
+        await source.weights.open()
         source.add_critic(Critic())
         await source.release_gpus_for_training(world.learner, Stopwatch())
         assert world.said() == ([*RELEASE, "critic wakes"] if mode == "colocate" else [])
@@ -175,7 +179,7 @@ def test_without_shared_gpus_nothing_is_offloaded(mode: str) -> None:
 
     async def run() -> None:
         source = world.sampling(mode, "weights.sync_every=2")
-        await source.open()
+        await source.weights.open()
         assert world.launch_in is None
         watch = Stopwatch()
         for version in range(4):
@@ -194,7 +198,7 @@ def test_a_lost_engine_does_not_stop_the_others() -> None:
 
         async def run(world: World = world, phase: str = phase) -> None:
             source = world.sampling()
-            await source.open()
+            await source.weights.open()
             watch = Stopwatch()
             await source.sync_weights(world.learner, 0, watch)
             world.said()
@@ -227,7 +231,7 @@ def test_all_engines_are_lost_while_the_learner_works() -> None:
 
     async def run() -> None:
         source = world.sampling()
-        await source.open()
+        await source.weights.open()
         watch = Stopwatch()
         await source.sync_weights(world.learner, 0, watch)
         await source.release_gpus_for_training(world.learner, watch)
@@ -245,7 +249,7 @@ def test_an_engine_that_lives_and_refuses_ends_the_run(phase: str) -> None:
 
     async def run() -> None:
         source = world.sampling()
-        await source.open()
+        await source.weights.open()
         world.engines[1].refuses = phase
         with pytest.raises(EngineError, match=f"e1: no {phase}"):
             await source.sync_weights(world.learner, 0, Stopwatch())
@@ -264,7 +268,7 @@ def test_a_learner_without_enough_memory_ends_the_run() -> None:
 
     async def run() -> None:
         source = world.sampling()
-        await source.open()
+        await source.weights.open()
         with pytest.raises(LearnerError, match="out of memory"):
             await source.sync_weights(world.learner, 0, Stopwatch())
 
@@ -281,20 +285,20 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
         async with world.launch_in:
             world.log.append("launch")
             await asyncio.sleep(0.05)
-            assert await world.sync_weights(world.engines[0]) == 3
+            assert await world.sync_restarted(world.engines[0]) == 3
             world.log.append("live")
 
     async def run() -> None:
         source = world.sampling(restart_sync=other)
         other.learner = world.learner
-        await source.open()
+        await source.weights.open()
         watch = Stopwatch()
         await source.sync_weights(world.learner, 3, watch)
         world.said()
         restarting = asyncio.ensure_future(restart())
         await asyncio.sleep(0.05)
         assert world.said() == [], "the learner may be at work"
-        async with source.learner_idle():
+        async with source.weights.learner_idle():
             await asyncio.sleep(0.01)
             assert world.said() == ["launch"]
         assert world.said() == ["live"]
@@ -309,7 +313,7 @@ def test_a_sync_that_sends_what_the_one_before_sent_is_marked() -> None:
 
     async def run() -> None:
         source = world.sampling("separate")
-        await source.open()
+        await source.weights.open()
         marks = []
         for version, weights in enumerate([5, 6, 6, 7]):
             world.weights = weights

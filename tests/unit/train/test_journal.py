@@ -147,7 +147,7 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     whole = group.read_bytes()
     group.write_bytes(whole[:-40] + b"x" + whole[-39:])
     with pytest.raises(ConfigError, match=r"00000000\.jsonl, line 2 .*damaged"):
-        Journal(tmp_path, **SETTINGS).held(0)
+        Journal(tmp_path, **SETTINGS).read_group(0)
     group.unlink()
     with pytest.raises(
         ConfigError, match=r"does not reach back to the checkpoint of step 0: .*00000000\.jsonl is missing"

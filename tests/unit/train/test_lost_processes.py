@@ -11,6 +11,7 @@ import pytest
 from agentrl.core.errors import LearnerError
 from agentrl.obs.metrics import read_metrics
 from agentrl.testing import FakeLearner
+from agentrl.train.evaluations import Evaluator
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from tests.unit.train.async_world import Engines, World, make_config, steps, train
 
@@ -53,14 +54,14 @@ def test_a_rank_that_is_lost_ends_groups_that_would_never_complete(tmp_path: Pat
 def test_a_rank_that_is_lost_in_the_last_evaluation(tmp_path: Path, staleness: int) -> None:
     """All steps are saved, and the resumed run only evaluates."""
 
-    class Loses(World):
-        async def prepare_evaluation(self) -> None:
+    class Loses(Evaluator):
+        async def begin(self) -> None:
             self.services.check = lost  # type: ignore[method-assign]
-            await World.prepare_evaluation(self)
+            await Evaluator.begin(self)
 
     config = make_config("train.steps=3", f"async.max_staleness={staleness}")
     with pytest.raises(LearnerError, match="rank 1 of 2"):
-        train(tmp_path, config, kind=Loses)
+        train(tmp_path, config, evaluator=Loses)
     state = json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text())
     assert (state["step"], state["evaluated"]) == (3, -1)
     learner = FakeLearner()

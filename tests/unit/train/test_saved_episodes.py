@@ -99,7 +99,7 @@ def run(
             FailurePolicy(FailureConfig()),
             EpisodeSlots(1),
         )
-        journal.admitted(0, 0)
+        journal.record_admitted(0, 0)
         return await run_group(journal, runner, 0, JOBS)
 
     try:
@@ -126,7 +126,7 @@ def test_a_killed_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert asked == ["1/0/2/2", "1/0/2/3"], "two episodes had ended, two turns of the third were saved"
     assert list(map(compared, rollouts)) == list(map(compared, whole))
     again = opened(tmp_path / "cut")
-    assert list(map(compared, again.held(0))) == list(map(compared, whole))
+    assert list(map(compared, again.read_group(0))) == list(map(compared, whole))
     again.close()
 
 
@@ -144,12 +144,12 @@ def test_states_of_a_newer_policy_or_another_task_are_not_used(tmp_path: Path) -
         run(opened(tmp_path), Resumable, kill=("1/0/2", 2))
     for version, task, usable in ((0, "t", True), (-1, "t", False), (0, "other", False)):
         journal = opened(tmp_path, version)
-        assert (journal.episodes.of_group(0).load("1/0/2", task) is not None) is usable
+        assert (journal.episodes.group_states(0).load("1/0/2", task) is not None) is usable
         journal.close()
     path = tmp_path / "journal/episodes/00000000/1%2F0%2F2.json"
     path.write_bytes(path.read_bytes().replace(b"answer", b"Answer"))
     with pytest.raises(ConfigError, match=r"1%2F0%2F2\.json .*damaged: ValueError: the checksum"):
-        SavedEpisodes(path.parents[1], 0.0, 0).of_group(0).load("1/0/2", "t")
+        SavedEpisodes(path.parents[1], 0.0, 0).group_states(0).load("1/0/2", "t")
 
 
 def test_saving_takes_a_small_share_of_the_time(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Run:
         )
         if "source" in state:
             found.league.load(state["source"]["self_play"])
-        found.opponents = {group.position: group.opponent for group in records.journal.untaken}
+        found.opponents = {group.position: group.opponent for group in records.journal.pending}
         return found
 
     def rollouts(self) -> dict[int, list[Rollout]]:

@@ -7,9 +7,10 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
+from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
@@ -70,9 +72,10 @@ class Engines(Replay):
             raise EngineError("the engine is gone")
         self.synced.append(version)
 
-    @property
-    def evaluator(self) -> Any:
-        return self
+    episodes = 0
+
+    def learner_idle(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     @property
     def sets(self) -> Sequence[EvalTasks]:
@@ -107,8 +110,8 @@ def trainer(
     view = ProgressView(console or Console(quiet=True), source.steps, "plain")
     checkpoints = Checkpoints(folder / "run" / "checkpoints", keep=3)
     metrics = MetricsLog(folder / "run", resume_after=resume_after)
-    estimators = RunEstimators(given.algo.by_source)
-    return Trainer(step_settings(given), source, learner, estimators, checkpoints, metrics, view)
+    estimators, evaluator = RunEstimators(given.algo.by_source), cast("Evaluator", source)
+    return Trainer(step_settings(given), source, learner, estimators, checkpoints, metrics, view, evaluator=evaluator)
 
 
 def resumed(folder: Path, given: Config) -> Trainer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from agentrl.config.load import load_config
-from agentrl.train.rollout_sources import _sent_dtype
+from agentrl.train.engine_weights import sent_dtype
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ class FakeFleet:
 def test_weights_are_sent_as_the_engines_hold_them(key: str, held: list[str | None], sent: str | None) -> None:
     config = load_config(None, [f"weights.dtype={key}"])
     fleet = FakeFleet(tuple(map(FakeEngine, held)))
-    assert asyncio.run(_sent_dtype(config, fleet)) == sent  # type: ignore[arg-type]
+    assert asyncio.run(sent_dtype(config.weights, fleet)) == sent  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""The weights of a run's engines: synced from the learner after each step, after restarts, and for evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from agentrl.cluster.ray_address import learner_device
+from agentrl.config.schema import Config
+from agentrl.config.weights import WeightsConfig
+from agentrl.core.errors import EngineError
+from agentrl.inference.base import EngineControl
+from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.reserved_engines import reserved_fleet
+from agentrl.learner.base import LearnerGroup
+from agentrl.obs.progress import Stopwatch
+from agentrl.runtime.services import Services
+from agentrl.train.gpu_time_sharing import GpuTimeSharing, SeparateGpus, open_gpus
+from agentrl.weight_sync.adapter import AdapterSync
+from agentrl.weight_sync.base import SyncedWeights, WeightSync
+from agentrl.weight_sync.engines import paused
+from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
+
+Engines = Sequence[EngineControl]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalEngines:
+    """Engines that only evaluate. They get weights when an evaluation begins, and keep them until the next."""
+
+    fleet: Fleet
+    sync: WeightSync
+
+
+@dataclass(slots=True)
+class EngineWeights:
+    """Syncs the learner's weights to the engines.
+
+    A restarted engine gets the learner's weights while episodes run: only then is the learner idle and at the end of a
+    whole step. With GPU time sharing, the engine is also started only then.
+    """
+
+    config: WeightsConfig
+    fleet: Fleet
+    """The engines of training."""
+    sync: WeightSync
+    gpus: GpuTimeSharing | SeparateGpus
+    restart_sync: WeightSync | None = None
+    """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
+    eval_engines: EvalEngines | None = None
+    """None: those of training evaluate."""
+    version: int = field(default=0, init=False)
+    """Policy version of the learner's weights."""
+    learner_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held by the user of the learner: by the trainer, except while episodes run."""
+    on_synced: Callable[[int], None] = field(default=lambda _: None, init=False)
+    """Called with the version that the engines of training have received."""
+    _learner: LearnerGroup | None = field(default=None, init=False)
+    _synced: int | None = field(default=None, init=False)
+    """Policy version of the engines of training."""
+    _last_sync: SyncedWeights | None = field(default=None, init=False)
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the last sync."""
+    _generating: int = field(default=0, init=False)
+    """Open `generating` contexts."""
+
+    async def open(self) -> None:
+        """Connect to the fleets' restarts; the trainer has exclusive use of the learner from here on."""
+        await self.learner_lock.acquire()
+        sync = self.restart_sync or self.sync
+        if self.gpus.shared:
+            self.fleet.set_weight_sync(partial(self._sync_restarted_engine, sync), launch_in=self.learner_lock)
+        else:
+            self.fleet.set_weight_sync(partial(self._lock_and_sync_restarted, sync))
+        if self.eval_engines is not None:
+            self.eval_engines.fleet.set_weight_sync(partial(self._lock_and_sync_restarted, self.eval_engines.sync))
+
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch, *, samples: bool) -> None:
+        """Sync the weights to all engines of training, or only every ``weights.sync_every`` versions.
+
+        Engines that share no GPU with the learner get none if nothing ``samples`` with them.
+
+        Raises:
+            EngineError: a live engine did not take them.
+
+        """
+        self._learner, self.version = learner, version
+        due = samples and (self._synced is None or version - self._synced >= self.config.sync_every)
+        await self.gpus.switch_to_engines(learner, partial(self._sync_engines, watch), watch, due=due)
+
+    async def sync_for_evaluation(self) -> None:
+        """Sync the newest weights to the engines that evaluate, unless they have them: see `sync_weights`."""
+        if self.eval_engines is not None:
+            await self._sync_fleet(self.eval_engines.fleet, self.eval_engines.sync, lambda _: nullcontext())
+        elif self._synced != self.version:
+            await self._sync_engines(Stopwatch())
+
+    async def _sync_engines(self, watch: Stopwatch) -> None:
+        synced = await self._sync_fleet(self.fleet, self.sync, partial(self._paused, watch))
+        if synced is not None:
+            unchanged = self._last_sync is not None and self._last_sync.fingerprint == synced.fingerprint
+            self._last_sync = synced
+            self._metrics = {"sync/mib": synced.bytes / 2**20, "sync/unchanged": float(unchanged)}
+        self._synced = self.version
+        self.on_synced(self.version)
+
+    async def _sync_fleet(
+        self, fleet: Fleet, sync: WeightSync, around: Callable[[Engines], AbstractAsyncContextManager[None]]
+    ) -> SyncedWeights | None:
+        """Sync the weights to the live engines of a fleet, if there are any; ``around`` is entered with these engines."""
+        assert self._learner is not None, "call sync_weights first"
+        while engines := fleet.live:
+            try:
+                async with around(engines):
+                    return await sync.sync_weights(self._learner, engines, self.version)
+            except EngineError:
+                await fleet.check_now()
+                if set(engines) <= set(fleet.live):
+                    raise
+                # One engine is lost. It gets the weights after its restart; all others get them again.
+        return None
+
+    @asynccontextmanager
+    async def _paused(self, watch: Stopwatch, engines: Engines) -> AsyncIterator[None]:
+        """Pause the generations in progress for a weight sync, unless they are to end first; ``watch`` gets the seconds."""
+        # With shared GPUs generations were cut when the learner got the GPUs.
+        if self.gpus.shared or not self._generating or self.config.pause == "finish":
+            yield
+            return
+        with watch("pause"):
+            async with paused(engines, self.config.pause):
+                yield
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Declare that the body's generations run on the engines of training, so that a weight sync pauses them."""
+        self._generating += 1
+        try:
+            yield
+        finally:
+            self._generating -= 1
+
+    async def _lock_and_sync_restarted(self, sync: WeightSync, engine: EngineControl) -> int:
+        async with self.learner_lock:
+            return await self._sync_restarted_engine(sync, engine)
+
+    async def _sync_restarted_engine(self, sync: WeightSync, engine: EngineControl) -> int:
+        """Sync the newest weights to a restarted engine and return their version; the caller holds the learner."""
+        assert self._learner is not None, "episodes run only after the first sync"
+        await sync.sync_weights(self._learner, [engine], self.version)
+        return self.version
+
+    @asynccontextmanager
+    async def learner_idle(self) -> AsyncIterator[None]:
+        """Let restarted engines use the learner in the body."""
+        self.learner_lock.release()
+        try:
+            yield
+        finally:
+            await self.learner_lock.acquire()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last sync."""
+        return self._metrics
+
+
+async def open_engine_weights(
+    config: Config, folder: Path, model: Path, services: Services, dtype: str | None, exits: AsyncExitStack
+) -> EngineWeights:
+    """Return the weights of a run's engines, with the engines of ``eval.engines``, which are started; ``exits`` ends them.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        model: that the engines load first.
+        services: the engines of training.
+        dtype: in which weights are sent; see `sent_dtype`.
+        exits: gets what ends engines and syncs.
+
+    Raises:
+        EngineError: an engine does not start; the message has its last log lines.
+
+    """
+    transport = config.weights.transport
+    sync = _make_sync(config, folder, transport, dtype)
+    exits.push_async_callback(sync.aclose)
+    return EngineWeights(
+        config.weights,
+        services.fleet,
+        sync,
+        open_gpus(config, services.fleet),
+        # An offloaded learner has no GPU memory that an engine could open.
+        restart_sync=_make_sync(config, folder, "tensor", dtype) if transport == "ipc" else None,
+        eval_engines=await open_eval_engines(config, folder, model, services, dtype, exits),
+    )
+
+
+async def open_eval_engines(
+    config: Config, folder: Path, model: Path, services: Services, dtype: str | None, exits: AsyncExitStack
+) -> EvalEngines | None:
+    """Start the engines of ``eval.engines``, if there are any, which ``exits`` ends; see `open_engine_weights`."""
+    if not config.eval.engines:
+        return None
+    opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
+    logs, number = folder / "logs" / "evaluation", len(services.frozen) + opponents
+    fleet = reserved_fleet(config, model, logs, number, services.fleet.vocabulary, engines=config.eval.engines)
+    exits.push_async_callback(fleet.aclose)
+    await fleet.start()
+    sync = _make_sync(config, folder, config.weights.transport, dtype)
+    exits.push_async_callback(sync.aclose)
+    services.reserved.append(fleet)
+    return EvalEngines(fleet, sync)
+
+
+async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
+    """Return the dtype in which weights are sent; None for the learner's."""
+    if config.dtype != "auto":
+        return config.dtype
+    dtypes = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _make_sync(config: Config, folder: Path, transport: str, dtype: str | None) -> WeightSync:
+    if config.learner.lora is not None and config.weights.adapters == "only":
+        return AdapterSync(config.learner.lora, dtype=dtype, check=config.weights.check)
+    gpus = config.sampler.device == learner_device(config.learner) == "cuda"
+    return make_sync(
+        transport,
+        bucket_bytes=bucket_bytes_of(transport, config.weights.bucket_mib),
+        folder=folder / "weights",
+        dtype=dtype,
+        check=config.weights.check,
+        backend="nccl" if gpus else "gloo",
+        timeout_s=config.sampler.request_timeout_s,
+    )
