@@ -83,7 +83,7 @@ class Agent:
         """
         self._calls[name] += 1
         call = ToolCall(f"{name}-{self._calls[name]}", name, arguments or {})
-        tools = tuple(tool for chat in self.chats for one in chat.all_chats() for tool in one.tools)
+        tools = tuple(tool for chat in self.chats for branch in chat.all_chats() for tool in branch.tools)
         (result,) = await self.tools.run_environment_calls((call,), tools)
         return result
 
@@ -162,9 +162,9 @@ class Chat:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation so far."""
-        before = () if self._fresh else tuple(self._conversation.state.messages)
+        earlier = () if self._fresh else tuple(self._conversation.state.messages)
         reply = () if self._reply is None else (self._reply,)
-        return (*before, *reply, *self._new)
+        return (*earlier, *reply, *self._new)
 
     @property
     def stop_reason(self) -> StopReason | None:

@@ -235,10 +235,10 @@ class Conversation:
     def _sampling_params(self, room: int, stop: Sequence[str], request_id: str) -> SamplingParams:
         sampling, end_tokens = self._context.sampling, self._context.renderer.end_token_ids
         seed = None if sampling.seed is None else _request_seed(sampling.seed, self.state.seed, request_id)
-        known = None if sampling.experts_from is None else self.state.trajectory.routed_tokens
+        experts_from = None if sampling.experts_from is None else self.state.trajectory.routed_tokens
         return replace(
             sampling,
-            experts_from=known,
+            experts_from=experts_from,
             max_new_tokens=min(room, sampling.max_new_tokens),
             stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
             stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *end_tokens))),

@@ -100,15 +100,15 @@ class _Threaded(Generic[E]):
         self._busy = True
         return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
-    async def _guard(self, what: str, work: Awaitable[T]) -> T:
+    async def _guard(self, method: str, work: Awaitable[T]) -> T:
         try:
-            with waiting("environment", lambda: f"{self.name}.{what}"):
+            with waiting("environment", lambda: f"{self.name}.{method}"):
                 return await work
         except AgentrlError:
             raise
         except Exception as error:
             built = self._env is not None
-            who = f"{self.name}.{what}" if built else f"{self.name}'s constructor"
+            who = f"{self.name}.{method}" if built else f"{self.name}'s constructor"
             raise self._context.author_failure(who, error) from error
 
 
@@ -141,10 +141,10 @@ class ThreadedEnv(_Threaded[Env]):
         result: Step = self._checked("step", stepped, STEP_FORM)
         return result
 
-    def _checked(self, what: str, returned: Any, form: str) -> Any:
+    def _checked(self, method: str, returned: Any, form: str) -> Any:
         """Return what a method returned if it has the form."""
         if fault := returned_fault(returned, form):
-            raise EnvironmentFailure(f"{self.name}.{what} {fault}")
+            raise EnvironmentFailure(f"{self.name}.{method} {fault}")
         return returned
 
 

@@ -11,18 +11,21 @@ import numpy as np
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 
 
-def fill(held: Experts, given: Experts) -> None:
+def fill(experts: Experts, source: Experts) -> None:
     """Write experts of tokens where none are known."""
-    missing = unknown_expert_mask(held)
-    held[missing] = given[missing]
+    unknown_tokens = unknown_expert_mask(experts)
+    experts[unknown_tokens] = source[unknown_tokens]
 
 
 def joined(parts: Sequence[Experts | None], sizes: Sequence[int]) -> Experts | None:
     """Return the experts of nodes that follow each other, of so many tokens; None if none are known."""
-    like = next((part for part in parts if part is not None), None)
+    like = next((node_experts for node_experts in parts if node_experts is not None), None)
     if like is None:
         return None
-    filled = (unknown_experts(size, like) if part is None else part for part, size in zip(parts, sizes, strict=True))
+    filled = (
+        unknown_experts(size, like) if node_experts is None else node_experts
+        for node_experts, size in zip(parts, sizes, strict=True)
+    )
     return np.concatenate([*filled])
 
 
@@ -38,5 +41,5 @@ def from_dict(data: dict[str, Any] | None) -> Experts | None:
     """Return what `to_dict` wrote."""
     if data is None:
         return None
-    found = np.frombuffer(base64.b64decode(data["data"]), np.dtype(data["dtype"]))
-    return found.reshape(data["shape"]).copy()
+    experts = np.frombuffer(base64.b64decode(data["data"]), np.dtype(data["dtype"]))
+    return experts.reshape(data["shape"]).copy()

@@ -55,7 +55,9 @@ class ToolRunner:
     @property
     def has_sessions(self) -> bool:
         """Whether a server may hold something of the episode."""
-        return any(not isinstance(one, SessionlessClient) or one.keeps_sessions for one in self._sessions.values())
+        return any(
+            not isinstance(client, SessionlessClient) or client.keeps_sessions for client in self._sessions.values()
+        )
 
     async def run_policy_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
         """Run calls of the policy by the tools that it was offered alone. `Renderer.parse` has checked the arguments.
@@ -64,13 +66,15 @@ class ToolRunner:
             ToolFailure, SandboxFailure: the infrastructure failed, not the call.
             TaskError: the image that the task names is not allowed.
         """
-        known = {tool.name: tool for tool in tools}
+        tools_by_name = {tool.name: tool for tool in tools}
         started = time.monotonic()
         try:
             if len(calls) == 1:
-                return (await self._run_one(calls[0], known),)
+                return (await self._run_one(calls[0], tools_by_name),)
             # All of them end before the first error is raised: no call of the episode outlives its turn.
-            results = await asyncio.gather(*(self._run_one(call, known) for call in calls), return_exceptions=True)
+            results = await asyncio.gather(
+                *(self._run_one(call, tools_by_name) for call in calls), return_exceptions=True
+            )
         finally:
             self.seconds += time.monotonic() - started
         for result in results:
@@ -88,10 +92,12 @@ class ToolRunner:
             ToolFailure, SandboxFailure, TaskError: see `run_policy_calls`.
         """
         registered = {name: Tool(name, "", {}, server=name) for name in self._clients}
-        known = {**registered, **self._served, **{tool.name: tool for tool in tools}}
-        own = {name: tool for name, tool in known.items() if not tool.server}
-        checked = [validate_call(call, [own[call.name]]) if call.name in own else call for call in calls]
-        return await self.run_policy_calls(checked, tuple(known.values()))
+        tools_by_name = {**registered, **self._served, **{tool.name: tool for tool in tools}}
+        local_tools = {name: tool for name, tool in tools_by_name.items() if not tool.server}
+        checked = [
+            validate_call(call, [local_tools[call.name]]) if call.name in local_tools else call for call in calls
+        ]
+        return await self.run_policy_calls(checked, tuple(tools_by_name.values()))
 
     async def run_scoring_call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run a call of the reward function in the episode's sessions."""

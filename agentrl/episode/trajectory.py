@@ -86,18 +86,18 @@ class _TokenGraph:
         """
         if tip not in self.children:
             return tip, 0
-        wanted, known = np.array(token_ids, np.int32), 0
+        new_ids, matched = np.array(token_ids, np.int32), 0
         while True:
             best, common = _ROOT, 0
             for child in self.children.get(tip, ()):
-                same = _common_prefix(self.nodes[child].token_ids, wanted[known:])
+                same = _common_prefix(self.nodes[child].token_ids, new_ids[matched:])
                 if same > common:
                     best, common = child, same
             if best == _ROOT:
-                return tip, known
-            known += common
+                return tip, matched
+            matched += common
             if common < len(self.nodes[best].token_ids):
-                return self._split(best, common), known
+                return self._split(best, common), matched
             tip = best
 
     def path(self, tip: int) -> list[int]:
@@ -113,17 +113,17 @@ class _TokenGraph:
         nodes = [self.nodes[index] for index in path]
         return experts.joined([node.experts for node in nodes], [len(node.token_ids) for node in nodes])
 
-    def route(self, tip: int, start: int, given: Experts) -> None:
+    def route(self, tip: int, start: int, routed: Experts) -> None:
         """Record the experts of the tokens from ``start`` on of the path to a node; those that are known stay."""
         for index in reversed(self.path(tip)):
             node = self.nodes[index]
             if node.end <= start:
                 break
             first = max(start, node.start)
-            part = given[first - start : node.end - start]
+            node_experts = routed[first - start : node.end - start]
             if node.experts is None:
-                node.experts = unknown_experts(len(node.token_ids), given)
-            experts.fill(node.experts[first - node.start :][: len(part)], part)
+                node.experts = unknown_experts(len(node.token_ids), routed)
+            experts.fill(node.experts[first - node.start :][: len(node_experts)], node_experts)
 
     def _split(self, index: int, size: int) -> int:
         """Split a node after ``size`` tokens and return the new node that holds them; the rest stays at ``index``."""
@@ -207,9 +207,9 @@ class Trajectory:
             node = self._graph.nodes[index]
             if node.experts is None:
                 return node.start
-            missing = unknown_expert_mask(node.experts)
-            if missing.any():
-                return node.start + int(missing.argmax())
+            unknown_tokens = unknown_expert_mask(node.experts)
+            if unknown_tokens.any():
+                return node.start + int(unknown_tokens.argmax())
         return len(self.token_ids)
 
     def append_sampled(self, generation: Generation) -> None:
@@ -246,16 +246,16 @@ class Trajectory:
             fork: why the prompt was rendered again, for the rows that begin here; ``TEMPLATE`` if None.
         """
         prompt_ids = tuple(prompt_ids)
-        middle, known = len(self._before), len(self._before) + len(self._since)
-        assert added is None or added + known == len(prompt_ids), "added tokens follow the tip"
-        if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known] != self._since):
-            self._tip, known, self._fork = _ROOT, 0, fork or ForkReason.TEMPLATE
-        self._tip, more = self._graph.walk(self._tip, prompt_ids[known:])
-        known += more
-        if known < len(prompt_ids):
-            self._extend(Provenance.OBSERVED, len(prompt_ids) - known).token_ids[:] = prompt_ids[known:]
+        middle, known_tokens = len(self._before), len(self._before) + len(self._since)
+        assert added is None or added + known_tokens == len(prompt_ids), "added tokens follow the tip"
+        if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known_tokens] != self._since):
+            self._tip, known_tokens, self._fork = _ROOT, 0, fork or ForkReason.TEMPLATE
+        self._tip, more = self._graph.walk(self._tip, prompt_ids[known_tokens:])
+        known_tokens += more
+        if known_tokens < len(prompt_ids):
+            self._extend(Provenance.OBSERVED, len(prompt_ids) - known_tokens).token_ids[:] = prompt_ids[known_tokens:]
         self._before, self._since = prompt_ids, ()
-        return known
+        return known_tokens
 
     def rows(self, prompt_id: str, rollout_id: str, agent_id: str = "main") -> list[Row]:
         """Return the episode's rows, one for each leaf of its graph; none if there is nothing to train on.
@@ -350,7 +350,7 @@ def _fault(generation: Generation) -> str | None:
         return f"a log-probability of {logprobs[right.argmin()]}, not a finite number of at most 0"
     if not versions or versions[0][0] != 0:
         return f"versions {versions}, which do not cover the first token"
-    if any(before[0] >= after[0] or before[1] > after[1] for before, after in pairwise(versions)):
+    if any(earlier[0] >= later[0] or earlier[1] > later[1] for earlier, later in pairwise(versions)):
         return f"versions {versions} that are not in order"
     if versions[0][1] < 0 or versions[-1][1] >= _INT32:
         return f"versions {versions} that are not policy versions"

@@ -32,7 +32,7 @@ def checkpoint_model(name: str) -> str:
 def run_of(name: str) -> Path | None:
     """Return the folder of the run that a folder is, or that a checkpoint belongs to, or None."""
     folder = Path(name).expanduser().resolve()
-    for place in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model
-        if (place / CONFIG).is_file() and (place / "checkpoints").is_dir():
-            return place
+    for parent in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model
+        if (parent / CONFIG).is_file() and (parent / "checkpoints").is_dir():
+            return parent
     return None

@@ -56,8 +56,8 @@ async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: On
         )
         rollouts = await sampling.run_many(jobs_of(eval_set), on_done)
         games = bool(eval_set.lineups)
-        found = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
-        return SetResult(eval_set, found, rollouts)
+        metrics = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
+        return SetResult(eval_set, metrics, rollouts)
 
     try:
         async with asyncio.TaskGroup() as group:

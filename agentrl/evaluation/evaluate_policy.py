@@ -61,10 +61,10 @@ async def evaluate_policy(
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 async with interrupt.guard_episodes(services.check):
                     results = await evaluate(sets, services.runner(), done)
-                    found = await _exploitability(services)
+                    exploitability = await _exploitability(services)
     if file is not None:
         file.finish()
-    return results, found
+    return results, exploitability
 
 
 async def _exploitability(services: Services) -> dict[str, float]:

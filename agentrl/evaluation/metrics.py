@@ -53,22 +53,29 @@ def compute_metrics(
     """
     groups = {} if group_by is None else _grouped(rollouts, group_by)
     if games:
-        for one in sorted(rollouts, key=lambda one: one.seat):
-            groups.setdefault(f"seat={one.seat}", []).append(one)
-    parts = {name: _metrics(some, pass_reward, games) for name, some in groups.items()}
-    return replace(_metrics(rollouts, pass_reward, games), groups=parts)
+        for rollout in sorted(rollouts, key=lambda rollout: rollout.seat):
+            groups.setdefault(f"seat={rollout.seat}", []).append(rollout)
+    group_metrics = {name: _metrics(group_rollouts, pass_reward, games) for name, group_rollouts in groups.items()}
+    return replace(_metrics(rollouts, pass_reward, games), groups=group_metrics)
 
 
 def _metrics(rollouts: Sequence[Rollout], pass_reward: float, games: bool) -> SetMetrics:
     prompts = _by_prompt(rollouts)
-    means = {"reward": estimate([[rollout.reward for rollout in some] for some in prompts])}
-    found = [[one.metrics | (game_metrics(one) if games else {}) for one in some] for some in prompts]
-    for key in sorted({key for some in found for each in some for key in each} - {"reward"}):
-        values = [[each[key] for each in some if key in each] for some in found]
-        means[key] = estimate([some for some in values if some])
-    passed = [(len(some), sum(rollout.reward >= pass_reward for rollout in some)) for some in prompts]
-    for k in pass_ks(min(samples for samples, _ in passed) if passed else 0):
-        means[f"pass@{k}"] = estimate([[pass_at_k(samples, count, k)] for samples, count in passed])
+    means = {"reward": estimate([[rollout.reward for rollout in samples] for samples in prompts])}
+    metrics_by_prompt = [
+        [rollout.metrics | (game_metrics(rollout) if games else {}) for rollout in samples] for samples in prompts
+    ]
+    for key in sorted(
+        {key for samples in metrics_by_prompt for sample_metrics in samples for key in sample_metrics} - {"reward"}
+    ):
+        values = [
+            [sample_metrics[key] for sample_metrics in samples if key in sample_metrics]
+            for samples in metrics_by_prompt
+        ]
+        means[key] = estimate([samples for samples in values if samples])
+    passed = [(len(samples), sum(rollout.reward >= pass_reward for rollout in samples)) for samples in prompts]
+    for k in pass_ks(min(count for count, _ in passed) if passed else 0):
+        means[f"pass@{k}"] = estimate([[pass_at_k(count, passes, k)] for count, passes in passed])
     stops = Counter(rollout.stop_reason.value for rollout in rollouts)
     return SetMetrics(
         prompts=len(prompts),
@@ -106,12 +113,12 @@ def flat(metrics: SetMetrics, prefix: str) -> dict[str, float]:
 
     The keys of `SetMetrics` itself take precedence over environment metrics of the same name.
     """
-    row = {f"{prefix}{key}": each.value for key, each in metrics.means.items()}
-    row |= {f"{prefix}{key}/ci95": each.ci95 for key, each in metrics.means.items() if each.ci95 is not None}
-    for value, part in metrics.groups.items():
-        row |= {f"{prefix}{key}/{value}": each.value for key, each in part.means.items()}
-    own = {key: float(getattr(metrics, key)) for key in ("episodes", "failed", "turns", "tokens")}
-    return row | {f"{prefix}{key}": value for key, value in own.items()}
+    row = {f"{prefix}{key}": metric.value for key, metric in metrics.means.items()}
+    row |= {f"{prefix}{key}/ci95": metric.ci95 for key, metric in metrics.means.items() if metric.ci95 is not None}
+    for value, group in metrics.groups.items():
+        row |= {f"{prefix}{key}/{value}": metric.value for key, metric in group.means.items()}
+    counts = {key: float(getattr(metrics, key)) for key in ("episodes", "failed", "turns", "tokens")}
+    return row | {f"{prefix}{key}": value for key, value in counts.items()}
 
 
 def nested(metrics: SetMetrics) -> dict[str, object]:
@@ -123,9 +130,9 @@ def nested(metrics: SetMetrics) -> dict[str, object]:
         "turns": metrics.turns,
         "tokens": metrics.tokens,
         "means": {
-            key: {"value": each.value, "ci95": each.ci95, "low": each.low, "high": each.high}
-            for key, each in metrics.means.items()
+            key: {"value": metric.value, "ci95": metric.ci95, "low": metric.low, "high": metric.high}
+            for key, metric in metrics.means.items()
         },
         "stops": metrics.stops,
-        "by": {value: nested(part) for value, part in metrics.groups.items()},
+        "by": {value: nested(group) for value, group in metrics.groups.items()},
     }

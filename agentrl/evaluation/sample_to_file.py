@@ -108,8 +108,8 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 count.begin()
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                    for number, (start, some) in enumerate(steps, 1):
-                        jobs = episodes.step(number, range(start, start + some))
+                    for number, (start, step_size) in enumerate(steps, 1):
+                        jobs = episodes.step(number, range(start, start + step_size))
                         async with interrupt.guard_episodes(services.check):
                             await runner.run_many(jobs, write)
     except RunStopped as stop:
@@ -117,8 +117,8 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     finally:
         episodes.close()
         _finish(config, file, done)
-    by_source = {name: [one for one in done if source_of(one.prompt_id) == name] for name in config.sources}
-    summaries = [_summary(config, plan, name, some) for name, some in (by_source or {"samples": done}).items()]
+    by_source = {name: [rollout for rollout in done if source_of(rollout.prompt_id) == name] for name in config.sources}
+    summaries = [_summary(config, plan, name, rollouts) for name, rollouts in (by_source or {"samples": done}).items()]
     console.print(results_table(summaries, f"{config.label}: {config.model.path}"))
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 

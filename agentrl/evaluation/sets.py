@@ -39,7 +39,7 @@ class EvalTasks:
     @property
     def full_name(self) -> str:
         """Name of the set and of its opponents, in metric names; empty without both."""
-        return "/".join(part for part in (self.name, self.opponent) if part)
+        return "/".join(name for name in (self.name, self.opponent) if name)
 
     @property
     def episodes(self) -> int:
@@ -85,15 +85,19 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
 
     """
     sources, named_by_user = config.by_source(), config.eval.sets
-    found = []
+    eval_sets = []
     for name, plan in config.eval.named_sets(config.sources).items():
         source = plan.source or ""
         with of_source("" if name in named_by_user else source):
             if name in named_by_user or can_evaluate(sources[source], tasks[source]):
-                found.append(_load(sources[source], tasks[source], name, plan))
+                eval_sets.append(_load(sources[source], tasks[source], name, plan))
     if by_opponent := eval_lineups(config):
-        return [replace(one, opponent=each, lineups=some) for one in found for each, some in by_opponent.items()]
-    return found
+        return [
+            replace(eval_set, opponent=opponent, lineups=lineups)
+            for eval_set in eval_sets
+            for opponent, lineups in by_opponent.items()
+        ]
+    return eval_sets
 
 
 def can_evaluate(config: Config, tasks: TaskSet) -> bool:
@@ -105,19 +109,19 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
     """Return a set; ``config`` and ``tasks`` are those of its source."""
     key = f"eval.sets.{name}" if name in config.eval.sets else "eval"
     # The sets that a mixed run has without eval.sets do not size themselves.
-    given = config.eval.sets[name].model_fields_set if name in config.eval.sets else set()
-    given = config.eval.model_fields_set if not name else given
-    source, found = _read(config, tasks, plan, key)
-    if len(found) == 0:
+    set_keys = config.eval.sets[name].model_fields_set if name in config.eval.sets else set()
+    set_keys = config.eval.model_fields_set if not name else set_keys
+    source, tasks_of_split = _read(config, tasks, plan, key)
+    if len(tasks_of_split) == 0:
         raise ConfigError(
             f"{key}: {source} has no tasks to evaluate on; set {key}.split or {key}.path to what has some"
         )
-    if plan.size is not None and plan.size > len(found) and "size" in given:
-        raise ConfigError(f"{key}.size={plan.size}, but {source} has {len(found)} tasks; lower {key}.size")
-    chosen = [found[index] for index in range(min(plan.size or len(found), len(found)))]
+    if plan.size is not None and plan.size > len(tasks_of_split) and "size" in set_keys:
+        raise ConfigError(f"{key}.size={plan.size}, but {source} has {len(tasks_of_split)} tasks; lower {key}.size")
+    chosen = [tasks_of_split[index] for index in range(min(plan.size or len(tasks_of_split), len(tasks_of_split)))]
     if plan.group_by is not None and not any(plan.group_by in task.metadata for task in chosen):
-        if "group_by" in given:
-            keys = sorted({each for task in chosen for each in task.metadata})
+        if "group_by" in set_keys:
+            keys = sorted({key_name for task in chosen for key_name in task.metadata})
             raise ConfigError(
                 f"{key}.group_by={plan.group_by}: no task of {source} has this in its metadata, "
                 f"which has: {', '.join(keys) or 'nothing'}"

@@ -46,23 +46,23 @@ def _plan_rows(results: Sequence[SetResult]) -> list[tuple[str, list[str]]]:
 
 def _merged(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the items of all lists once, in order of first appearance."""
-    return list(dict.fromkeys(item for each in lists for item in each))
+    return list(dict.fromkeys(item for items in lists for item in items))
 
 
 def _cell(metrics: SetMetrics | None, key: str) -> str:
     return format_estimate(metrics.means[key]) if metrics is not None and key in metrics.means else "–"
 
 
-def format_estimate(each: Estimate) -> str:
+def format_estimate(estimate: Estimate) -> str:
     """Return a mean with its interval, such as ``0.512 ±0.031``."""
-    return f"{each.value:.3f}" + (f" ±{each.ci95:.3f}" if each.ci95 is not None else "")
+    return f"{estimate.value:.3f}" + (f" ±{estimate.ci95:.3f}" if estimate.ci95 is not None else "")
 
 
 def results_lines(results: Sequence[SetResult]) -> list[str]:
     """Return one line per set: its means with their intervals, without those by metadata."""
     lines = []
     for result in results:
-        cells = [f"{key} {format_estimate(each)}" for key, each in result.metrics.means.items()]
+        cells = [f"{key} {format_estimate(estimate)}" for key, estimate in result.metrics.means.items()]
         if result.metrics.failed:
             cells.append(f"failed {result.metrics.failed:.1%}")
         name = result.eval_set.full_name

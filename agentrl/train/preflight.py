@@ -114,28 +114,30 @@ def _listed(missing: list[str]) -> Iterator[None]:
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
     """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
-    for name, each in config.by_source().items():
+    for name, source_config in config.by_source().items():
         with of_source(name):
             empty = split_size(splits[name]) == 0
-            if empty and each.data.eval_path is not None:
+            if empty and source_config.data.eval_path is not None:
                 raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
             if empty:
-                raise ConfigError(f"tasks.name={each.tasks.name}: the split {each.tasks.train_split!r} is empty")
+                raise ConfigError(
+                    f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
+                )
     order_of(config, splits)
     return splits
 
 
 def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) -> str:
     """Return what `check_chat_template` says, once for each source that differs."""
-    said: dict[str, list[str]] = {}
-    for name, each in config.by_source().items():
+    sources_by_text: dict[str, list[str]] = {}
+    for name, source_config in config.by_source().items():
         with of_source(name):
             split = train.get(name, ())
-            some = split.sample(TRIED) if isinstance(split, TaskStream) else split
-            said.setdefault(check_chat_template(each, model, some), []).append(name)
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in said.items())
+            tasks = split.sample(TRIED) if isinstance(split, TaskStream) else split
+            sources_by_text.setdefault(check_chat_template(source_config, model, tasks), []).append(name)
+    if len(sources_by_text) == 1:
+        return next(iter(sources_by_text))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in sources_by_text.items())
 
 
 def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
@@ -143,8 +145,12 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
     model: Path | None = None
     with _listed(missing):
         model = resolve_model(config.model.path, fetch=fetch)
-        for name, each in config.by_source().items():
-            if each.data.path is not None and each.data.apply_chat_template and not has_chat_template(model):
+        for name, source_config in config.by_source().items():
+            if (
+                source_config.data.path is not None
+                and source_config.data.apply_chat_template
+                and not has_chat_template(model)
+            ):
                 key = f"sources.{name}.data" if name else "data"
                 raise ConfigError(
                     f"model.path={config.model.path}: {model} has no chat template; set {key}.apply_chat_template=false to give "
@@ -161,7 +167,7 @@ def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | N
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)
         make_backend(config.learner).check(
-            config.algo, [each for each in (model, critic, reference) if each is not None]
+            config.algo, [folder for folder in (model, critic, reference) if folder is not None]
         )
         check_teachers(config, model, fetch=fetch)
     return model
@@ -171,33 +177,33 @@ def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) ->
     """Return warnings if the learning rate of the policy, of ``count`` weights, or of the critic is many times the usual."""
     rates = {"learner.optimizer": (config.learner.optimizer.lr, count)}
     rates["algo.critic.optimizer"] = (config.algo.critic.optimizer.lr, critic_count)
-    found = []
+    warnings = []
     for key, (lr, weights) in rates.items():
         usual = usual_rates(weights)
         if lr != "auto" and lr > usual.highest:
             rate = usual.policy if key == "learner.optimizer" else usual.other
-            found.append(
+            warnings.append(
                 f"warning: {key}.lr={lr:g} is many times the usual {rate:g} for a model of {weights / 1e9:.2g} billion "
                 f"weights, and may destroy it: set {key}.lr={rate:g} and {key}.warmup_steps"
             )
-    return found
+    return warnings
 
 
 def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
     """Return lines on environment, tasks and reward; of a mixed run one for each source."""
     by_source, lines = config.by_source(), []
-    for name, each in by_source.items():
-        place = each.data.path or each.tasks.name or "of the environment"
+    for name, source_config in by_source.items():
+        origin = source_config.data.path or source_config.tasks.name or "of the environment"
         facts = {
-            "environment": each.env.name,
-            "tasks": f"{place}: {_to_train_on(train.get(name))}",
-            "reward": each.reward.function or "the environment's",
+            "environment": source_config.env.name,
+            "tasks": f"{origin}: {_to_train_on(train.get(name))}",
+            "reward": source_config.reward.function or "the environment's",
         }
         if not name:
             return [f"{key:<13}{value}" for key, value in facts.items()]
-        share = config.sources[name].weight / sum(one.weight for one in config.sources.values())
+        share = config.sources[name].weight / sum(source.weight for source in config.sources.values())
         text = ", ".join(f"{key} {value}" for key, value in facts.items())
-        lines.append(f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {each.algo.described}")
+        lines.append(f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {source_config.algo.described}")
     return lines
 
 
@@ -233,4 +239,6 @@ def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, 
         evaluation = [every]
     else:
         evaluation = ["off: there are no tasks to evaluate on (data.eval_path, eval.path or eval.sets names some)"]
-    return [f"{name:<13}{value}" for name, value in lines.items()] + [f"{'evaluation':<13}{one}" for one in evaluation]
+    return [f"{name:<13}{value}" for name, value in lines.items()] + [
+        f"{'evaluation':<13}{line}" for line in evaluation
+    ]

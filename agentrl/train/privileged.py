@@ -34,19 +34,19 @@ def load_context(text: str, key: str) -> MakeContext:
     """
     if is_context_template(text):
         return partial(_from_template, text, key)
-    found = load_object(text, key)
-    if not callable(found):
-        raise ConfigError(f"{key}={text}: {found!r:.100} is not a function")
-    make: MakeContext = found
+    function = load_object(text, key)
+    if not callable(function):
+        raise ConfigError(f"{key}={text}: {function!r:.100} is not a function")
+    make: MakeContext = function
     return make
 
 
 def _from_template(text: str, key: str, sample: Sample) -> tuple[Message, ...]:
-    *before, last = sample.rollout.messages
+    *earlier, last = sample.rollout.messages
     answer = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if answer is None and "{answer}" in text:
         raise RunStopped(f"{key} has {{answer}}, and task {sample.prompt_id!r} has none")
-    return *before, replace(last, content=text.format(message=last.content, answer=answer), token_ids=())
+    return *earlier, replace(last, content=text.format(message=last.content, answer=answer), token_ids=())
 
 
 class PrivilegedRows:
@@ -76,7 +76,7 @@ class PrivilegedRows:
         first = rollout.rows[0]
         sampled = np.flatnonzero(first.provenance == Provenance.SAMPLED)
         length = int(sampled[0]) if len(sampled) else len(first.token_ids)
-        opening, other = first.token_ids[:length], self._prompt(rollout)
+        opening, privileged_prompt = first.token_ids[:length], self._prompt(rollout)
         for row in rollout.rows:
             if not np.array_equal(row.token_ids[:length], opening):
                 raise RunStopped(
@@ -84,7 +84,7 @@ class PrivilegedRows:
                     "the rollout's first prompt, which the context would replace; leave out the context, or the rewriting "
                     "of conversations"
                 )
-        return {_with_prompt(row, length, other): len(other) - length for row in rollout.rows}
+        return {_with_prompt(row, length, privileged_prompt): len(privileged_prompt) - length for row in rollout.rows}
 
     def _prompt(self, rollout: Rollout) -> NDArray[np.int32]:
         if not rollout.messages:

@@ -66,10 +66,10 @@ def _by_groups(rollouts: Sequence[Rollout], batch_size: int) -> list[list[Rollou
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt_id, []).append(rollout)
-    each = list(groups.values())
+    task_groups = list(groups.values())
     return [
-        [rollout for group in each[start : start + batch_size] for rollout in group]
-        for start in range(0, len(each), batch_size)
+        [rollout for group in task_groups[start : start + batch_size] for rollout in group]
+        for start in range(0, len(task_groups), batch_size)
     ]
 
 

@@ -48,8 +48,8 @@ def open_metrics(
 
 def curve_keys(config: Config) -> list[str]:
     """Return the metrics that the learning curve shows, including those of each source and each evaluation set."""
-    opponents = [] if config.self_play is None else [label(one) for one in config.self_play.eval.opponents]
-    names = [(name, other) for name in config.eval.named_sets(config.sources) for other in opponents or [""]]
+    opponents = [] if config.self_play is None else [label(opponent) for opponent in config.self_play.eval.opponents]
+    names = [(name, opponent) for name in config.eval.named_sets(config.sources) for opponent in opponents or [""]]
     prefixes = ["/".join(filter(None, ("eval", *name))) + "/" for name in names]
     sources = [f"train/{name}/reward" for name in config.sources]
     return ["train/reward", *sources, "rollout/exact_match", *(prefix + key for prefix in prefixes for key in CURVE)]
@@ -88,5 +88,5 @@ def print_summary(
 
 def is_main_metric(key: str) -> bool:
     """Return whether the summary shows an evaluation metric; ``metrics.jsonl`` has all of them."""
-    metric, _, rest = key.rpartition("/")
-    return rest != "ci95" and ("=" not in rest or metric.endswith(CURVE))
+    metric, _, suffix = key.rpartition("/")
+    return suffix != "ci95" and ("=" not in suffix or metric.endswith(CURVE))

@@ -43,21 +43,21 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     name = config.model.warm_start
     if name is None:
         return None
-    place = folder / FOLDER
+    warm_folder = folder / FOLDER
     of_the_run: Tree = {
         "model": {"path": config.model.path, "warm_start": None, "warm_start_options": {}},
         "render": config.render.model_dump(mode="json"),
-        "run": {"dir": str(place)},
-        "sft": {"out": str(place / "model")},
+        "run": {"dir": str(warm_folder)},
+        "sft": {"out": str(warm_folder / "model")},
     }
     try:
         tree = merge(read_yaml(find_config(name)), config.model.warm_start_options)
-        found = validate(merge(tree, of_the_run))
+        warm = validate(merge(tree, of_the_run))
     except ConfigError as error:
         raise ConfigError(f"model.warm_start={name}: {error}") from None
-    if found.tasks.name is None:
+    if warm.tasks.name is None:
         raise ConfigError(f"model.warm_start={name}: it names no taskset (tasks.name) to take demonstrations from")
-    return found
+    return warm
 
 
 def describe(warm: Config) -> str:
@@ -103,25 +103,25 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     warm = warm_start_config(config, folder)
     if warm is None:
         return None
-    place = (folder / FOLDER).resolve()
-    model, finished = place / "model", place / "finished"
-    if finished.is_file() and stack(saved_layers(place)) == warm.model_dump(mode="json"):
+    warm_folder = (folder / FOLDER).resolve()
+    model, finished = warm_folder / "model", warm_folder / "finished"
+    if finished.is_file() and stack(saved_layers(warm_folder)) == warm.model_dump(mode="json"):
         print_message(console, f"warm start {model}, made before")
         return model
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
-    save_config(warm, place)
+    shutil.rmtree(warm_folder, ignore_errors=True)
+    warm_folder.mkdir(parents=True)
+    save_config(warm, warm_folder)
     print_message(console, f"warm start {config.model.warm_start}: {describe(warm)}")
-    with _start(place, folder / "logs" / f"{FOLDER}.log") as child:
+    with _start(warm_folder, folder / "logs" / f"{FOLDER}.log") as child:
         async with interrupt.guard():
             await _LogTail(child, console).follow()
     finished.touch()
     return model
 
 
-def _start(place: Path, log: Path) -> ChildProcess:
+def _start(warm_folder: Path, log: Path) -> ChildProcess:
     log.unlink(missing_ok=True)
-    files = [f"--config={file}" for file in config_files(place)]
+    files = [f"--config={file}" for file in config_files(warm_folder)]
     command = [sys.executable, "-m", "agentrl.cli.main", "sft", *files]
     env = {"TQDM_DISABLE": "1"}  # no progress bars of other libraries among its lines
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
