@@ -25,7 +25,8 @@ from agentrl.learner.export.bucket import NamedTensors
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.random_models import Shape, find_model_shape, parameter_shapes, write_random_model
 from agentrl.models.resolve import resolve_model
-from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync, with_changes
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import TRANSPORTS, make_transport, with_engine_options
 from benchmarks.copy_rate import Broadcast, copy_rate, synchronize
 
 T = TypeVar("T")
@@ -200,10 +201,10 @@ async def measure_weights(
     """
     sampler = _sampler(config.sampler)
     transports = bench.transports or transports_here(sampler)
-    if "delta" in transports and sampler.backend == "sglang":
-        sampler = with_changes(sampler)
     if unknown := set(transports) - set(TRANSPORTS):
         raise ConfigError(f"--transports: {', '.join(unknown)} is none of {', '.join(TRANSPORTS)}")
+    for transport in transports:
+        sampler = with_engine_options(sampler, transport)
     shapes = {size: find_model_shape(size) for size in bench.sizes}
     devices = _Devices.find(sampler, transports)
     async with AsyncExitStack() as exits:
@@ -220,7 +221,7 @@ async def measure_weights(
             for transport in transports:
                 key = size, _apart(transport, devices)
                 for mib in bench.bucket_mib:
-                    limit = bucket_bytes_of(transport, mib or config.weights.bucket_mib)
+                    limit = TRANSPORTS[transport].bucket_bytes(mib or config.weights.bucket_mib)
                     progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
                     pushes = _Pushes(config, learner, engines[key], transport, limit, folder / "weights", devices)
                     runs = await pushes.run(versions[key] + 1, 1 if transport == "disk" else bench.repeats)
@@ -255,14 +256,16 @@ class _Pushes:
         self._learner = learner
         self._engine = engine
         self._disk = transport == "disk"
-        self._sync = make_sync(
+        self._sync = make_transport(
             transport,
-            bucket_bytes=bucket_bytes,
-            folder=folder,
-            dtype=dtype,
-            check=config.weights.check,
-            backend=devices.backend,
-            timeout_s=config.sampler.request_timeout_s,
+            TransportOptions(
+                bucket_bytes=bucket_bytes,
+                folder=folder,
+                dtype=dtype,
+                check=config.weights.check,
+                backend=devices.backend,
+                timeout_s=config.sampler.request_timeout_s,
+            ),
         )
 
     async def run(self, version: int, repeats: int) -> list[tuple[float, ...]]:

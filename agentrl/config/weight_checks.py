@@ -1,4 +1,7 @@
-"""Checks of weight sync, across sections: transport, adapters, and the prefix cache."""
+"""Checks of weight sync, across sections: adapters, pauses and the prefix cache.
+
+A transport checks the configuration itself: `agentrl.weight_sync.base.Transport.faults`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,8 @@ def check_weight_sync(config: Config) -> Iterator[str]:
 
 
 def _weights(config: Config) -> Iterator[str]:
-    """Whether ``weights.transport`` reaches the engines from the learner, and what may be checked afterwards."""
-    sampler, weights, mode = config.sampler, config.weights, config.placement.mode
-    kind, on_gpus = weights.transport, sampler.device == "cuda"
+    """Whether old weights are corrected for, and what may be checked after a sync."""
+    sampler, weights = config.sampler, config.weights
     uncorrected = config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none"
     if weights.sync_every > 1 and uncorrected:
         yield (
@@ -34,30 +36,6 @@ def _weights(config: Config) -> Iterator[str]:
             "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
             "set weights.prefix_cache=by_version"
         )
-    if kind == "ipc" and mode != "colocate":
-        yield (
-            f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
-        )
-    elif kind == "delta" and mode == "colocate":
-        yield (
-            "weights.transport=delta with placement.mode=colocate: engines release the weights that changes are to; set "
-            "weights.transport=tensor, or ipc on GPUs"
-        )
-    elif kind == "ipc" and (not on_gpus or config.learner.device == "cpu"):
-        yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
-    elif kind == "distributed" and mode == "colocate" and on_gpus:
-        yield (
-            "weights.transport=distributed: NCCL needs separate GPUs for the learner and each engine, and "
-            "placement.mode=colocate shares them; set weights.transport=ipc"
-        )
-    elif kind == "distributed" and on_gpus and config.learner.device == "cpu":
-        yield (
-            "weights.transport=distributed with learner.device=cpu: engines on GPUs receive weights from a GPU only; set "
-            "weights.transport=tensor or disk"
-        )
-    # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
-    elif kind in ("ipc", "distributed") and sampler.engine_ranks != sampler.tensor_ranks:
-        yield f"weights.transport={kind} reaches SGLang's tensor parallel ranks only; set weights.transport=disk"
 
 
 def _prefix_cache(config: Config) -> Iterator[str]:

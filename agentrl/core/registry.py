@@ -1,7 +1,8 @@
-"""Registries of environments, tools, tasksets, models, rewards, sandbox backends and learner backends.
+"""Registries of environments, tools, tasksets, models, rewards, sandbox and learner backends, and weight
+transports.
 
 Names come from entry points, or are registered in the process. agentrl's own are entry points too, but for learner
-backends (`agentrl.learner.registry`). Objects are imported on lookup.
+backends (`agentrl.learner.registry`) and transports (`agentrl.weight_sync.registry`). Objects are imported on lookup.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ MODELS = "agentrl.models"
 REWARDS = "agentrl.rewards"
 SANDBOXES = "agentrl.sandboxes"
 LEARNERS = "agentrl.learners"
+TRANSPORTS = "agentrl.transports"
 
-GROUPS = (ENVS, TOOLS, TASKS, MODELS, REWARDS, SANDBOXES, LEARNERS)
+GROUPS = (ENVS, TOOLS, TASKS, MODELS, REWARDS, SANDBOXES, LEARNERS, TRANSPORTS)
 """The entry point groups."""
 
 _registered: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}

@@ -27,8 +27,8 @@ class LoraAdapter:
     """SHA-256 of the tensors by name, which the engine compares; without any it compares nothing."""
 
 
-MemoryPart = Literal["weights", "kv_cache"]
-"""Part of an engine's memory that can be released."""
+MemoryTag = Literal["weights", "kv_cache"]
+"""Memory of an engine that can be released, by SGLang's names."""
 
 
 class EngineMemory(Protocol):
@@ -48,8 +48,8 @@ class EngineMemory(Protocol):
         """
         ...
 
-    async def resume(self, part: MemoryPart) -> None:
-        """Allocate a released part again; does nothing if the engine holds it.
+    async def resume(self, tag: MemoryTag) -> None:
+        """Allocate released memory again; does nothing if the engine holds it.
 
         Resumed weights are undefined: nothing is sampled until a whole update has come.
         """

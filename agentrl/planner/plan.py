@@ -18,7 +18,8 @@ from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
 from agentrl.planner.gpus import GIB, Gpus
 from agentrl.planner.layouts import Candidate, Request, layouts
 from agentrl.planner.training_summary import FITS, trained_model
-from agentrl.weight_sync.registry import bucket_bytes_of
+from agentrl.weight_sync.ipc import IpcSync
+from agentrl.weight_sync.registry import check_transport_fits
 
 BASE = Layer("default of a plan", {"sampler": {"backend": "sglang"}, "learner": {"device": "cuda"}})
 """What a plan is for: GPUs."""
@@ -126,7 +127,7 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
             )
         fleet = Fleet(mode, engine_gpus, gpus.bytes, config.max_tokens)
         engine_plans = [*plan_engines(request.model.config, numbers, config.sampler, fleet)]
-    bucket = bucket_bytes_of("ipc", config.weights.bucket_mib)
+    bucket = IpcSync.bucket_bytes(config.weights.bucket_mib)
     tried = []
     for engine_plan in engine_plans if shared else engine_plans[:1]:
         limits = _Limits(
@@ -140,6 +141,7 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
     checked = load_layers([Layer("plan", settings), *request.layers])
     if engines is not None:
         check_placement(checked, "cuda")
+        check_transport_fits(checked)
     check_context(checked, read_max_positions(request.folder))
     faults = [] if limits.hold(best) else [_excess(request, backend, best, limits)]
     if engines is not None and not engines.rows(config.max_tokens):

@@ -27,7 +27,7 @@ from agentrl.self_play.league import League
 from agentrl.self_play.league_log import LeagueLog
 from agentrl.self_play.opponents import Seating, fixed_seat, group_seatings
 from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
-from agentrl.weight_sync.registry import bucket_bytes_of
+from agentrl.weight_sync.disk import DiskSync
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ async def open_self_play(
         exits.push_async_callback(fleets[-1].aclose)
     await asyncio.gather(*(fleet.start() for fleet in fleets))
     lora = config.learner.lora if config.weights.adapters == "only" else None
-    snapshots = SnapshotFolder(folder, bucket_bytes_of("disk", config.weights.bucket_mib), dtype, lora)
+    snapshots = SnapshotFolder(folder, DiskSync.bucket_bytes(config.weights.bucket_mib), dtype, lora)
     lineup = Lineup(policies=config.env.policy_of)
     return SelfPlay(
         config=config.self_play,

@@ -21,9 +21,9 @@ from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.services import Services
 from agentrl.train.gpu_time_sharing import GpuTimeSharing, SeparateGpus, open_gpus
 from agentrl.weight_sync.adapter import AdapterSync
-from agentrl.weight_sync.base import SyncedWeights, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, TransportOptions, WeightSync
 from agentrl.weight_sync.engines import paused
-from agentrl.weight_sync.registry import bucket_bytes_of, make_sync
+from agentrl.weight_sync.registry import make_transport, transport_class
 
 Engines = Sequence[EngineControl]
 
@@ -186,15 +186,16 @@ async def open_engine_weights(
 
     """
     transport = config.weights.transport
-    sync = _make_sync(config, folder, transport, dtype)
+    sync = _open_sync(config, folder, transport, dtype)
     exits.push_async_callback(sync.aclose)
     return EngineWeights(
         config.weights,
         services.fleet,
         sync,
         open_gpus(config, services.fleet),
-        # An offloaded learner has no GPU memory that an engine could open.
-        restart_sync=_make_sync(config, folder, "tensor", dtype) if transport == "ipc" else None,
+        restart_sync=(
+            None if transport_class(transport).works_while_offloaded else _open_sync(config, folder, "tensor", dtype)
+        ),
         eval_engines=await open_eval_engines(config, folder, model, services, dtype, exits),
     )
 
@@ -210,7 +211,7 @@ async def open_eval_engines(
     fleet = reserved_fleet(config, model, logs, number, services.fleet.vocabulary, engines=config.eval.engines)
     exits.push_async_callback(fleet.aclose)
     await fleet.start()
-    sync = _make_sync(config, folder, config.weights.transport, dtype)
+    sync = _open_sync(config, folder, config.weights.transport, dtype)
     exits.push_async_callback(sync.aclose)
     services.reserved.append(fleet)
     return EvalEngines(fleet, sync)
@@ -224,16 +225,16 @@ async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _make_sync(config: Config, folder: Path, transport: str, dtype: str | None) -> WeightSync:
+def _open_sync(config: Config, folder: Path, transport: str, dtype: str | None) -> WeightSync:
     if config.learner.lora is not None and config.weights.adapters == "only":
         return AdapterSync(config.learner.lora, dtype=dtype, check=config.weights.check)
     gpus = config.sampler.device == learner_device(config.learner) == "cuda"
-    return make_sync(
-        transport,
-        bucket_bytes=bucket_bytes_of(transport, config.weights.bucket_mib),
+    options = TransportOptions(
+        bucket_bytes=transport_class(transport).bucket_bytes(config.weights.bucket_mib),
         folder=folder / "weights",
         dtype=dtype,
         check=config.weights.check,
         backend="nccl" if gpus else "gloo",
         timeout_s=config.sampler.request_timeout_s,
     )
+    return make_transport(transport, options)

@@ -28,6 +28,7 @@ from agentrl.runtime.run_tools import check_tools
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
+from agentrl.weight_sync.registry import check_transport_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_engine(config, on_cluster=config.placement.mode != "separate" and running_address() is not None)
     with _listed(missing):
         check_placement(config)
+    check_transport_fits(config)
     model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from typing_extensions import override
 
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import SyncedWeights, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, Transport
 from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
 
 
-class BucketwiseSync(WeightSync, ABC):
-    """Sends one bucket at a time to all engines.
-
-    Args:
-        bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
-        dtype: weights are cast to it before they are sent; None keeps the learner's dtype.
-        check: how engines are checked afterwards; see `UpdateCheck`.
-
-    """
-
-    def __init__(self, *, bucket_bytes: int, dtype: str | None = None, check: str = "version") -> None:
-        self.bucket_bytes = bucket_bytes
-        self.dtype = dtype
-        self.check = check
+class BucketwiseSync(Transport):
+    """Sends one bucket at a time to all engines."""
 
     @override
     async def sync_weights(
@@ -39,10 +27,10 @@ class BucketwiseSync(WeightSync, ABC):
             EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
 
         """
-        check = await UpdateCheck.start(self.check, engines)
+        check = await UpdateCheck.start(self.options.check, engines)
         try:
             await begin_updates(engines, version)
-            buckets = learner.buckets(self.bucket_bytes, self.dtype)
+            buckets = learner.buckets(self.options.bucket_bytes, self.options.dtype)
             number = 0
             # A bucket is valid until the next one is requested.
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
@@ -54,10 +42,6 @@ class BucketwiseSync(WeightSync, ABC):
             await cancel_updates(engines)
             raise
         return await check.verify(engines, version)
-
-    @override
-    async def aclose(self) -> None:
-        """Not every transport keeps resources."""
 
     @abstractmethod
     async def _transfer(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from uuid import uuid4
 
 import torch
 from typing_extensions import override
 
+from agentrl.config.schema import Config
+from agentrl.distributed.sglang_loader import LOADER
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, encode, serialize
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import SyncedWeights
+from agentrl.weight_sync.base import SyncedWeights, TransportOptions
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import call_all
 
@@ -25,8 +27,10 @@ class DeltaSync(BucketwiseSync):
     refuse changes to weights of another name, and changes with another SHA-256 sum than was sent.
     """
 
-    def __init__(self, *, bucket_bytes: int, dtype: str | None = None, check: str = "version") -> None:
-        super().__init__(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
+    engine_options = {"custom_weight_loader": [LOADER]}  # noqa: RUF012 - as declared by the base class
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
         self._held: dict[EngineControl, str] = {}
         """Name of the weights that each engine has."""
         self._base: str | None = None
@@ -42,6 +46,15 @@ class DeltaSync(BucketwiseSync):
         self._wants_all: set[EngineControl] = set()
         """Engines that get all weights."""
         self._bytes = 0
+
+    @classmethod
+    @override
+    def faults(cls, config: Config) -> Iterator[str]:
+        if config.placement.mode == "colocate":
+            yield (
+                "weights.transport=delta with placement.mode=colocate: engines release the weights that changes are to; set "
+                "weights.transport=tensor, or ipc on GPUs"
+            )
 
     @override
     async def sync_weights(

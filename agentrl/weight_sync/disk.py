@@ -13,30 +13,15 @@ from typing_extensions import override
 from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.weight_sync.base import SyncedWeights, WeightSync
+from agentrl.weight_sync.base import SyncedWeights, Transport
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
 
-class DiskSync(WeightSync):
+class DiskSync(Transport):
     """The learner's rank 0 writes one safetensors file per bucket, and the engines read them; then they are deleted.
 
-    Args:
-        bucket_bytes: size of a file; a larger tensor gets a separate file.
-        folder: parent of the written folders; memory-backed for speed.
-        dtype: weights are cast to it before they are written; None keeps the learner's dtype.
-        check: how engines are checked afterwards; see `UpdateCheck`.
-
+    The folder of the options is the parent of the written folders; memory-backed for speed.
     """
-
-    def __init__(self, *, bucket_bytes: int, folder: Path, dtype: str | None = None, check: str = "version") -> None:
-        self.folder = folder
-        self.bucket_bytes = bucket_bytes
-        self.dtype = dtype
-        self.check = check
-
-    @override
-    async def aclose(self) -> None:
-        """Do nothing: no resources are kept between updates."""
 
     @override
     async def sync_weights(
@@ -48,14 +33,20 @@ class DiskSync(WeightSync):
             EngineError: an engine could not load them, or the check afterwards fails.
 
         """
-        folder = self.folder / f"version_{version:06d}"
-        check = await UpdateCheck.start(self.check, engines)
+        folder = self.options.folder / f"version_{version:06d}"
+        check = await UpdateCheck.start(self.options.check, engines)
 
         async def load(engine: EngineControl) -> None:
             await engine.updates.from_disk(folder, version)
 
         try:
-            await write_weights(learner, folder, bucket_bytes=self.bucket_bytes, dtype=self.dtype, on_bucket=check.add)
+            await write_weights(
+                learner,
+                folder,
+                bucket_bytes=self.options.bucket_bytes,
+                dtype=self.options.dtype,
+                on_bucket=check.add,
+            )
             await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder)

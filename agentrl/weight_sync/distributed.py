@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
+from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import WeightGroup
 from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.obs.waiting import waiting
+from agentrl.weight_sync.base import TransportOptions
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import begin_updates, call_all
 
@@ -63,34 +67,37 @@ class DistributedSync(BucketwiseSync):
     Each bucket is announced to the engines first, so that a refusal blocks no other process. The next one is gathered and
     announced while engines load it. The group is created at the first sync, kept for further syncs to the same engines,
     and created again after a failure.
-
-    Args:
-        bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
-        dtype: weights are cast to it before they are sent; None keeps the learner's dtype.
-        check: how engines are checked afterwards; see `UpdateCheck`.
-        backend: ``gloo``, or ``nccl`` if rank 0 and all engines have separate GPUs.
-        timeout_s: time limit for creating the group, and for each bucket.
-
     """
 
-    def __init__(
-        self,
-        *,
-        bucket_bytes: int,
-        dtype: str | None = None,
-        check: str = "version",
-        backend: str = "gloo",
-        timeout_s: float = 300.0,
-    ) -> None:
-        super().__init__(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
-        self.backend = backend
-        self.timeout_s = timeout_s
+    default_bucket_mib = 4096
+    tensor_ranks_only = True
+
+    def __init__(self, options: TransportOptions) -> None:
+        super().__init__(options)
         self._joined: _Joined | None = None
         self._connected: WeightGroup | None = None
         """The last group in which a broadcast has succeeded."""
         self._loading: list[_Announcement] = []
         """Buckets that engines may still be loading."""
 
+    @classmethod
+    @override
+    def faults(cls, config: Config) -> Iterator[str]:
+        on_gpus = config.sampler.device == "cuda"
+        if config.placement.mode == "colocate" and on_gpus:
+            yield (
+                "weights.transport=distributed: NCCL needs separate GPUs for the learner and each engine, and "
+                "placement.mode=colocate shares them; set weights.transport=ipc"
+            )
+        elif on_gpus and config.learner.device == "cpu":
+            yield (
+                "weights.transport=distributed with learner.device=cpu: engines on GPUs receive weights from a GPU only; set "
+                "weights.transport=tensor or disk"
+            )
+        else:
+            yield from super().faults(config)
+
+    @override
     async def aclose(self) -> None:
         """Let the learner and the engines leave the group."""
         loading, self._loading = self._loading, []
@@ -137,14 +144,14 @@ class DistributedSync(BucketwiseSync):
         self._loading += announced
         answers, broadcast = [announcement.answer for announcement in announced], None
         with waiting("engine", "broadcast", phase):
-            wait_s = _REFUSAL_S if self.backend == "gloo" or group != self._connected else 0.0
+            wait_s = _REFUSAL_S if self.options.backend == "gloo" or group != self._connected else 0.0
             early, _ = await asyncio.wait(answers, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if all(answer.exception() is None for answer in early):
                 broadcast = asyncio.ensure_future(asyncio.to_thread(bucket.broadcast))
                 overlaps = not bucket.last and total_bytes(*bucket.specs) > _OVERLAPPED_BYTES
                 tasks = {broadcast, *(announcement.answer for announcement in self._loading)}
                 awaited = tasks - set(answers if overlaps else ())
-                if await _wait_for_success(tasks, awaited, self.timeout_s):
+                if await _wait_for_success(tasks, awaited, self.options.timeout_s):
                     self._connected = group
                     self._loading = announced if overlaps else []
                     return
@@ -177,7 +184,7 @@ class DistributedSync(BucketwiseSync):
         silent = [announcement for announcement in loading if not answers[announcement.engine]]
         hanging = [announcement for announcement in loading if announcement.answer in late]
         blamed = next(iter([*silent, *([failed] if failed else []), *hanging]), loading[-len(engines)])
-        why = _error(blamed.answer) or f"it gave no answer within {self.timeout_s:g} s"
+        why = _error(blamed.answer) or f"it gave no answer within {self.options.timeout_s:g} s"
         kind, dead = (_SilentError, "it died or hangs: ") if silent else (EngineError, "")
         url = engines[blamed.engine].url
         raise kind(f"engine {blamed.engine} of {len(engines)} ({url}), {blamed.phase}: {dead}{why}")
@@ -192,7 +199,7 @@ class DistributedSync(BucketwiseSync):
         for engine in engines:
             first[engine], size = size, size + sizes[engine]
         urls = [engine.url for engine in engines]
-        group = await asyncio.to_thread(learner.open_group, urls, size, self.backend, self.timeout_s)
+        group = await asyncio.to_thread(learner.open_group, urls, size, self.options.backend, self.options.timeout_s)
         ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group))
         try:
             await call_all(engines, "group of weights", lambda engine: engine.groups.join(group, first[engine]))

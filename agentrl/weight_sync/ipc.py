@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from typing_extensions import override
+
+from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
@@ -15,8 +18,25 @@ from agentrl.weight_sync.engines import call_all
 class IpcSync(BucketwiseSync):
     """Sends CUDA handles: an engine of ``g`` ranks with number ``e`` shares the GPUs of the learner's ranks from ``e * g``.
 
-    The only copy is the one into the engine's weights.
+    The only copy is the one into the engine's weights. The memory of the bucket is not freed between syncs.
     """
+
+    default_bucket_mib = 4096
+    works_while_offloaded = False
+    tensor_ranks_only = True
+
+    @classmethod
+    @override
+    def faults(cls, config: Config) -> Iterator[str]:
+        mode = config.placement.mode
+        if mode != "colocate":
+            yield (
+                f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
+            )
+        elif config.sampler.device != "cuda" or config.learner.device == "cpu":
+            yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
+        else:
+            yield from super().faults(config)
 
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int

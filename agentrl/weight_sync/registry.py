@@ -1,76 +1,82 @@
-"""The transports of ``weights.transport``."""
+"""Transports by name: those of agentrl, entry points of the group ``agentrl.transports``, and references to a class."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import inspect
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
-from agentrl.distributed.sglang_loader import LOADER
-from agentrl.weight_sync.base import WeightSync
+from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.imports import is_reference
+from agentrl.core.registry import TRANSPORTS as GROUP
+from agentrl.core.registry import lookup, names
+from agentrl.weight_sync.base import Transport, TransportOptions
 from agentrl.weight_sync.delta import DeltaSync
 from agentrl.weight_sync.disk import DiskSync
 from agentrl.weight_sync.distributed import DistributedSync
 from agentrl.weight_sync.ipc import IpcSync
 from agentrl.weight_sync.tensor import TensorSync
 
-TRANSPORTS = ("tensor", "disk", "distributed", "ipc", "delta")
-"""Values of ``weights.transport``."""
-_BUCKET_MIB = {"ipc": 4096, "distributed": 4096}
-"""Default sizes of a bucket, which costs a few milliseconds by itself. The memory of ``ipc`` is not freed between syncs."""
-_BUCKET_BY_VALUE_MIB = 512
-"""Default size for the other transports, which copy a bucket on the CPU."""
+KEY = "weights.transport"
+TRANSPORTS: dict[str, type[Transport]] = {
+    "tensor": TensorSync,
+    "disk": DiskSync,
+    "distributed": DistributedSync,
+    "ipc": IpcSync,
+    "delta": DeltaSync,
+}
+"""Those of agentrl."""
 
 
-def bucket_bytes_of(transport: str, bucket_mib: int | None) -> int:
-    """Return the size of a bucket in bytes: ``weights.bucket_mib``, or the transport's default."""
-    return (bucket_mib or _BUCKET_MIB.get(transport, _BUCKET_BY_VALUE_MIB)) << 20
+def transport_class(name: str) -> type[Transport]:
+    """Return the transport class of a name, of ``path/to/file.py:Class`` or ``module:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist or is no `Transport`.
+
+    """
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    entry_points = names(GROUP)
+    if not is_reference(name) and name not in entry_points:
+        raise unknown_name("weight transport", name, [*TRANSPORTS, *entry_points], KEY)
+    cls = lookup(GROUP, name, "weight transport", KEY)
+    if not (inspect.isclass(cls) and issubclass(cls, Transport)):
+        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.weight_sync.base.Transport")
+    if inspect.isabstract(cls):
+        methods = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {methods}")
+    return cls
+
+
+def make_transport(name: str, options: TransportOptions) -> Transport:
+    """Return the transport of a name; see `transport_class`."""
+    return transport_class(name)(options)
+
+
+def check_transport_fits(config: Config) -> None:
+    """Check that ``weights.transport`` reaches the run's engines from its learner.
+
+    Raises:
+        UnknownNameError, ConfigError: see `transport_class`, or the transport's `faults`.
+
+    """
+    faults = [*transport_class(config.weights.transport).faults(config)]
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def for_transport(config: Config) -> Config:
-    """Return the configuration of a run whose SGLang engines take what ``weights.transport`` sends."""
-    sampler = config.sampler
-    if config.weights.transport != "delta" or sampler.backend != "sglang" or sampler.urls:
+    """Return the configuration of a run whose SGLang engines accept what ``weights.transport`` sends."""
+    if config.sampler.urls:
         return config
-    return config.model_copy(update={"sampler": with_changes(sampler)})
+    return config.model_copy(update={"sampler": with_engine_options(config.sampler, config.weights.transport)})
 
 
-def with_changes(sampler: SamplerConfig) -> SamplerConfig:
-    """Return the configuration of SGLang engines that take changes of weights."""
-    return sampler.model_copy(update={"sglang": sampler.sglang | {"custom_weight_loader": [LOADER]}})
-
-
-def make_sync(
-    transport: str,
-    *,
-    bucket_bytes: int,
-    folder: Path,
-    dtype: str | None = None,
-    check: str = "version",
-    backend: str = "gloo",
-    timeout_s: float = 300.0,
-) -> WeightSync:
-    """Return a transport by name.
-
-    Args:
-        transport: one of `TRANSPORTS`.
-        bucket_bytes: size of a bucket, held in addition to the learner's weights.
-        folder: ``disk`` writes here; the engines must see it under the same path.
-        dtype: ``weights.dtype``.
-        check: ``weights.check``.
-        backend: of the group of ``distributed``: ``gloo`` or ``nccl``.
-        timeout_s: time limit of ``distributed`` for creating a group, and for each bucket.
-
-    """
-    if transport == "distributed":
-        return DistributedSync(
-            bucket_bytes=bucket_bytes, dtype=dtype, check=check, backend=backend, timeout_s=timeout_s
-        )
-    if transport == "disk":
-        return DiskSync(bucket_bytes=bucket_bytes, folder=folder, dtype=dtype, check=check)
-    if transport == "delta":
-        return DeltaSync(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
-    if transport == "ipc":
-        return IpcSync(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
-    assert transport == "tensor", transport
-    return TensorSync(bucket_bytes=bucket_bytes, dtype=dtype, check=check)
+def with_engine_options(sampler: SamplerConfig, transport: str) -> SamplerConfig:
+    """Return the configuration of engines that are started with the options that a transport needs."""
+    options = transport_class(transport).engine_options
+    if not options or sampler.backend != "sglang":
+        return sampler
+    return sampler.model_copy(update={"sglang": sampler.sglang | dict(options)})

@@ -19,7 +19,8 @@ from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.load import load_model
-from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import TRANSPORTS, make_transport
 
 BUCKET = 40_000
 """Bytes: several buckets for the models here."""
@@ -71,7 +72,10 @@ class Syncs:
         ids = prompt(90, 60)
 
         async def play(client: SGLangClient) -> None:
-            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
+            sync = make_transport(
+                transport,
+                TransportOptions(bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30),
+            )
             try:
                 for version, share in ((11, 1.0), (12, 1.0), (13, 0.02)):
                     learner.change(version, share)
@@ -95,7 +99,10 @@ class Syncs:
         ids = prompt(91, 40)
 
         async def play(client: SGLangClient) -> None:
-            sync = make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30)
+            sync = make_transport(
+                transport,
+                TransportOptions(bucket_bytes=BUCKET, folder=tmp_path, check=engine.traits.check, timeout_s=30),
+            )
             try:
                 await sync.sync_weights(learner, [client], 21)
                 with pytest.raises(LearnerError, match="rank 1 died"):

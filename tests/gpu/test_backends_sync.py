@@ -16,7 +16,8 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import make_transport
 from tests.algo_config import make_algo
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +57,9 @@ def nudged(learner: LocalLearnerGroup) -> Iterator[None]:
 async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], most: float, first: int) -> list[str]:
     """Send and compare, twice; the second time with other weights."""
     client, said = SGLangClient(url, timeout_s=120), []
-    sync = make_sync("ipc", bucket_bytes=64 << 20, folder=Path(), dtype="bfloat16", check="version", timeout_s=60)
+    sync = make_transport(
+        "ipc", TransportOptions(bucket_bytes=64 << 20, folder=Path(), dtype="bfloat16", check="version", timeout_s=60)
+    )
     try:
         for version in (first, first + 1):
             round_weights(learner)

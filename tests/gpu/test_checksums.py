@@ -10,8 +10,9 @@ from conformance.syncs import BUCKET, Learner
 
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.models.load import load_model
+from agentrl.weight_sync.base import TransportOptions
 from agentrl.weight_sync.checksum import Checksums
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.registry import make_transport
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ def test_checksums_of_an_engine_on_a_gpu(tiny_engine: Engine, tmp_path: Path) ->
 
     async def play(client: SGLangClient) -> dict[str, str]:
         assert await client.checksum_kind() == "words"
-        sync = make_sync("tensor", bucket_bytes=BUCKET, folder=tmp_path, check="checksum")
+        sync = make_transport("tensor", TransportOptions(bucket_bytes=BUCKET, folder=tmp_path, check="checksum"))
         await sync.sync_weights(learner, [client], 31)
         return await client.checksums()
 

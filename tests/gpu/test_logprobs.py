@@ -12,7 +12,8 @@ from conformance.agreement import agreement, in_float32, local, sample_rows
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import make_transport
 
 pytestmark = pytest.mark.gpu
 
@@ -42,8 +43,11 @@ async def after_syncs(
     first: int,
 ) -> None:
     """Twice: send, sample and compare; the second time with other weights."""
-    sync = make_sync(
-        transport, bucket_bytes=64 << 20, folder=folder, dtype="bfloat16", check="version", backend="nccl", timeout_s=60
+    sync = make_transport(
+        transport,
+        TransportOptions(
+            bucket_bytes=64 << 20, folder=folder, dtype="bfloat16", check="version", backend="nccl", timeout_s=60
+        ),
     )
     try:
         for version in (first, first + 1):

@@ -16,7 +16,8 @@ from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import make_transport
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +47,8 @@ def test_learner_and_engine_have_the_gpu_in_turns(
         client = SGLangClient(near_engine.url, timeout_s=120)
         fleet: Any = OneEngine(client)
         sharing, watch = GpuTimeSharing(fleet), Stopwatch()
-        ipc = make_sync("ipc", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
-        tensor = make_sync("tensor", bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16")
+        ipc = make_transport("ipc", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
+        tensor = make_transport("tensor", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
         try:
             others = held_by_others(learner)
             await ipc.sync_weights(learner, [client], 50)

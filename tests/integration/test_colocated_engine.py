@@ -19,7 +19,8 @@ from agentrl.inference.launch.processes import launch_embedded
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
-from agentrl.weight_sync.registry import make_sync
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import make_transport
 from tests.algo_config import make_algo
 
 PROMPTS = [[random.Random(number // 2).randrange(2, 384) for _ in range(30)] for number in range(8)]
@@ -37,7 +38,9 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
         client = SGLangClient(engine.url, timeout_s=60)
         fleet: Any = OneEngine(client)
         sharing, watch = GpuTimeSharing(fleet), Stopwatch()
-        sync = make_sync(transport, bucket_bytes=40_000, folder=tmp_path / "weights", check="checksum")
+        sync = make_transport(
+            transport, TransportOptions(bucket_bytes=40_000, folder=tmp_path / "weights", check="checksum")
+        )
         rows = await sample_rows(client, PROMPTS, tokens=40, version=0)
         try:
             for version in (1, 2, 3):

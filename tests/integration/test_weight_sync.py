@@ -29,8 +29,8 @@ from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.learner.base import WeightBucket
 from agentrl.models.load import load_model
-from agentrl.weight_sync.base import WeightSync
-from agentrl.weight_sync.registry import TRANSPORTS, make_sync
+from agentrl.weight_sync.base import TransportOptions, WeightSync
+from agentrl.weight_sync.registry import TRANSPORTS, make_transport
 
 T = TypeVar("T")
 PARAMS = SamplingParams(max_new_tokens=16)
@@ -76,7 +76,9 @@ def learner(engines: Engines) -> Learner:
 
 
 def sync_of(transport: str, tmp_path: Path, *, check: str = "checksum", timeout_s: float = 20.0) -> WeightSync:
-    return make_sync(transport, bucket_bytes=BUCKET, folder=tmp_path, check=check, timeout_s=timeout_s)
+    return make_transport(
+        transport, TransportOptions(bucket_bytes=BUCKET, folder=tmp_path, check=check, timeout_s=timeout_s)
+    )
 
 
 async def sample(client: SGLangClient, ids: Sequence[int] = IDS, name: str = "r") -> Generation:

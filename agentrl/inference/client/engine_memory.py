@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from agentrl.inference.base import MemoryPart
+from agentrl.inference.base import MemoryTag
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 
-_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
+_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class SGLangMemory:
     """Memory of one engine; see `agentrl.inference.base.EngineMemory`.
 
-    SGLang crashes if a part is released or resumed twice, so this keeps track of what is released.
+    SGLang crashes if memory is released or resumed twice, so this keeps track of what is released.
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class SGLangMemory:
         self._cut = cut
         self._control = control
         self._updates = updates
-        self._released: set[MemoryPart] = set()
+        self._released: set[MemoryTag] = set()
         """Parts that are released, or may be."""
         self._resumed: asyncio.Event | None = None
-        """Cleared while any part is released; None: none was so far."""
+        """Cleared while any memory is released; None: none was so far."""
 
     @property
     def ready(self) -> bool:
@@ -47,11 +47,11 @@ class SGLangMemory:
         Raises:
             EngineError: it is paused or receives weights, stays busy for minutes, or refuses.
         """
-        parts = [part for part in _PARTS if part not in self._released]
-        if not parts:
+        tags = [tag for tag in _TAGS if tag not in self._released]
+        if not tags:
             return
         previously_released = set(self._released)
-        self._released |= set(parts)
+        self._released |= set(tags)
         self._resumed = self._resumed or asyncio.Event()
         self._resumed.clear()
         sent = False
@@ -60,7 +60,7 @@ class SGLangMemory:
                 await self._cut(cut)
             await self._updates.wait_idle()
             sent = True
-            await self._control.call("/release_memory_occupation", {"tags": parts}, once=True)
+            await self._control.call("/release_memory_occupation", {"tags": tags}, once=True)
         except BaseException as error:
             if not sent or isinstance(error, ControlRefused):
                 self._released = previously_released
@@ -70,13 +70,13 @@ class SGLangMemory:
             if "weights" in self._released:
                 self._updates.note_released()
 
-    async def resume(self, part: MemoryPart) -> None:
-        """Allocate a released part again."""
-        if part not in self._released:
+    async def resume(self, tag: MemoryTag) -> None:
+        """Allocate released memory again."""
+        if tag not in self._released:
             return
-        await self._control.call("/resume_memory_occupation", {"tags": [part]}, once=True)
-        self._released.remove(part)
-        if part == "weights":
+        await self._control.call("/resume_memory_occupation", {"tags": [tag]}, once=True)
+        self._released.remove(tag)
+        if tag == "weights":
             self._updates.note_resumed()
         self._set_if_resumed()
 

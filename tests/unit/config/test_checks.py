@@ -9,23 +9,12 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
 GPU = ["sampler.backend=sglang"]
-IPC = ["weights.transport=ipc", "placement.mode=colocate"]
-SEND = ["weights.transport=distributed"]
 ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["weights.transport=ipc", *GPU], "placement.mode=colocate, not separate"),
-        ([*IPC], "weights.transport=ipc is for GPUs"),
-        ([*IPC, *GPU, "sampler.sglang={device: cpu}"], "weights.transport=ipc is for GPUs"),
-        ([*IPC, *GPU, "learner.device=cpu"], "weights.transport=ipc is for GPUs"),
-        (["weights.transport=delta", "placement.mode=colocate"], "release the weights that changes are to"),
-        ([*SEND, *GPU, "placement.mode=colocate"], "set weights.transport=ipc"),
-        ([*SEND, *GPU, "learner.device=cpu"], "engines on GPUs receive weights from a GPU only"),
-        ([*SEND, *GPU, "sampler.sglang={tp_size: 2, pp-size: 2}"], "tensor parallel ranks only"),
-        ([*IPC, *GPU, "sampler.sglang={dp_size: 2}"], "tensor parallel ranks only"),
         (["weights.check=checksum", *GPU, "sampler.sglang={device: cpu, tp: 2}"], "set weights.check=version"),
         (["weights.adapters=only", *GPU], r"set learner\.lora="),
         ([*ADAPTERS, *GPU, "sampler.router=sglang"], r"set sampler\.router=builtin"),
@@ -48,12 +37,6 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        [*IPC, *GPU],
-        [*IPC, *GPU, "sampler.sglang={tensor-parallel-size: 2}", "learner.ranks=2"],
-        [*SEND],
-        [*SEND, "placement.mode=colocate"],
-        [*SEND, *GPU, "placement.mode=disaggregate"],
-        ["weights.transport=disk", *GPU, "sampler.sglang={pp_size: 2}", "placement.mode=disaggregate"],
         ["weights.dtype=bfloat16"],
         ["weights.check=checksum", *GPU],
         ["weights.pause=in_place", "weights.prefix_cache=by_version", *GPU],
@@ -86,11 +69,11 @@ def test_keys_that_contradict_each_other(settings: list[str], why: str) -> None:
 
 def test_every_violated_rule_has_a_line() -> None:
     with pytest.raises(ConfigError) as refusal:
-        load_config(None, ["sampler.top_p=0.9", "reward.key=score", "weights.transport=ipc"])
+        load_config(None, ["sampler.top_p=0.9", "reward.key=score", "weights.adapters=only"])
     assert [line.split("=")[0] for line in str(refusal.value).splitlines()] == [
         "sampler.top_p",
         "reward.key",
-        "weights.transport",
+        "weights.adapters",
     ]
 
 

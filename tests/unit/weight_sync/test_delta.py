@@ -24,9 +24,10 @@ from agentrl.distributed.sglang_loader.agentrl_weight_delta import (
     serialize,
 )
 from agentrl.inference.embedded.weights import read_named
-from agentrl.weight_sync.base import SyncedWeights
-from agentrl.weight_sync.registry import make_sync
-from tests.unit.weight_sync.test_sync import BucketLearner, RecordingEngine
+from agentrl.testing import FakeEngine
+from agentrl.weight_sync.base import SyncedWeights, TransportOptions
+from agentrl.weight_sync.registry import make_transport
+from tests.unit.weight_sync.test_sync import BucketLearner
 
 
 @given(st.sets(st.integers(0, 3000), min_size=1, max_size=40))
@@ -132,14 +133,14 @@ class Large(BucketLearner):
 
 
 def test_only_changes_are_sent_to_engines_that_have_the_last_weights() -> None:
-    learner, engines = Large(), [RecordingEngine(), RecordingEngine()]
-    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+    learner, engines = Large(), [FakeEngine(), FakeEngine()]
+    sync = make_transport("delta", TransportOptions(bucket_bytes=9, folder=Path()))
 
-    def check(*which: RecordingEngine) -> None:
+    def check(*which: FakeEngine) -> None:
         for engine in which:
             assert engine.weights == {name: tensor.tolist() for name, tensor in learner.named.items()}
 
-    async def sync_weights(version: int, *which: RecordingEngine) -> SyncedWeights:
+    async def sync_weights(version: int, *which: FakeEngine) -> SyncedWeights:
         sent = await sync.sync_weights(learner, which, version)  # type: ignore[arg-type]
         check(*which)
         return sent
@@ -149,12 +150,12 @@ def test_only_changes_are_sent_to_engines_that_have_the_last_weights() -> None:
         learner.named["w1"][500] = 1.0
         assert (await sync_weights(2, *engines)).bytes == 2 + 4, "two bytes for the place"
         # A restarted engine gets all weights of the same version, and the others still get changes.
-        engines[1] = RecordingEngine()
+        engines[1] = FakeEngine()
         assert (await sync_weights(2, engines[1])).bytes == 12_000
         learner.named["w2"][0] = 2.0
         assert (await sync_weights(3, *engines)).bytes == 1 + 4
         # An engine that reports another version was restarted at the same address.
-        engines[0].now, engines[0].held.name = 0, None
+        engines[0].sampled_version, engines[0].received_name = 0, None
         learner.named["w0"][0] = 3.0
         assert (await sync_weights(4, *engines)).bytes == 12_000
         learner.named["w0"][0] = 4.0
@@ -164,12 +165,12 @@ def test_only_changes_are_sent_to_engines_that_have_the_last_weights() -> None:
 
 
 def test_an_engine_with_other_weights_is_an_error_and_gets_all_of_them_next() -> None:
-    learner, engine = Large(), RecordingEngine()
-    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+    learner, engine = Large(), FakeEngine()
+    sync = make_transport("delta", TransportOptions(bucket_bytes=9, folder=Path()))
 
     async def play() -> None:
         await sync.sync_weights(learner, [engine], 1)  # type: ignore[arg-type]
-        engine.held.name = "others"
+        engine.received_name = "others"
         learner.named["w0"][0] = 1.0
         with pytest.raises(WeightChangesError, match="send all weights first"):
             await sync.sync_weights(learner, [engine], 2)  # type: ignore[arg-type]
@@ -182,8 +183,8 @@ def test_an_engine_with_other_weights_is_an_error_and_gets_all_of_them_next() ->
 
 
 def test_other_weights_of_the_same_version_are_sent_whole_until_a_new_version() -> None:
-    learner, engines = Large(), [RecordingEngine(), RecordingEngine()]
-    sync = make_sync("delta", bucket_bytes=9, folder=Path())
+    learner, engines = Large(), [FakeEngine(), FakeEngine()]
+    sync = make_transport("delta", TransportOptions(bucket_bytes=9, folder=Path()))
 
     async def play() -> None:
         await sync.sync_weights(learner, engines[:1], 1)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,18 +17,16 @@ from safetensors.torch import load_file
 
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
-from agentrl.distributed.broadcast_group import BroadcastGroup
-from agentrl.distributed.flat_bucket import serialize_tensors, total_bytes, views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import ReceivedWeights
-from agentrl.inference.embedded.weights import read_bucket, read_named
+from agentrl.distributed.flat_bucket import serialize_tensors
+from agentrl.inference.embedded.weights import read_bucket
 from agentrl.learner.base import WeightBucket
 from agentrl.learner.export.bucket import NamedTensors, RankBucket
 from agentrl.learner.export.exporter import WeightExporter
-from agentrl.models.sglang_gpu_checksum import GpuChecksum
-from agentrl.models.weight_checksum import fingerprint, raw_bytes, tensor_checksum
-from agentrl.weight_sync.base import SyncedWeights
+from agentrl.models.weight_checksum import fingerprint, tensor_checksum
+from agentrl.testing import FakeEngine
+from agentrl.weight_sync.base import SyncedWeights, TransportOptions
 from agentrl.weight_sync.checksum import Checksums
-from agentrl.weight_sync.registry import TRANSPORTS, bucket_bytes_of, make_sync
+from agentrl.weight_sync.registry import TRANSPORTS, make_transport
 
 
 def by_value(bucket: RankBucket) -> WeightBucket:
@@ -54,109 +51,19 @@ class BucketLearner(WeightExporter):
             yield by_value(bucket)
 
 
-class RecordingEngine:
-    """Stores weights and logs calls; can refuse."""
-
-    def __init__(self, refuse: str | None = None, stuck: bool = False) -> None:
-        self.refuse, self.stuck = refuse, stuck
-        self.weights: dict[str, list[float]] = {}
-        self.events: list[str] = []
-        self.now = 0
-        self.url = "http://127.0.0.1:9"
-        self.number = 0
-        self.kind = "sha256"
-        self.handles: list[str] = []
-        self.held = ReceivedWeights()
-        self.updates = self.groups = self
-
-    async def from_tensors(
-        self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
-    ) -> None:
-        await asyncio.sleep(0)
-        if self.refuse in [name for name, _ in named]:
-            raise EngineError(f"HTTP 400: no parameter {self.refuse}")
-        self.weights |= {name: tensor.tolist() for name, tensor in named}
-        self.events.append(f"{','.join(name for name, _ in named)}{' last' if last else ''}")
-        if last and not self.stuck:
-            self.now = version
-
-    async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
-        self.handles = list(handles)
-        await self.from_tensors(read_bucket(handles), version, last=last)
-
-    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
-        found, self.held.name = self.held.receive(read_named([changes]))
-        named = []
-        for part, indices, values in found:
-            tensor = values if indices is None else torch.tensor(self.weights[part.name], dtype=values.dtype).view(-1)
-            if indices is not None:
-                tensor[indices] = values
-            named.append((part.name, tensor.view(part.shape)))
-        await self.from_tensors(named, version, last=last)
-
-    async def from_disk(self, folder: Path, version: int) -> None:
-        if self.refuse:
-            raise EngineError("HTTP 400: cannot read")
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
-        for name, file in index["weight_map"].items():
-            self.weights[name] = load_file(folder / file)[name].tolist()
-        self.events.append("disk")
-        if not self.stuck:
-            self.now = version
-
-    async def ranks(self) -> int:
-        return 1
-
-    async def join(self, group: WeightGroup, first_rank: int) -> None:
-        self.group = await asyncio.to_thread(BroadcastGroup.join, group, first_rank, timeout_s=10)
-
-    async def leave(self, group: WeightGroup) -> None:
-        self.events.append("leave")
-        await asyncio.to_thread(self.group.close)
-
-    async def begin(self) -> None:
-        await asyncio.sleep(0)
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
-        if self.refuse in [spec.name for spec in specs]:
-            raise EngineError(f"HTTP 400: no parameter {self.refuse}")
-        flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
-        await asyncio.to_thread(self.group.broadcast, [flat])
-        await self.from_tensors(views(specs, flat), version, last=last)
-
-    async def checksum_kind(self) -> str:
-        return self.kind
-
-    async def checksums(self) -> dict[str, str]:
-        return {
-            name: GpuChecksum(raw_bytes(torch.tensor(values))).hexdigest()
-            if self.kind == "words"
-            else tensor_checksum(torch.tensor(values))
-            for name, values in self.weights.items()
-        }
-
-    async def cancel(self) -> None:
-        self.events.append("cancel")
-
-    async def version(self) -> int:
-        self.events.append("version")
-        return self.now
-
-
 WANTED = {"w0": [1.0, 1.0], "w1": [2.0, 2.0], "w2": [3.0, 3.0]}
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_every_engine_gets_every_tensor_and_reports_its_version(tmp_path, transport):
-    learner, engines = BucketLearner(), [RecordingEngine(), RecordingEngine()]
-    asyncio.run(make_sync(transport, bucket_bytes=99, folder=tmp_path).sync_weights(learner, engines, 7))
+    learner, engines = BucketLearner(), [FakeEngine(), FakeEngine()]
+    asyncio.run(
+        make_transport(transport, TransportOptions(bucket_bytes=99, folder=tmp_path)).sync_weights(learner, engines, 7)
+    )
     assert learner.requested == [(99, None)]
     for engine in engines:
         assert engine.weights == WANTED
-        assert engine.now == 7
+        assert engine.sampled_version == 7
         assert engine.events[-1] == "version"
     assert not list(tmp_path.iterdir())
 
@@ -166,10 +73,10 @@ def test_what_was_sent_has_another_fingerprint_if_one_weight_changes(tmp_path, t
     learner, weight = BucketLearner(), torch.tensor([1.0, 2.0])
 
     async def play() -> list[SyncedWeights]:
-        sync, found = make_sync(transport, bucket_bytes=99, folder=tmp_path), []
+        sync, found = make_transport(transport, TransportOptions(bucket_bytes=99, folder=tmp_path)), []
         for values in ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0001]):
             weight.copy_(torch.tensor(values))
-            found.append(await sync.sync_weights(learner, [RecordingEngine()], 7))
+            found.append(await sync.sync_weights(learner, [FakeEngine()], 7))
         await sync.aclose()
         return found
 
@@ -196,8 +103,12 @@ def words(data) -> list[bytes]:
 
 
 def test_only_the_last_bucket_is_flagged():
-    engine = RecordingEngine()
-    asyncio.run(make_sync("tensor", bucket_bytes=9, folder=Path()).sync_weights(BucketLearner(), [engine], 1))
+    engine = FakeEngine()
+    asyncio.run(
+        make_transport("tensor", TransportOptions(bucket_bytes=9, folder=Path())).sync_weights(
+            BucketLearner(), [engine], 1
+        )
+    )
     assert engine.events == ["w0", "w1", "w2 last", "version"]
 
 
@@ -212,8 +123,8 @@ def test_only_the_last_bucket_is_flagged():
     ],
 )
 def test_a_refusal_names_engine_and_phase(tmp_path, transport, phase):
-    engines = [RecordingEngine(), RecordingEngine(refuse="w1")]
-    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
+    engines = [FakeEngine(), FakeEngine(refuse="w1")]
+    sync = make_transport(transport, TransportOptions(bucket_bytes=9, folder=tmp_path))
     with pytest.raises(EngineError, match=rf"engine 1 of 2,? {phase}.*HTTP 400"):
         asyncio.run(sync.sync_weights(BucketLearner(), engines, 3))
     assert engines[0].weights["w0"] == [1.0, 1.0]  # the healthy one was waited for
@@ -222,27 +133,29 @@ def test_a_refusal_names_engine_and_phase(tmp_path, transport, phase):
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_an_engine_that_still_samples_with_old_weights_is_found(tmp_path, transport):
-    engines = [RecordingEngine(), RecordingEngine(stuck=True)]
-    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path)
+    engines = [FakeEngine(), FakeEngine(stuck=True)]
+    sync = make_transport(transport, TransportOptions(bucket_bytes=9, folder=tmp_path))
     with pytest.raises(EngineError, match=r"engine 1 of 2, .*version 0, but 4 was sent"):
         asyncio.run(sync.sync_weights(BucketLearner(), engines, 4))
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_a_learner_that_fails_in_between_leaves_the_version_as_it_was(tmp_path, transport):
-    engine = RecordingEngine()
+    engine = FakeEngine()
     with pytest.raises(LearnerError, match="rank 1 died"):
         asyncio.run(
-            make_sync(transport, bucket_bytes=9, folder=tmp_path).sync_weights(BucketLearner(fail_at=2), [engine], 5)
+            make_transport(transport, TransportOptions(bucket_bytes=9, folder=tmp_path)).sync_weights(
+                BucketLearner(fail_at=2), [engine], 5
+            )
         )
-    assert engine.now == 0
+    assert engine.sampled_version == 0
     assert not any("last" in event for event in engine.events)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
-    engines = [RecordingEngine(), RecordingEngine()]
-    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    engines = [FakeEngine(), FakeEngine()]
+    sync = make_transport("distributed", TransportOptions(bucket_bytes=9, folder=Path(), timeout_s=10))
 
     learner = BucketLearner()
 
@@ -264,13 +177,13 @@ def test_a_group_is_kept_until_the_engines_change_or_a_push_fails():
         await sync.aclose()
 
     asyncio.run(play())
-    assert [engine.now for engine in engines] == [5, 2]
+    assert [engine.sampled_version for engine in engines] == [5, 2]
     assert engines[0].events[-1] == "leave"
 
 
 @pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
-    class Noting(RecordingEngine):
+    class Noting(FakeEngine):
         dtypes: ClassVar[set[str]] = set()
 
         async def from_tensors(self, named, version, *, last, ranks=1):
@@ -284,7 +197,9 @@ def test_weights_are_cast_before_they_are_sent(tmp_path, transport):
             await super().from_disk(folder, version)
 
     engine = Noting()
-    sync = make_sync(transport, bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
+    sync = make_transport(
+        transport, TransportOptions(bucket_bytes=9, folder=tmp_path, dtype="bfloat16", check="checksum")
+    )
     asyncio.run(sync.sync_weights(BucketLearner(), [engine], 2))  # the engine holds them in float32
     assert engine.dtypes == {"torch.bfloat16"}
     assert engine.weights == WANTED
@@ -297,13 +212,13 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
                 bucket.ipc_handles = lambda: [serialize_tensors([(f"rank{rank}", torch.ones(1))]) for rank in range(4)]
                 yield bucket
 
-    class Two(RecordingEngine):
+    class Two(FakeEngine):
         async def ranks(self) -> int:
             return 2
 
     engines = [Two(), Two()]
     engines[0].number = 1  # the engine of number 0 is lost
-    sync = make_sync("ipc", bucket_bytes=9, folder=Path(), check="none")
+    sync = make_transport("ipc", TransportOptions(bucket_bytes=9, folder=Path(), check="none"))
     asyncio.run(sync.sync_weights(Ranked(), engines[:1], 1))
     assert [read_bucket([handle])[0][0] for handle in engines[0].handles] == ["rank2", "rank3"]
     engines[1].number = 2
@@ -321,8 +236,8 @@ def test_a_learner_that_cannot_send_is_what_is_blamed():
         def refuse(self) -> None:
             raise LearnerError("it sleeps")
 
-    engines = [RecordingEngine(), RecordingEngine()]
-    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    engines = [FakeEngine(), FakeEngine()]
+    sync = make_transport("distributed", TransportOptions(bucket_bytes=9, folder=Path(), timeout_s=10))
     with pytest.raises(LearnerError, match="it sleeps"):
         asyncio.run(sync.sync_weights(Sleeping(), engines, 1))
     assert [engine.events for engine in engines] == [["leave", "cancel"]] * 2
@@ -348,7 +263,7 @@ def test_an_engine_that_fails_before_the_learner_begins_to_send_is_what_is_blame
             super().leave_group()
             self.left.set()
 
-    class Failing(RecordingEngine):
+    class Failing(FakeEngine):
         async def from_group(
             self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool
         ) -> None:
@@ -356,7 +271,7 @@ def test_an_engine_that_fails_before_the_learner_begins_to_send_is_what_is_blame
             raise EngineError("cannot load w0")
 
     learner = Late()
-    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    sync = make_transport("distributed", TransportOptions(bucket_bytes=9, folder=Path(), timeout_s=10))
     with pytest.raises(EngineError, match=r"engine 0 of 1 .*, bucket 1: cannot load w0"):
         asyncio.run(sync.sync_weights(learner, [Failing()], 1))
 
@@ -371,7 +286,7 @@ class LargeLearner(WeightExporter):
         yield from super().buckets(65 << 20, dtype)
 
 
-class SlowEngine(RecordingEngine):
+class SlowEngine(FakeEngine):
     """Has loaded a bucket only when the next one is announced; fails to load ``fail``."""
 
     def __init__(self, fail: str | None = None) -> None:
@@ -390,12 +305,12 @@ class SlowEngine(RecordingEngine):
         if name == self.fail:
             raise EngineError(f"cannot load {name}")
         self.weights[name] = [float(tensor[0]), float(tensor[-1])]
-        self.now = version if last else self.now
+        self.sampled_version = version if last else self.sampled_version
 
 
 def test_a_large_bucket_is_announced_while_engines_load_the_one_before():
     engines = [SlowEngine(), SlowEngine()]
-    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    sync = make_transport("distributed", TransportOptions(bucket_bytes=9, folder=Path(), timeout_s=10))
 
     async def play() -> None:
         await sync.sync_weights(LargeLearner(), engines, 1)
@@ -407,7 +322,7 @@ def test_a_large_bucket_is_announced_while_engines_load_the_one_before():
 
 def test_a_bucket_that_fails_while_the_next_one_is_sent_is_named():
     engines = [SlowEngine(), SlowEngine(fail="w1")]
-    sync = make_sync("distributed", bucket_bytes=9, folder=Path(), timeout_s=10)
+    sync = make_transport("distributed", TransportOptions(bucket_bytes=9, folder=Path(), timeout_s=10))
     with pytest.raises(EngineError, match=r"engine 1 of 2 .*, bucket 2: cannot load w1"):
         asyncio.run(sync.sync_weights(LargeLearner(), engines, 1))
 
@@ -417,15 +332,14 @@ def test_a_bucket_that_fails_while_the_next_one_is_sent_is_named():
     [("none", 0, "sha256"), ("version", 1, "sha256"), ("checksum", 1, "sha256"), ("checksum", 1, "words")],
 )
 def test_checks(check, checks, kind):
-    engine = RecordingEngine()
-    engine.kind = kind
-    sync = make_sync("tensor", bucket_bytes=9, folder=Path(), check=check)
+    engine = FakeEngine(checksum_kind=kind)
+    sync = make_transport("tensor", TransportOptions(bucket_bytes=9, folder=Path(), check=check))
     asyncio.run(sync.sync_weights(BucketLearner(), [engine], 1))
     assert engine.events.count("version") == checks
     engine.weights["w1"] = [2.0, 2.5]
 
     async def keep(named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1) -> None:
-        engine.now = version
+        engine.sampled_version = version
 
     engine.from_tensors = keep  # type: ignore[method-assign]
     if check != "checksum":
@@ -471,4 +385,4 @@ def test_checksums_know_how_engines_keep_weights():
     [("ipc", None, 4096), ("distributed", None, 4096), ("tensor", None, 512), ("disk", None, 512), ("ipc", 64, 64)],
 )
 def test_the_default_size_of_a_bucket_depends_on_the_transport(transport, mib, expected):
-    assert bucket_bytes_of(transport, mib) == expected << 20
+    assert TRANSPORTS[transport].bucket_bytes(mib) == expected << 20
