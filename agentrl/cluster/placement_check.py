@@ -43,7 +43,7 @@ def describe_placement(config: Config) -> str:
     """Return in one line how many GPUs the learner and the engines use."""
     ranks, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
-    if config.placement.mode == "colocate":
+    if config.placement.shares_gpus:
         critic = " and its critic" if config.algo.needs_critic else ""
         return f"colocate: {ranks} for the learner{critic}, in turns with {of_each}"
     critic = f", {ranks} for its critic" if config.algo.needs_critic else ""

@@ -55,7 +55,7 @@ def lay_out(config: Config, device: str) -> Layout:
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     critics = workers if config.algo.needs_critic else 0
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
-    if config.placement.mode == "colocate":
+    if config.placement.shares_gpus:
         shared = engines * gpus_per_engine
         assert shared <= workers
         critic = {"CPU": 1, "GPU": 0} if critics else {}

@@ -59,7 +59,7 @@ class RunCluster:
             LearnerError: Ray does not start, or did not give the resources in time.
 
         """
-        if self.config.placement.mode != "separate" and self.with_engines:
+        if self.config.placement.reserves_gpus and self.with_engines:
             layout = lay_out(self.config, learner_device(self.config.learner))
             runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.model))
             timeout_s = self.config.learner.start_timeout_s
@@ -67,7 +67,7 @@ class RunCluster:
             self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
         self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
-        if self._placement is None or self.config.placement.mode != "colocate":
+        if self._placement is None or not self.config.placement.shares_gpus:
             self._loaded = asyncio.ensure_future(self._load())
             self._exits.push_async_callback(self._wait_for_load, self._loaded)
 

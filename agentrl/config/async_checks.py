@@ -53,7 +53,7 @@ def _streaming(config: Config) -> Iterator[str]:
         "algo.distillation.teachers": bool(algo.distillation.teachers),
         "learner.lora.policies": config.learner.lora is not None and len(config.learner.lora.policies) > 1,
         f"async.mask_older_than={config.asynchronous.mask_older_than}": config.asynchronous.mask_older_than is not None,
-        "placement.mode=colocate": config.placement.mode == "colocate",
+        "placement.mode=colocate": config.placement.shares_gpus,
         "learner.megatron.overlap_grad_reduce": bool(config.learner.megatron.get("overlap_grad_reduce")),
     }
     for key in (name for name, is_set in whole.items() if is_set):
@@ -65,7 +65,7 @@ def _background_evaluation(config: Config) -> Iterator[str]:
     key = f"eval.engines={config.eval.engines}"
     if config.eval.engines and not config.eval.background:
         yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
-    if config.eval.engines and config.placement.mode != "separate":
+    if config.eval.engines and config.placement.reserves_gpus:
         yield (
             f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
             "placement.mode=separate, or eval.engines=0"

@@ -218,7 +218,7 @@ def _distillation(config: Config) -> Iterator[str]:
                 f"{teacher}: servers score at temperature 1, and sampler.temperature={config.sampler.temperature:g}; set "
                 "sampler.temperature=1"
             )
-        if one.path is not None and config.placement.mode != "separate":
+        if one.path is not None and config.placement.reserves_gpus:
             yield (
                 f"{teacher}.path={one.path} with placement.mode={config.placement.mode}: a teacher's engine is not placed; start "
                 f"a server and set {teacher}.url, or placement.mode=separate"
@@ -293,7 +293,7 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
         ((name, each.rollout.max_tokens) for name, each in config.by_source().items()), key=itemgetter(1)
     )
     key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
-    if sampler.backend == "sglang":
+    if sampler.kind.takes_sglang_options:
         context = sampler.context_length or max_positions
         most = None if context is None else context - _SGLANG_RESERVES
     if sampler.url is None and most is not None and tokens > most:

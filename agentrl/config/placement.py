@@ -19,3 +19,13 @@ class PlacementConfig(Section):
     share the learner's GPUs by time sharing; whichever is idle has released its memory. ``disaggregate``: the engines have
     their own GPUs. ``colocate`` and ``disaggregate`` reserve their GPUs as a Ray placement group, on one machine or
     several."""
+
+    @property
+    def reserves_gpus(self) -> bool:
+        """Whether learner and engines have a Ray placement group."""
+        return self.mode != "separate"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether learner and engines use the same GPUs in turns, and whichever is idle has released its memory."""
+        return self.mode == "colocate"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,27 @@ _TENSOR = ("tp", "tp_size", "tensor_parallel_size")
 _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
 _DATA = ("dp", "dp_size", "data_parallel_size")
 """Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What distinguishes the engines of one ``sampler.backend``; how they start is in `agentrl.inference.launch.launcher`."""
+
+    on_gpus: bool
+    """They compute on GPUs, unless an option says otherwise."""
+    exact_logprobs: bool
+    """Their log-probabilities are the learner's up to rounding, so ``algo.old_logprobs=auto`` is ``sampler``."""
+    takes_sglang_options: bool
+    """They are started with the options in ``sampler.sglang``: parallel sizes, context, adapters, weight loaders."""
+    keeps_cache_in_place: bool
+    """They keep their prefix cache as long as a pause keeps requests (``weights.pause=in_place``)."""
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "embedded": EngineKind(on_gpus=False, exact_logprobs=True, takes_sglang_options=False, keeps_cache_in_place=False),
+    "sglang": EngineKind(on_gpus=True, exact_logprobs=False, takes_sglang_options=True, keeps_cache_in_place=True),
+}
+"""By ``sampler.backend``."""
 
 
 class EmbeddedConfig(Section):
@@ -96,6 +118,11 @@ class SamplerConfig(Section):
         return options
 
     @property
+    def kind(self) -> EngineKind:
+        """What distinguishes engines of this ``backend``."""
+        return ENGINES[self.backend]
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """Addresses in ``url``."""
         return tuple(part.strip().rstrip("/") for part in (self.url or "").split(",") if part.strip())
@@ -113,19 +140,19 @@ class SamplerConfig(Section):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Device of the engines that a run starts."""
-        gpu = self.backend == "sglang" and self.sglang_options.get("device", "cuda") != "cpu"
+        gpu = self.kind.on_gpus and self.sglang_options.get("device", "cuda") != "cpu"
         return "cuda" if gpu else "cpu"
 
     @property
     def context_length(self) -> int | None:
         """SGLang's context as its options set it; None: the model's."""
-        found = _normalised(self.sglang).get("context_length")
-        return None if found is None else int(found)
+        length = _normalised(self.sglang).get("context_length")
+        return None if length is None else int(length)
 
     @property
     def tensor_ranks(self) -> int:
         """Tensor parallel ranks of an engine."""
-        return int(_size(self.sglang, _TENSOR)) if self.backend == "sglang" else 1
+        return int(_size(self.sglang, _TENSOR)) if self.kind.takes_sglang_options else 1
 
     @property
     def engine_ranks(self) -> int:
@@ -134,7 +161,7 @@ class SamplerConfig(Section):
         The product of its tensor, pipeline and data parallel sizes. With ``enable_dp_attention`` SGLang divides the tensor
         parallel ranks among the data parallel ones, which then add none.
         """
-        if self.backend != "sglang":
+        if not self.kind.takes_sglang_options:
             return 1
         data = 1 if _normalised(self.sglang).get("enable_dp_attention") else int(_size(self.sglang, _DATA))
         return self.tensor_ranks * int(_size(self.sglang, _PIPELINE)) * data
@@ -146,5 +173,5 @@ def _normalised(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _size(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """Return the value set under one of ``names``, 1 if none is set."""
-    given = _normalised(options)
-    return next((given[name] for name in names if given.get(name) is not None), 1)
+    sizes = _normalised(options)
+    return next((sizes[name] for name in names if sizes.get(name) is not None), 1)

@@ -31,7 +31,7 @@ def _weights(config: Config) -> Iterator[str]:
         )
     if weights.prefix_cache != "drop":
         yield from _prefix_cache(config)
-    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.backend == "sglang":
+    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.kind.keeps_cache_in_place:
         yield (
             "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
             "set weights.prefix_cache=by_version"
@@ -41,7 +41,7 @@ def _weights(config: Config) -> Iterator[str]:
 def _prefix_cache(config: Config) -> Iterator[str]:
     """Whether the engines can keep their prefix cache at a sync."""
     key = f"weights.prefix_cache={config.weights.prefix_cache}"
-    if config.placement.mode == "colocate":
+    if config.placement.shares_gpus:
         yield f"{key} with placement.mode=colocate: engines release the memory of their cache; leave out weights.prefix_cache"
     if config.weights.adapters == "only":
         yield f"{key} with weights.adapters=only: each version is an adapter with its cache; leave out weights.prefix_cache"
@@ -61,7 +61,7 @@ def _adapters(config: Config) -> Iterator[str]:
             f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
             "sampler.router=builtin"
         )
-    if config.placement.mode == "colocate":
+    if config.placement.shares_gpus:
         yield (
             f"{key} with placement.mode=colocate: engines that release their memory lose the base model; set "
             "weights.adapters=merged"

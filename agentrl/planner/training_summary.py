@@ -138,7 +138,7 @@ def estimate_memory(
         found = _of_megatron(config, folder, options)
     else:
         found = learner_memory(trained_model(config.learner, folder), config.learner, options)
-    if critic is not None and config.placement.mode == "colocate":
+    if critic is not None and config.placement.shares_gpus:
         of_critic = critic_memory(config, critic, options)
         found = with_critic(found, of_critic, keeps_gradients=is_megatron)
     return found, device

@@ -93,7 +93,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
 
     """
     sampler = config.sampler
-    if sampler.backend == "sglang" and sampler.url is None:
+    if sampler.kind.takes_sglang_options and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
         gpu = sampler.device == "cpu" or on_cluster or gpus_here() > 0
         lacks += [] if gpu else ["there is no GPU here"]

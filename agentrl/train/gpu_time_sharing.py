@@ -117,7 +117,7 @@ class GpuTimeSharing:
 
 def open_gpus(config: Config, fleet: Fleet) -> GpuTimeSharing | SeparateGpus:
     """Return how learner and engines of a run use GPUs."""
-    if config.placement.mode != "colocate":
+    if not config.placement.shares_gpus:
         return SeparateGpus()
     cut = config.weights.pause if config.asynchronous.max_staleness else None
     assert cut is None or cut in ("abort", "restart"), "check_placement comes first"

@@ -84,7 +84,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_tools(config)
     with _listed(missing):
-        check_engine(config, on_cluster=config.placement.mode != "separate" and running_address() is not None)
+        check_engine(config, on_cluster=config.placement.reserves_gpus and running_address() is not None)
     with _listed(missing):
         check_placement(config)
     check_transport_fits(config)
@@ -230,7 +230,7 @@ def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, 
     }
     if template:
         lines["template"] = template
-    if config.placement.mode != "separate":
+    if config.placement.reserves_gpus:
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate

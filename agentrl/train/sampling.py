@@ -44,7 +44,7 @@ async def open_sampling(
     config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.model))
     services = await _open_services(config, run, cluster, tasks, exits)
     dtype = await sent_dtype(config.weights, services.fleet)
-    if config.placement.mode == "colocate":  # the learner loads next
+    if config.placement.shares_gpus:  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
     records = RunRecords.of_run(run)
     weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)

@@ -50,7 +50,7 @@ class DeltaSync(BucketwiseSync):
     @classmethod
     @override
     def faults(cls, config: Config) -> Iterator[str]:
-        if config.placement.mode == "colocate":
+        if config.placement.shares_gpus:
             yield (
                 "weights.transport=delta with placement.mode=colocate: engines release the weights that changes are to; set "
                 "weights.transport=tensor, or ipc on GPUs"

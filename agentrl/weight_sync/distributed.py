@@ -84,7 +84,7 @@ class DistributedSync(BucketwiseSync):
     @override
     def faults(cls, config: Config) -> Iterator[str]:
         on_gpus = config.sampler.device == "cuda"
-        if config.placement.mode == "colocate" and on_gpus:
+        if config.placement.shares_gpus and on_gpus:
             yield (
                 "weights.transport=distributed: NCCL needs separate GPUs for the learner and each engine, and "
                 "placement.mode=colocate shares them; set weights.transport=ipc"

@@ -73,10 +73,9 @@ class GenerationClient(ABC):
         """Which versions computed the cached prefixes; None: only the version that samples."""
         self.discarded_tokens = 0
         """Tokens of generations that began again after a pause."""
-        self.sent = 0
+        self.unanswered = 0
         """Requests without a reply."""
         self._http = http
-        self._to = f"to the engine {http.url}"
         self._vocabulary = vocabulary
         self._requests: dict[str, _Request] = {}
         self._numbers = itertools.count()
@@ -121,8 +120,7 @@ class GenerationClient(ABC):
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
         request = self._requests[request_id] = _Request()
-        whole: Segment | None = None
-        ids, left = list(prompt.token_ids), params.max_new_tokens
+        sampled: Segment | None = None
         try:
             while True:
                 await self._ready_or_aborted(request)
@@ -131,9 +129,20 @@ class GenerationClient(ABC):
                 request.pause, request.updated = None, False
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
-                body = generate_body(ids, params, left, request.sent_id, self.adapter(policy))
-                body |= experts_options(params, whole)
-                segment = await self._send(body, request_id, session_id)
+                ids = [*prompt.token_ids, *(sampled.generation.token_ids if sampled is not None else ())]
+                remaining = params.max_new_tokens + len(prompt.token_ids) - len(ids)
+                body = generate_body(ids, params, remaining, request.sent_id, self.adapter(policy))
+                body |= experts_options(params, sampled)
+                if (key := self._cache_key()) is not None:
+                    body["extra_key"] = key
+                self.unanswered += 1
+                try:
+                    with waiting(REQUEST, f"to the engine {self._http.url}"):
+                        async with self._http.request("POST", "/generate", body, key=session_id) as reply:
+                            content = await reply.read()
+                finally:
+                    self.unanswered -= 1
+                segment = read_reply(content, body, request_id, self._vocabulary)
                 if self.prefix_ages is not None:
                     self.prefix_ages.note(ids, segment.generation)
                 if request.updated and not segment.exact:
@@ -141,20 +150,18 @@ class GenerationClient(ABC):
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
                         "reports one: pause it with mode='abort' before an update"
                     )
-                whole = segment if whole is None else join(whole, segment, params.stop, self._vocabulary)
-                if whole.generation.finish_reason is not FinishReason.ABORT or request.aborted.is_set():
+                sampled = segment if sampled is None else join(sampled, segment, params.stop, self._vocabulary)
+                if sampled.generation.finish_reason is not FinishReason.ABORT or request.aborted.is_set():
                     break
                 if request.pause == "restart":
-                    self.discarded_tokens += len(whole.generation.token_ids)
-                    whole, ids, left = None, list(prompt.token_ids), params.max_new_tokens
-                    continue
-                if request.pause != "abort":
+                    self.discarded_tokens += len(sampled.generation.token_ids)
+                    sampled = None
+                elif request.pause != "abort":
                     raise SamplerError(
                         f"the engine at {self._http.url} aborted request {request_id}, and no client requested that"
                     )
-                ids, left = ids + list(segment.generation.token_ids), left - len(segment.generation.token_ids)
-                if not left:
-                    return replace(whole.generation, finish_reason=FinishReason.LENGTH)
+                elif len(sampled.generation.token_ids) == params.max_new_tokens:
+                    return replace(sampled.generation, finish_reason=FinishReason.LENGTH)
         except ErrorReply as error:
             if error.engine_lost:
                 raise EngineLostError(
@@ -168,20 +175,7 @@ class GenerationClient(ABC):
         finally:
             request.ended.set()
             del self._requests[request_id]
-        return Generation((), (), FinishReason.ABORT, (), 0, request_id) if whole is None else whole.generation
-
-    async def _send(self, body: dict[str, Any], request_id: str, session_id: str) -> Segment:
-        """Send a request and read its reply."""
-        if (key := self._cache_key()) is not None:
-            body["extra_key"] = key
-        self.sent += 1
-        try:
-            with waiting(REQUEST, self._to):
-                async with self._http.request("POST", "/generate", body, key=session_id) as reply:
-                    content = await reply.read()
-        finally:
-            self.sent -= 1
-        return read_reply(content, body, request_id, self._vocabulary)
+        return Generation((), (), FinishReason.ABORT, (), 0, request_id) if sampled is None else sampled.generation
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
@@ -220,7 +214,7 @@ class GenerationClient(ABC):
             request.updated = request.updated or request.pause in KEEPING
 
     @property
-    def kept_by_pause(self) -> bool:
+    def keeps_requests(self) -> bool:
         """Whether a paused engine keeps any request, to continue it after the pause."""
         return any(request.pause in KEEPING for request in self._requests.values())
 
@@ -324,8 +318,8 @@ def read_reply(
     logprobs, ids, _ = zip(*entries, strict=True) if entries else ((), (), ())
     highest = max(logprobs, default=0.0)
     finish = _finish_reason(meta.finish_reason.type)
-    for fault, found in _faults(reply, ids, highest, finish, body, vocabulary).items():
-        if found:
+    for fault, applies in _faults(reply, ids, highest, finish, body, vocabulary).items():
+        if applies:
             raise SamplerError(f"the engine's reply to {request_id} {fault}")
     adapter = body.get("lora_path")
     if adapter is not None:  # it samples the whole request, whatever the engine's newest version is

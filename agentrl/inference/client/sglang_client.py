@@ -59,8 +59,8 @@ class SGLangClient(GenerationClient):
         self.control = control = ControlEndpoint(http)
         self.updates = SGLangWeightUpdates(
             control,
-            paused=self._paused,
-            keeps_requests=lambda: self._paused() and self._generations.kept_by_pause,
+            paused=self._is_paused,
+            keeps_requests=lambda: self._is_paused() and self._generations.keeps_requests,
             on_update=self._generations.note_update,
             drops_cache=prefix_cache == "drop",
         )
@@ -76,7 +76,7 @@ class SGLangClient(GenerationClient):
     @property
     def ready(self) -> bool:
         """Whether generations may start: it is not paused, receives no weights and has its memory."""
-        return not self._paused() and self.updates.ready and self.memory.ready
+        return not self._is_paused() and self.updates.ready and self.memory.ready
 
     async def wait_ready(self) -> None:
         """Wait until `ready`; raises `SamplerError` if the engine holds only a part of an update."""
@@ -140,7 +140,7 @@ class SGLangClient(GenerationClient):
 
     async def _cut(self, mode: str) -> None:
         """Abort the generations in progress, those too whose request has not reached the engine yet."""
-        while self._generations.sent:
+        while self._generations.unanswered:
             await self.pause(mode)
             await self.resume()
             await asyncio.sleep(_CUT_POLL_S)
@@ -151,7 +151,7 @@ class SGLangClient(GenerationClient):
         A pause would abort them too, but SGLang (0.5.17, 0.5.23) looks only once a second whether they have ended.
         """
         end = time.monotonic() + _CUT_S
-        while self._generations.sent and time.monotonic() < end:
+        while self._generations.unanswered and time.monotonic() < end:
             await self.control.call("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.sleep(_CUT_POLL_S)
 
@@ -220,7 +220,7 @@ class SGLangClient(GenerationClient):
         device = info.get("device") if isinstance(info, dict) else None
         return "sha256" if device in (None, "cpu") else "words"
 
-    def _paused(self) -> bool:
+    def _is_paused(self) -> bool:
         return self._resumed is not None and not self._resumed.is_set()
 
     def _resume_event(self) -> asyncio.Event:

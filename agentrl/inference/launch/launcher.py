@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,37 +90,12 @@ class EngineSpec:
             gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
 
         """
-        config, embedded = self.config, self.config.embedded
-        log = self.logs / f"engine-{number}.log"
+        config = self.config
         port = config.port + number if config.port else 0
-        seed, timeout_s = self.seed + number, config.start_timeout_s
-        if config.backend == "sglang":
-            return launch_sglang(
-                self.model,
-                log=log,
-                host=host,
-                port=port,
-                seed=seed,
-                options=self._sglang_options(),
-                python=config.python,
-                gpus=gpus,
-                timeout_s=timeout_s,
-            )
-        return launch_embedded(
-            self.model,
-            log=log,
-            host=host,
-            port=port,
-            seed=seed,
-            dtype=embedded.dtype,
-            slots=embedded.slots,
-            context=embedded.context,
-            threads=embedded.threads,
-            trust_remote_code=self.trust_remote_code,
-            timeout_s=timeout_s,
-        )
+        log = self.logs / f"engine-{number}.log"
+        return _START[config.backend](self, log, host, port, self.seed + number, gpus)
 
-    def _sglang_options(self) -> dict[str, Any]:
+    def sglang_options(self) -> dict[str, Any]:
         """Return the options of SGLang, which by itself would hold a float32 model in float16."""
         options: dict[str, Any] = {"trust_remote_code": True} if self.trust_remote_code else {}
         if self.config.device == "cuda":
@@ -129,6 +104,44 @@ class EngineSpec:
         if self.returns_experts:
             options["enable_return_routed_experts"] = True
         return options | self.config.sglang_options
+
+
+def _start_embedded(spec: EngineSpec, log: Path, host: str, port: int, seed: int, gpus: Sequence[str]) -> EngineProcess:
+    embedded = spec.config.embedded
+    return launch_embedded(
+        spec.model,
+        log=log,
+        host=host,
+        port=port,
+        seed=seed,
+        dtype=embedded.dtype,
+        slots=embedded.slots,
+        context=embedded.context,
+        threads=embedded.threads,
+        trust_remote_code=spec.trust_remote_code,
+        timeout_s=spec.config.start_timeout_s,
+    )
+
+
+def _start_sglang(spec: EngineSpec, log: Path, host: str, port: int, seed: int, gpus: Sequence[str]) -> EngineProcess:
+    return launch_sglang(
+        spec.model,
+        log=log,
+        host=host,
+        port=port,
+        seed=seed,
+        options=spec.sglang_options(),
+        python=spec.config.python,
+        gpus=gpus,
+        timeout_s=spec.config.start_timeout_s,
+    )
+
+
+_START: Mapping[str, Callable[[EngineSpec, Path, str, int, int, Sequence[str]], EngineProcess]] = {
+    "embedded": _start_embedded,
+    "sglang": _start_sglang,
+}
+"""How engines start, by ``sampler.backend``."""
 
 
 class LocalLauncher(Launcher):

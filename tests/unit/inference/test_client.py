@@ -310,7 +310,7 @@ def test_a_pause_that_cuts_requests_ends_them_first(fake: FakeSGLang, mode: str)
         tasks = [asyncio.create_task(sample(client, name=f"r{number}")) for number in range(3)]
         await until(lambda: len(fake.calls) == 3)
         await client.pause(mode)
-        assert client.sent == 0
+        assert client.unanswered == 0
         assert not any(task.done() for task in tasks)
         await client.resume()
         await asyncio.gather(*tasks)
@@ -326,7 +326,7 @@ def test_a_pause_does_not_wait_for_ever_for_what_it_has_cut(fake: FakeSGLang, mo
     monkeypatch.setattr("agentrl.inference.client.sglang_client._CUT_S", 0.05)
 
     async def play(client: SGLangClient) -> None:
-        client.sent = 1  # a reply that does not come
+        client.unanswered = 1  # a reply that does not come
         await client.pause("abort")
 
     fake.drive(play)
