@@ -17,7 +17,7 @@ def lr_scale(config: OptimizerConfig, share: float, steps: int, auto: Schedule) 
         auto: the schedule that ``auto`` stands for.
 
     """
-    schedule = config.scheduled(auto)
+    schedule = config.resolve_schedule(auto)
     if schedule == "constant":
         return 1.0
     warm = min(1.0, config.fixed_warmup_steps / steps)

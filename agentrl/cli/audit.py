@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check, and print what was found.
+    """Check recorded rollouts and print a table of the result.
 
     Raises:
         AuditError: there is a violation.
@@ -47,19 +47,19 @@ def run(arguments: argparse.Namespace) -> None:
     for violation in report.violations:
         console.print(str(violation), style="red", markup=False, highlight=False, soft_wrap=True)
     if report.violations:
-        where = len({violation.where for violation in report.violations})
-        raise AuditError(f"{len(report.violations)} violations in {where} rollouts of {samples}")
+        rollout_count = len({violation.where for violation in report.violations})
+        raise AuditError(f"{len(report.violations)} violations in {rollout_count} rollouts of {samples}")
 
 
 def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
-    """Return what reads ids: by ``--tokenizer``, else that of the run's ``model.path``; or why there is none."""
+    """Return the decoder of token ids, of ``--tokenizer`` or of the run's ``model.path``; or the reason why there is none."""
     from agentrl.audit.texts import Texts
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
 
     if tokenizer is not None:
         return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
-    model = _model_of(samples)
+    model = _model_section(samples)
     if model.get("path") is None:
         return "not measured: no config.yaml next to the rollouts names a model; give --tokenizer DIR"
     try:
@@ -69,7 +69,7 @@ def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
         return f"not measured: {error}; give --tokenizer DIR"
 
 
-def _model_of(samples: Path) -> dict[str, object]:
+def _model_section(samples: Path) -> dict[str, object]:
     """Return the section ``model`` of the run's configuration, or an empty one."""
     import yaml
 
@@ -77,7 +77,7 @@ def _model_of(samples: Path) -> dict[str, object]:
     for config in (sampled_with(samples), *(folder / "config.yaml" for folder in folders)):
         if config.is_file():
             with reading(config, "configuration of a run"):
-                read = yaml.safe_load(config.read_text(encoding="utf-8"))
-            model = read.get("model") if isinstance(read, dict) else None
+                tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+            model = tree.get("model") if isinstance(tree, dict) else None
             return model if isinstance(model, dict) else {}
     return {}

@@ -21,16 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what is the case with a run, with evidence and advice.
+    """Print the findings on a run, with evidence and advice.
 
     Raises:
         DiagnosisError: there is a problem.
     """
     console = make_console()
-    found = diagnose(arguments.run_dir)
-    for finding in found:
+    findings = diagnose(arguments.run_dir)
+    for finding in findings:
         _print(console, finding)
-    problems = sum(one.severity == "problem" for one in found)
+    problems = sum(finding.severity == "problem" for finding in findings)
     if problems:
         raise DiagnosisError(f"{problems} problem(s) in {arguments.run_dir}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.layers import stack
+from agentrl.config.layers import merge_layers
 from agentrl.config.load import load_config
 from agentrl.config.merging import Tree, merge
 from agentrl.config.saved import CONFIG, saved_layers
@@ -40,16 +40,16 @@ def run(arguments: argparse.Namespace) -> None:
     console = make_console()
     config = checkpoint_config(arguments, console)
     _check_files(arguments)
-    results, found = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
+    results, metrics = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
     console.print(results_table(results, f"{config.label}: {config.model.path}"))
-    if found:
-        console.print("  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in found.items()))
+    if metrics:
+        console.print("  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items()))
     if arguments.json:
         content = {
             "env": config.label,
             "model": config.model.path,
             **flat_metrics(results),
-            **found,
+            **metrics,
             "sets": report(results),
         }
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -69,7 +69,9 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
     if folder is None:
         config = resolve_config(arguments, model)
     else:
-        config = load_config(None, arguments.overrides, base=merge(_of_its_own(stack(saved_layers(folder))), model))
+        config = load_config(
+            None, arguments.overrides, base=merge(_without_engine_and_ports(merge_layers(saved_layers(folder))), model)
+        )
         console.print(f"configuration {folder / CONFIG}", highlight=False, soft_wrap=True)
     if config.sampler.url is not None:
         raise ConfigError(
@@ -79,7 +81,7 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
     return config
 
 
-def _of_its_own(tree: Tree) -> Tree:
+def _without_engine_and_ports(tree: Tree) -> Tree:
     """Return a run's configuration without its engine and ports: the run may still be using them."""
     tools = {name: {**tool, "port": 0} for name, tool in tree.get("tools", {}).items()}
     return merge(tree, {"sampler": {"url": None, "port": 0}, "tools": tools})

@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     console = make_console()
     for out, adapters in _exports(source, arguments.out).items():
         export_model(source, out, arguments.dtype, adapters=adapters)
-        what = source if adapters is None else f"{source} with {adapters}"
-        console.print(f"{what} in {arguments.dtype}: {out}", highlight=False, markup=False, soft_wrap=True)
+        exported = source if adapters is None else f"{source} with {adapters}"
+        console.print(f"{exported} in {arguments.dtype}: {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _exports(source: Path, out: Path) -> dict[Path, Path | None]:

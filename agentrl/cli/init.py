@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the project, and say how to go on."""
+    """Write the project and print the next commands."""
     from agentrl.project_template import create_project
 
     files = create_project(arguments.project)

@@ -82,12 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse arguments; settings may be anywhere among the options, which argparse alone does not allow."""
-    parsed, rest = parser.parse_known_args(arguments)
-    strange = [word for word in rest if "=" not in word or word.startswith("-") or not hasattr(parsed, "overrides")]
-    if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
-    if rest:
-        parsed.overrides = [*parsed.overrides, *rest]
+    parsed, remaining = parser.parse_known_args(arguments)
+    unrecognized = [
+        word for word in remaining if "=" not in word or word.startswith("-") or not hasattr(parsed, "overrides")
+    ]
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    if remaining:
+        parsed.overrides = [*parsed.overrides, *remaining]
     return parsed
 
 

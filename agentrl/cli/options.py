@@ -73,8 +73,8 @@ def load_environment(layers: Sequence[Layer]) -> Config:
 
     """
     config = load_layers(layers)
-    for name, each in config.by_source().items():
-        env_class(each.env.name, f"sources.{name}.env.name" if name else "env.name")
+    for name, source_config in config.by_source().items():
+        env_class(source_config.env.name, f"sources.{name}.env.name" if name else "env.name")
     return config
 
 
@@ -91,13 +91,13 @@ def config_layers(arguments: argparse.Namespace) -> list[Layer]:
     settings = _overrides(arguments)
     files = _file_layers(arguments.config)
     layers = [_hardware()]
-    named = settings.get("env", {}).get("name") if isinstance(settings.get("env"), dict) else None
-    others = [file for name in arguments.config if not is_recipe(file := find_config(name))]
-    if named is not None or not others:
-        env = str(named or "search_r1")
+    env_name = settings.get("env", {}).get("name") if isinstance(settings.get("env"), dict) else None
+    preset_candidates = [file for name in arguments.config if not is_recipe(file := find_config(name))]
+    if env_name is not None or not preset_candidates:
+        env = str(env_name or "search_r1")
         env_class(env)
         preset = default_config(env, gpu=has_gpu())
-        if preset is not None and not any(map(shipped_name, others)):
+        if preset is not None and not any(map(shipped_name, preset_candidates)):
             layers.append(Layer(_origin(preset), read_yaml(preset)))
     return [*layers, *files, Layer(COMMAND_LINE, settings)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
-from agentrl.config.layers import Layer, stack
+from agentrl.config.layers import Layer, merge_layers
 from agentrl.obs.console import make_console
 from agentrl.planner.gpus import MEMORY_GIB, Gpus
 from agentrl.planner.plan import make_plan
@@ -26,4 +26,4 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.model is not None:
         layers.append(Layer(COMMAND_LINE, {"model": {"path": arguments.model}}))
     plan = make_plan(layers, Gpus.parse(arguments.gpus, arguments.gpu))
-    make_console().print("\n".join(report(plan, stack(layers))), highlight=False, markup=False, soft_wrap=True)
+    make_console().print("\n".join(report(plan, merge_layers(layers))), highlight=False, markup=False, soft_wrap=True)

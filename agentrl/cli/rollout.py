@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Sample, and print what came of it."""
+    """Sample episodes to a file and print their metrics."""
     from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample_to_file
 
     console = make_console()

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from agentrl.cli.options import add_config_arguments, config_layers, load_environment
-from agentrl.config.layers import annotated
+from agentrl.config.layers import annotate
 from agentrl.core.child_process import exit_with_parent
 from agentrl.obs.console import make_console, print_message
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     layers = config_layers(arguments)
     config = load_environment(layers)
     if arguments.dry_run:
-        sys.stdout.write(annotated(config, layers))
+        sys.stdout.write(annotate(config, layers))
         from agentrl.sft.preflight import plan_sft
 
         for lack in plan_sft(config):

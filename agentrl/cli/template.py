@@ -108,12 +108,12 @@ def _print(findings: Findings, console: Console) -> None:
 
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:
-    how = "hand-written, as the template has it" if findings.hand_written else "the template itself"
+    format_source = "hand-written, as the template has it" if findings.hand_written else "the template itself"
     thought = ", so a turn starts in its reasoning" if findings.opens_thinking else ""
     dropped = ", ".join(findings.drops_thinking)
     split = ", ".join(findings.split_markers)
     return [
-        ("format", f"{findings.format} ({how})"),
+        ("format", f"{findings.format} ({format_source})"),
         ("opener", f"{findings.opener!r}{thought}"),
         *_end_facts(findings),
         ("markers", f"no single token: {split}" if split else f"{len(findings.markers)}, each a separate token"),
@@ -143,8 +143,8 @@ def _calls(findings: Findings) -> str:
         return f"parser {findings.parser}; the template writes none"
     if findings.reads_calls:
         return f"parser {findings.parser}, which reads the template's calls"
-    others = ", ".join(f"render.tool_parser={name}" for name in findings.readers)
-    return f"parser {findings.parser}, which does not read the template's calls: {others or 'no parser does'}"
+    other_parsers = ", ".join(f"render.tool_parser={name}" for name in findings.readers)
+    return f"parser {findings.parser}, which does not read the template's calls: {other_parsers or 'no parser does'}"
 
 
 def _end_facts(findings: Findings) -> list[tuple[str, str]]:
@@ -152,13 +152,13 @@ def _end_facts(findings: Findings) -> list[tuple[str, str]]:
 
     end = findings.end
     written, stops = " or ".join(end.written), " or ".join(end.stops)
-    said = {
+    explanations = {
         Ending.TRAINED: f"{written}: the engine stops there, so it is sampled and trained",
         Ending.OTHER: f"the engine stops at {stops}, the template writes {written}: each turn begins a new row",
         Ending.SPLIT: f"the engine stops at {stops}; the template's {written} is no single token and is never trained",
         Ending.UNKNOWN: f"the engine stops at {stops}; the template shows no end token",
     }
-    facts = [("end of turn", said[end.ending])]
+    facts = [("end of turn", explanations[end.ending])]
     if end.after:
         tokens = f"{end.after_tokens} token{'s' if end.after_tokens > 1 else ''}"
         facts.append(("after it", f"{end.after!r}, {tokens}: added to the next prompt, never sampled, never trained"))
@@ -191,10 +191,10 @@ def _print_differences(findings: Findings, console: Console) -> None:
     """Print each difference once, under the first turn that has it, and all refusals."""
     seen: set[object] = set()
     for transition in findings.transitions:
-        about = transition.difference if transition.difference is not None else transition.detail
-        if not about or about in seen:
+        subject = transition.difference if transition.difference is not None else transition.detail
+        if not subject or subject in seen:
             continue
-        seen.add(about)
+        seen.add(subject)
         console.print(f"\n{transition.turn}, before {transition.before}", style="bold")
         difference = transition.difference
         if difference is not None:

@@ -29,11 +29,11 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         if self.serves:
-            named = bool(words) and not words[0].startswith("-") and "=" not in words[0]
-            self._add_options_of(words.pop(0) if named else None)
+            has_tool_name = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+            self._add_tool_options(words.pop(0) if has_tool_name else None)
         return super().parse_known_args(words, namespace)
 
-    def _add_options_of(self, tool: str | None) -> None:
+    def _add_tool_options(self, tool: str | None) -> None:
         self.set_defaults(tool=tool)
         if tool is None:
             _add_config_arguments(self)
@@ -49,9 +49,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s NAME [options of the tool]\n       %(prog)s --config FILE [key=value ...]"
-    known = ", ".join(names(TOOLS))
+    tool_names = ", ".join(names(TOOLS))
     parser.epilog = (
-        f"NAME is a registered tool ({known}), or file.py:name of an agentrl.Tool; "
+        f"NAME is a registered tool ({tool_names}), or file.py:name of an agentrl.Tool; "
         "'%(prog)s NAME --help' shows its options."
     )
     parser.add_argument(
@@ -104,22 +104,22 @@ def _sandbox(arguments: argparse.Namespace) -> None:
 
     config = _sandbox_config(arguments.overrides)
     console = make_console()
-    chosen = arguments.backend or _isolating(console)
-    backends = [backend_class(name)(config.model_copy(update={"backend": name})) for name in chosen]
+    backend_names = arguments.backend or _isolating_backends(console)
+    backends = [backend_class(name)(config.model_copy(update={"backend": name})) for name in backend_names]
     console.print(asyncio.run(survey(backends)))
 
 
-def _isolating(console: Console) -> list[str]:
+def _isolating_backends(console: Console) -> list[str]:
     """Return the registered backends that isolate; print which ones are not installed."""
     from agentrl.sandbox.registry import backend_class
 
-    found = []
+    isolating = []
     for name in names(SANDBOXES):
         try:
-            found += [name] if backend_class(name).isolated else []
+            isolating += [name] if backend_class(name).isolated else []
         except MissingError as error:
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
-    return found
+    return isolating
 
 
 def _sandbox_config(overrides: Sequence[str]) -> SandboxConfig:

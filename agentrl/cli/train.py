@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
-from agentrl.config.layers import Layer, annotated, differences, load_layers, stack
+from agentrl.config.layers import Layer, annotate, differences, load_layers, merge_layers
 from agentrl.config.saved import check_resumed, saved_layers
 from agentrl.config.schema import Config
 from agentrl.obs.console import make_console, print_message
@@ -58,17 +58,17 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     from agentrl.learner.checkpoints import latest_checkpoint
     from agentrl.runtime.run_dir import folder_to_resume
 
-    given = command_line_layers(arguments)
-    section = stack(given).get("run")
+    overriding_layers = command_line_layers(arguments)
+    section = merge_layers(overriding_layers).get("run")
     run_dir = section.get("dir") if isinstance(section, dict) else None
     folder = folder_to_resume(None if run_dir is None else str(run_dir), arguments.env)
-    own = saved_layers(folder)
-    layers = [*own, *given]
-    before, config = load_layers(own), load_environment(layers)
+    run_layers = saved_layers(folder)
+    layers = [*run_layers, *overriding_layers]
+    saved_config, config = load_layers(run_layers), load_environment(layers)
     if latest_checkpoint(folder / "checkpoints") is not None:
-        check_resumed(before, config, folder)
-    changed = [str(found) for found in differences(before, config) if found.key != "run.dir"]
-    return Loaded(layers, config, folder, (f"configuration {own[0].origin}", *changed))
+        check_resumed(saved_config, config, folder)
+    changed = [str(change) for change in differences(saved_config, config) if change.key != "run.dir"]
+    return Loaded(layers, config, folder, (f"configuration {run_layers[0].origin}", *changed))
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     loaded = load_run(arguments)
     config, console = loaded.config, make_console(stderr=arguments.dry_run)
     if arguments.dry_run:
-        sys.stdout.write(annotated(config, loaded.layers))
+        sys.stdout.write(annotate(config, loaded.layers))
         lines = [*loaded.notes, *_plan(config, arguments.replay)]
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return

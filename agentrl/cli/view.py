@@ -71,15 +71,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    only = {"--limit": arguments.limit is not None, "--tokens": arguments.tokens}
-    wrong = [option for option, given in only.items() if given] if arguments.html is not None else []
+    terminal_options = {"--limit": arguments.limit is not None, "--tokens": arguments.tokens}
+    misplaced = [option for option, is_set in terminal_options.items() if is_set] if arguments.html is not None else []
     if arguments.html is None and arguments.max_rollouts is not None:
-        wrong = ["--max-rollouts"]
-    if wrong:
-        raise UserError(f"{wrong[0]} is for {'the terminal' if arguments.html is not None else '--html'} only")
-    for option, value, least in (("--limit", arguments.limit, 1), ("--max-rollouts", arguments.max_rollouts, 0)):
-        if value is not None and value < least:
-            raise UserError(f"{option} {value}: at least {least} is needed")
+        misplaced = ["--max-rollouts"]
+    if misplaced:
+        raise UserError(f"{misplaced[0]} is for {'the terminal' if arguments.html is not None else '--html'} only")
+    for option, value, minimum in (("--limit", arguments.limit, 1), ("--max-rollouts", arguments.max_rollouts, 0)):
+        if value is not None and value < minimum:
+            raise UserError(f"{option} {value}: at least {minimum} is needed")
 
 
 def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, console: Console) -> None:
@@ -102,26 +102,26 @@ def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, 
 def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, console: Console) -> None:
     default = files.folder.parent if files.folder.is_file() else files.folder
     out = arguments.html if arguments.html != Path() else default / "view.html"
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with console.status("reading rollouts"):
-        chosen = select(files, filters, MOST if arguments.max_rollouts is None else arguments.max_rollouts)
+        selection = select(files, filters, MOST if arguments.max_rollouts is None else arguments.max_rollouts)
         page = build_page(
-            chosen.entries(files, filters),
+            selection.entries(files, filters),
             title=files.folder.resolve().name,
             decode=load_decode(files),
             about=describe_run(files),
             metrics=run_metrics(files),
-            notes=chosen.notes,
+            notes=selection.notes,
         )
         try:
             write_page(out, page)
         except OSError as error:
             raise UserError(f"--html {out} cannot be written: {error.strerror or error}") from error
-    for note in chosen.notes:
+    for note in selection.notes:
         console.print(note, style="yellow")
     size = len(page.html) / 2**20
     console.print(
-        f"{page.rollouts:,} rollouts, {page.tokens:,} tokens, {size:.1f} MiB in {time.perf_counter() - begun:.1f} s: {out}",
+        f"{page.rollouts:,} rollouts, {page.tokens:,} tokens, {size:.1f} MiB in {time.perf_counter() - started:.1f} s: {out}",
         highlight=False,
         soft_wrap=True,
     )
@@ -131,12 +131,14 @@ def load_decode(files: RunFiles) -> Decode | str:
     """Return a decoder of tokens from the newest checkpoint or ``model.path``, or the reason why there is none."""
     from agentrl.models.token_text import TOKENIZER_FILE, token_decoder
 
-    found = sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
+    tokenizer_files = (
+        sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
+    )
     path = (files.config.get("model") or {}).get("path")
-    if not found and not path:
+    if not tokenizer_files and not path:
         return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
     try:
-        return token_decoder(found[-1].parent if found else _model_folder(str(path)))
+        return token_decoder(tokenizer_files[-1].parent if tokenizer_files else _model_folder(str(path)))
     except AgentrlError as error:
         return str(error)
 

@@ -77,7 +77,7 @@ class EvalConfig(EvalSet):
     def _as_given(self, sets: dict[str, EvalSet], info: SerializationInfo) -> dict[str, Any]:
         """Write only the keys that each set sets, so that the others are still those of ``eval`` after reading back."""
         mode: Literal["json", "python"] = "json" if info.mode_is_json() else "python"
-        return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sets.items()}
+        return {name: eval_set.model_dump(mode=mode, exclude_unset=True) for name, eval_set in sets.items()}
 
     def named_sets(self, sources: Collection[str] = ()) -> dict[str, EvalSet]:
         """Return each set with the keys it does not set filled in from this section. The set without a name is ``""``.
@@ -86,16 +86,16 @@ class EvalConfig(EvalSet):
             sources: of a mixed run, which has a set for each if none is configured.
 
         """
-        own = self.model_dump(exclude=set(EvalConfig.model_fields) - set(EvalSet.model_fields))
+        defaults = self.model_dump(exclude=set(EvalConfig.model_fields) - set(EvalSet.model_fields))
         if not self.sets and sources and self.source is None:
-            return {name: EvalSet(**own | {"source": name}) for name in sources}
+            return {name: EvalSet(**defaults | {"source": name}) for name in sources}
         if not self.sets:
-            return {"": EvalSet(**own)}
-        return {name: EvalSet(**_filled(each, own)) for name, each in self.sets.items()}
+            return {"": EvalSet(**defaults)}
+        return {name: EvalSet(**_fill_from_defaults(eval_set, defaults)) for name, eval_set in self.sets.items()}
 
 
-def _filled(each: EvalSet, below: dict[str, Any]) -> dict[str, Any]:
-    given = each.model_dump(exclude_unset=True)
-    if given.get("split") is not None or given.get("path") is not None:
-        below = {**below, "split": None, "path": None}  # a set's own source replaces both keys
-    return {**below, **given}
+def _fill_from_defaults(eval_set: EvalSet, defaults: dict[str, Any]) -> dict[str, Any]:
+    set_values = eval_set.model_dump(exclude_unset=True)
+    if set_values.get("split") is not None or set_values.get("path") is not None:
+        defaults = {**defaults, "split": None, "path": None}  # a set's own source replaces both keys
+    return {**defaults, **set_values}

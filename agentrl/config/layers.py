@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from agentrl.config.load import validate
-from agentrl.config.merging import Key, Tree, merge, put_on, replaced_options
+from agentrl.config.merging import Key, Tree, merge, overlay, replaced_options
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact, secret_part
 
@@ -37,11 +37,11 @@ class Difference:
         return f"{self.key}: {self.before} → {self.after}"
 
 
-def stack(layers: Sequence[Layer]) -> Tree:
-    """Return all layers merged."""
+def merge_layers(layers: Sequence[Layer]) -> Tree:
+    """Return the values of all layers; a later layer overrides an earlier one."""
     tree: Tree = {}
     for layer in layers:
-        tree = put_on(tree, layer.tree)
+        tree = overlay(tree, layer.tree)
     return tree
 
 
@@ -52,27 +52,27 @@ def load_layers(layers: Sequence[Layer]) -> Config:
         ConfigError: as in `validate`.
 
     """
-    return validate(stack(layers))
+    return validate(merge_layers(layers))
 
 
-def differences(before: Config, after: Config) -> list[Difference]:
+def differences(old_config: Config, new_config: Config) -> list[Difference]:
     """Return the keys in which two configurations differ, in the order of the second."""
-    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, after))
-    secret = dict(_leaves(secret_part(merge(before.model_dump(mode="json"), after.model_dump(mode="json")))))
-    found = []
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (old_config, new_config))
+    secret = dict(_leaves(secret_part(merge(old_config.model_dump(mode="json"), new_config.model_dump(mode="json")))))
+    changes = []
     for key in [*new, *(key for key in old if key not in new)]:
         if key not in new or key not in old or new[key] != old[key]:
-            shown = [REDACTED if key in secret else _text(values.get(key)) for values in (old, new)]
-            found.append(Difference(".".join(key), *shown))
-    return found
+            texts = [REDACTED if key in secret else _text(values.get(key)) for values in (old, new)]
+            changes.append(Difference(".".join(key), *texts))
+    return changes
 
 
-def annotated(config: Config, layers: Sequence[Layer]) -> str:
+def annotate(config: Config, layers: Sequence[Layer]) -> str:
     """Return the configuration of ``layers`` as YAML, with the origin of every value as a comment; secrets are redacted."""
     tree = redact(config.model_dump(mode="json"))
     origins: dict[Key, str] = {}
     for number, layer in enumerate(layers):
-        for replaced in replaced_options(stack(layers[:number]), layer.tree):
+        for replaced in replaced_options(merge_layers(layers[:number]), layer.tree):
             origins = {key: origin for key, origin in origins.items() if key[: len(replaced)] != replaced}
         origins |= {key: layer.origin for key, _ in _leaves(layer.tree)}
     lines = list(_lines(tree, origins, ()))
@@ -80,29 +80,29 @@ def annotated(config: Config, layers: Sequence[Layer]) -> str:
     return "".join(f"{line:<{width}}  # {origin}\n" if origin else f"{line}\n" for line, origin in lines)
 
 
-def _lines(tree: Mapping[str, Any], origins: Mapping[Key, str], above: Key) -> Iterator[tuple[str, str]]:
+def _lines(tree: Mapping[str, Any], origins: Mapping[Key, str], prefix: Key) -> Iterator[tuple[str, str]]:
     """Yield the lines of a mapping in YAML, each with the origin of its value; sections have none."""
     for name, value in tree.items():
-        key, indent = (*above, name), "  " * len(above)
+        key, indent = (*prefix, name), "  " * len(prefix)
         if isinstance(value, Mapping) and value:
             yield f"{indent}{_text(name)}:", ""
             yield from _lines(value, origins, key)
         else:
             # A value may be from a layer that set the section as a whole, such as `eval.sets=null`.
-            found = (origins[key[:length]] for length in range(len(key), 0, -1) if key[:length] in origins)
-            yield f"{indent}{_text(name)}: {_text(value)}", next(found, "default")
+            value_origins = (origins[key[:length]] for length in range(len(key), 0, -1) if key[:length] in origins)
+            yield f"{indent}{_text(name)}: {_text(value)}", next(value_origins, "default")
 
 
-def _leaves(tree: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+def _leaves(tree: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
     """Yield the values of a nested mapping that are no mappings, or empty ones."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, name))
+            yield from _leaves(value, (*prefix, name))
         else:
-            yield (*above, name), value
+            yield (*prefix, name), value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as YAML on one line."""
     for style in (None, '"'):  # in double quotes line breaks are escaped
         text = yaml.safe_dump(

@@ -59,8 +59,8 @@ class OptimizerConfig(Section):
             raise ValueError("both are from 0 to below 1")
         return betas
 
-    def scheduled(self, auto: Schedule) -> Schedule:
-        """Return the schedule, if ``auto`` stands for the given one."""
+    def resolve_schedule(self, auto: Schedule) -> Schedule:
+        """Return ``schedule``, or the argument ``auto`` if ``schedule`` is ``auto``."""
         return auto if self.schedule == "auto" else self.schedule
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from agentrl.config.checks import check
-from agentrl.config.merging import Tree, merge, put_on
+from agentrl.config.merging import Tree, merge, overlay
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
@@ -29,7 +29,7 @@ def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | N
     settings: Tree = {}
     for override in overrides:
         settings = merge(settings, parse_override(override))
-    return validate(put_on(put_on(base or {}, read_yaml(file) if file else {}), settings))
+    return validate(overlay(overlay(base or {}, read_yaml(file) if file else {}), settings))
 
 
 def read_yaml(file: Path) -> Tree:
@@ -49,7 +49,7 @@ def read_yaml(file: Path) -> Tree:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"configuration {file}: a configuration is a mapping, this is a {type(content).__name__}")
-    return _spelled_out(content)
+    return _expand_short_forms(content)
 
 
 def parse_override(text: str) -> Tree:
@@ -68,19 +68,22 @@ def parse_override(text: str) -> Tree:
         raise ConfigError(f"{key}: the value {value!r} does not parse: {error}") from None
     if isinstance(parsed, str):
         parsed = _number(parsed)
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
+    for name in reversed(key.split(".")):
+        parsed = {name: parsed}
     assert isinstance(parsed, dict)
-    return _spelled_out(parsed)
+    return _expand_short_forms(parsed)
 
 
-def _spelled_out(tree: Tree) -> Tree:
+def _expand_short_forms(tree: Tree) -> Tree:
     """Return the tree with the short ``reward: F`` as ``reward: {function: F}``, so that it merges with other keys of it."""
     if "reward" in tree and isinstance(tree["reward"], str | None):
         tree = {**tree, "reward": {"function": tree["reward"]}}
     if isinstance(sources := tree.get("sources"), dict):
-        spelled = {name: _spelled_out(each) if isinstance(each, dict) else each for name, each in sources.items()}
-        tree = {**tree, "sources": spelled}
+        sources_tree = {
+            name: _expand_short_forms(source) if isinstance(source, dict) else source
+            for name, source in sources.items()
+        }
+        tree = {**tree, "sources": sources_tree}
     return tree
 
 
@@ -99,11 +102,11 @@ def validate(tree: Mapping[str, Any]) -> Config:
         ConfigError: one line for every fault, each with its key.
 
     """
-    missing = list(redacted_keys(tree))
-    if missing:
+    keys = list(redacted_keys(tree))
+    if keys:
         raise ConfigError(
-            f"{missing[0]}={REDACTED}: this configuration was written without its secrets; add --config RUN/secrets.yaml "
-            f"of the run that wrote it, or set {', '.join(missing)}"
+            f"{keys[0]}={REDACTED}: this configuration was written without its secrets; add --config RUN/secrets.yaml "
+            f"of the run that wrote it, or set {', '.join(keys)}"
         )
     config = parse_section(Config, tree)
     check(config)

@@ -30,8 +30,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Return a layer merged over those below, without the options there of an estimator, loss or data source that it replaces."""
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Return ``above`` merged over ``below``, without options of an estimator, loss or data source that ``above`` replaces."""
     for key in replaced_options(below, above):
         below = _without(below, key)
     return merge(below, above)
@@ -39,14 +39,14 @@ def put_on(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 def replaced_options(below: Mapping[str, Any], above: Mapping[str, Any]) -> list[Key]:
     """Return the keys of options below whose estimator, loss or data source ``above`` replaces, those of sources included."""
-    found: list[Key] = []
+    option_keys: list[Key] = []
     for prefix in ((), *(("sources", name) for name in _section(above, ("sources",)))):
         for key, default in _NAMED.items():
             new = _section(above, (*prefix, *key))
             old = _section(below, (*prefix, *key)).get("name") or _section(below, key).get("name", default)
             if "name" in new and new["name"] != old:
-                found.append((*prefix, *key, "options"))
-    return found
+                option_keys.append((*prefix, *key, "options"))
+    return option_keys
 
 
 def _section(tree: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
@@ -58,8 +58,12 @@ def _section(tree: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
 
 
 def _without(tree: Mapping[str, Any], key: Key) -> Tree:
-    """Return the tree without what is at a key."""
-    name, *rest = key
-    kept = {other: value for other, value in tree.items() if other != name}
-    below = tree.get(name)
-    return {**kept, name: _without(below, tuple(rest))} if rest and isinstance(below, Mapping) else kept
+    """Return a copy of the tree without the value at a key."""
+    name, *inner_key = key
+    without_name = {sibling: value for sibling, value in tree.items() if sibling != name}
+    subtree = tree.get(name)
+    return (
+        {**without_name, name: _without(subtree, tuple(inner_key))}
+        if inner_key and isinstance(subtree, Mapping)
+        else without_name
+    )

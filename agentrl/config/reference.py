@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.schema import Config
@@ -49,8 +49,8 @@ def reference() -> str:
             "|---|---|---|---|",
         ]
         for cls in dict.fromkeys(options.values()):
-            of = ", ".join(name for name, its in options.items() if its is cls)
-            lines += [_row(f"{title}.{name}", info, f"{of}: ") for name, info in cls.model_fields.items()]
+            variants = ", ".join(name for name, options_class in options.items() if options_class is cls)
+            lines += [_row(f"{title}.{name}", info, f"{variants}: ") for name, info in cls.model_fields.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -69,12 +69,12 @@ def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseM
                 yield from _walk(title + ".", section)
 
 
-def _row(key: str, info: Any, of: str = "") -> str:
+def _row(key: str, info: FieldInfo, variants: str = "") -> str:
     kind = str(info.annotation).replace("typing.", "").replace("<class '", "").replace("'>", "").replace("pathlib.", "")
     default = "required" if info.is_required() else info.get_default(call_default_factory=True)
     if isinstance(default, BaseModel):
         kind, default = "section", "that of the run"
-    text = of + " ".join((info.description or "").split())
+    text = variants + " ".join((info.description or "").split())
     return f"| `{key}` | `{kind}` | `{default}` | {text} |".replace(" | None", " or None")
 
 

@@ -72,7 +72,7 @@ def config_files(folder: Path) -> list[Path]:
     return [folder / CONFIG, *([secrets] if secrets.is_file() else [])]
 
 
-def check_resumed(before: Config, after: Config, folder: Path) -> None:
+def check_resumed(saved: Config, resumed: Config, folder: Path) -> None:
     """Check that a resumed run has the seed, environment, tasks, model and adapters that it started with.
 
     Raises:
@@ -80,24 +80,26 @@ def check_resumed(before: Config, after: Config, folder: Path) -> None:
 
     """
     faults = []
-    if [*before.sources] != [*after.sources]:
-        of = [", ".join(config.sources) or "none" for config in (after, before)]
-        faults = [f"sources: {of[0]}; the run in {folder} has {of[1]}; leave them as they are, or start another run"]
+    if [*saved.sources] != [*resumed.sources]:
+        names = [", ".join(config.sources) or "none" for config in (resumed, saved)]
+        faults = [
+            f"sources: {names[0]}; the run in {folder} has {names[1]}; leave them as they are, or start another run"
+        ]
     faults += [
-        f"{found.key}={found.after}: the run in {folder} has {found.before}; leave out {found.key}, or start another run"
-        for found in differences(before, after)
-        if _is_fixed(found.key)
+        f"{change.key}={change.after}: the run in {folder} has {change.before}; leave out {change.key}, or start another run"
+        for change in differences(saved, resumed)
+        if _is_fixed(change.key)
     ]
     if faults:
         raise ConfigError("\n".join(faults))
 
 
 def _is_fixed(key: str) -> bool:
-    section, _, rest = key.partition(".")
+    section, _, source_key = key.partition(".")
     if section == "sources":
-        key = rest.partition(".")[2]
-    fixed = (*FIXED, "weight") if section == "sources" else FIXED
-    return any(key == one or key.startswith(f"{one}.") for one in fixed)
+        key = source_key.partition(".")[2]
+    fixed_keys = (*FIXED, "weight") if section == "sources" else FIXED
+    return any(key == fixed_key or key.startswith(f"{fixed_key}.") for fixed_key in fixed_keys)
 
 
 def _values(file: Path) -> Tree:

@@ -94,12 +94,12 @@ class Config(Section):
     def _as_given(self, sources: dict[str, SourceConfig], info: SerializationInfo) -> dict[str, Any]:
         """Write only the keys that each source sets, so that the others are still those of the run after reading back."""
         mode = "json" if info.mode_is_json() else "python"
-        return {name: each.model_dump(mode=mode, exclude_unset=True) for name, each in sources.items()}
+        return {name: source.model_dump(mode=mode, exclude_unset=True) for name, source in sources.items()}
 
     @property
     def max_tokens(self) -> int:
         """``rollout.max_tokens``, of a mixed run the largest of its sources."""
-        return max(each.rollout.max_tokens for each in self.by_source().values())
+        return max(config.rollout.max_tokens for config in self.by_source().values())
 
     @property
     def label(self) -> str:
@@ -114,9 +114,9 @@ class Config(Section):
         if not self.sources:
             return {"": self}
         run = self.model_dump(include={*_OF_SOURCES})
-        return {name: self._of_source(put_source_on(run, source)) for name, source in self.sources.items()}
+        return {name: self._source_config(put_source_on(run, source)) for name, source in self.sources.items()}
 
-    def _of_source(self, tree: dict[str, Any]) -> Config:
+    def _source_config(self, tree: dict[str, Any]) -> Config:
         sections = {name: type(getattr(self, name)).model_validate(tree[name]) for name in _OF_SOURCES}
         return self.model_copy(update={**sections, "sources": {}})
 
@@ -147,6 +147,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _resolve_sources(self) -> Config:
         """Give the algorithm of every source to the section ``algo``, which learner ranks get."""
-        algorithms = {name: each.algo for name, each in self.by_source().items()} if self.sources else {}
+        algorithms = {name: config.algo for name, config in self.by_source().items()} if self.sources else {}
         self.algo.set_sources(algorithms)
         return self

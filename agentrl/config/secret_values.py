@@ -43,22 +43,22 @@ def redacted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _split(tree: Mapping[str, Any], above: tuple[str, ...], *, keep: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _split(tree: Mapping[str, Any], prefix: tuple[str, ...], *, keep: bool) -> dict[str, Any]:
+    selected: dict[str, Any] = {}
     for name, value in tree.items():
-        path = (*above, str(name))
+        path = (*prefix, str(name))
         if isinstance(value, Mapping):
             inner = _split(value, path, keep=keep)
             if inner or not keep:
-                found[name] = inner
+                selected[name] = inner
         elif _is_secret(path, value):
-            found[name] = value if keep else REDACTED
+            selected[name] = value if keep else REDACTED
         elif not keep:
-            found[name] = value
-    return found
+            selected[name] = value
+    return selected
 
 
-def _is_secret(path: tuple[str, ...], value: Any) -> bool:
+def _is_secret(path: tuple[str, ...], value: object) -> bool:
     if isinstance(value, list | tuple):
         words = " ".join(item for item in value if isinstance(item, str))
         return _is_secret(path, words) or any(

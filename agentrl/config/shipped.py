@@ -33,9 +33,9 @@ def find_config(name: str) -> Path:
     for candidate in (folder / name, folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
-    known = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+    shipped = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
     raise ConfigError(
-        f"--config {name}: no such file, and no shipped configuration of that name; shipped: {', '.join(known)}"
+        f"--config {name}: no such file, and no shipped configuration of that name; shipped: {', '.join(shipped)}"
     )
 
 

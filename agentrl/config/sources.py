@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
 from agentrl.config.base import Section
-from agentrl.config.merging import Tree, put_on
+from agentrl.config.merging import Tree, overlay
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import ResetSeed
 from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
@@ -82,7 +82,7 @@ def put_source_on(run: Tree, source: SourceConfig) -> Tree:
         below["tasks"] = {**below["tasks"], "name": None, "options": {}}
     if "reward" in given and given["reward"].get("function", "") is None:
         below["reward"] = {}
-    return put_on(below, given)
+    return overlay(below, given)
 
 
 def _get(tree: Tree, section: str, key: str) -> Any:

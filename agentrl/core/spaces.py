@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import gymnasium
+import numpy as np
 
 from agentrl.core.types import Message, Rewrite, Role, ToolCall, ToolCalls, ToolResults
 
 _SYLLABLES = ("a", "an", "be", "for", "it", "lo", "me", "no", "of", "so", "the", "to", "we", "yes", "zu")
 
 
-def _sample_text(rng: Any) -> str:
+def _sample_text(rng: np.random.Generator) -> str:
     words = [_SYLLABLES[int(rng.integers(len(_SYLLABLES)))] for _ in range(int(rng.integers(1, 8)))]
     return " ".join(words)
 

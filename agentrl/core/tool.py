@@ -139,7 +139,7 @@ class Tool:
         except Exception as error:
             return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
 
-    def _as_result(self, call: ToolCall, answer: Any) -> ToolResult:
+    def _as_result(self, call: ToolCall, answer: object) -> ToolResult:
         """Return a text as it is, and anything else as JSON."""
         if isinstance(answer, str):
             return ToolResult(call.id, ToolStatus.OK, answer)
@@ -154,7 +154,7 @@ class Tool:
 
 def is_too_deep(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
-    level: list[Any] = [arguments]
+    level: list[object] = [arguments]
     for _ in range(MAX_NESTING):
         level = [child for value in level for child in _children(value)]
         if not level:
@@ -162,7 +162,7 @@ def is_too_deep(arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(value, Mapping | list | tuple) for value in level)
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, list | tuple) else ()

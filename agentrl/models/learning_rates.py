@@ -92,6 +92,6 @@ def describe_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> str:
     resolved, size = resolve_optimizer(config, folder, use), f"auto: {count_weights(folder):,} weights"
     lr = f"learning rate {resolved.lr:g}" + (f" ({size})" if config.lr == "auto" else "")
     warmup = f"warm-up {resolved.warmup_steps}" + (f" ({size})" if config.warmup_steps == "auto" else "")
-    schedule = config.scheduled("linear" if use == "sft" else "constant")
+    schedule = config.resolve_schedule("linear" if use == "sft" else "constant")
     end = "" if schedule == "constant" else f" to {config.min_lr_ratio:g} of it"
     return f"{config.name}, {lr}, {warmup}, {schedule}{end}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.config.checks import check_context, check_placement
-from agentrl.config.layers import Layer, load_layers, stack
+from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError, NoLayoutError
@@ -73,7 +73,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
         ModelError: the model's architecture is not found.
 
     """
-    configured = stack(layers)
+    configured = merge_layers(layers)
     base = load_layers([BASE, *layers])
     folder = find_architecture(base.model.path)
     model = trained_model(base.learner, folder)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -120,11 +119,6 @@ class Job:
             raise ValueError("a job is either code or argv")
         if self.stateful and (self.argv or self.stdin):
             raise ValueError("a stateful job is code without stdin")
-
-    @property
-    def described(self) -> str:
-        """Short description for messages."""
-        return shlex.join(self.argv)[:80] if self.argv else "Python code"
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,10 +260,10 @@ class CgroupTree:
     def reap(self) -> list[str]:
         """Kill the processes and remove the groups of servers that died; return the servers' names."""
         names = {folder.name for top in self._tops for folder in _groups(top)}
-        gone = sorted(name for name in names if server_gone(name))
-        for name in gone:
+        dead_servers = sorted(name for name in names if server_gone(name))
+        for name in dead_servers:
             self._end([top / name for top in self._tops])
-        return gone
+        return dead_servers
 
     def close(self) -> None:
         """Kill the processes in the server's groups, and remove the groups."""
@@ -309,9 +309,9 @@ def find_tree(parent: str | None = None) -> CgroupTree:
             parents[controller] = mounts.v1[controller] / relative
     if parent is not None and not all(path.is_dir() for path in parents.values()):
         raise CgroupError(f"no cgroup {parent}")
-    missing = [name for name in CONTROLLERS if name not in parents]
-    if missing:
-        raise CgroupError(f"no cgroup controller for {', '.join(missing)}")
+    missing_controllers = [name for name in CONTROLLERS if name not in parents]
+    if missing_controllers:
+        raise CgroupError(f"no cgroup controller for {', '.join(missing_controllers)}")
     return CgroupTree(parents, unified if unified is not None and os.access(unified, os.W_OK) else None)
 
 
@@ -333,15 +333,15 @@ def _groups(folder: Path) -> list[Path]:
 
 
 def _enable(folder: Path, controllers: list[str]) -> None:
-    missing = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
-    if missing:
-        (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
+    disabled = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
+    if disabled:
+        (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in disabled))
 
 
 def _move_processes(folder: Path, controllers: list[str]) -> None:
     """Move a group's processes into a child group: otherwise its controllers cannot be enabled for children."""
-    missing = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
-    if not missing or not (folder / "cgroup.type").exists():  # the root has no such file, and may have processes
+    disabled = [name for name in controllers if name not in (folder / "cgroup.subtree_control").read_text().split()]
+    if not disabled or not (folder / "cgroup.type").exists():  # the root has no such file, and may have processes
         return
     (folder / LEAF).mkdir(exist_ok=True)
     for pid in (folder / "cgroup.procs").read_text().split():

@@ -66,7 +66,7 @@ _HEADER = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
 """A line with a control character, a folded line, or a space before the colon does not match."""
 
 
-class _Refused(Exception):
+class _RequestRefused(Exception):
     """The proxy rejects a request, with an HTTP status."""
 
     def __init__(self, status: str, message: str) -> None:
@@ -82,7 +82,7 @@ class EgressProxy:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = {_host_and_port(host, None) for host in hosts}
+        self._hosts = {_parse_host_and_port(host, None) for host in hosts}
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,7 +104,7 @@ class EgressProxy:
             self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections while there are slots. `asyncio.start_server` would accept all that code can open."""
+        """Accept connections while there are slots. `asyncio.start_server` has no limit on connections."""
         loop = asyncio.get_running_loop()
         while True:
             await self._slots.acquire()
@@ -121,9 +121,9 @@ class EgressProxy:
                 raise
             task = asyncio.create_task(self._serve(reader, writer), name="egress-connection")
             self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, writer))
+            task.add_done_callback(partial(self._on_connection_end, writer))
 
-    def _ended(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
+    def _on_connection_end(self, writer: asyncio.StreamWriter, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         writer.close()
         self._slots.release()
@@ -139,16 +139,16 @@ class EgressProxy:
             async with asyncio.timeout(CONNECT_S):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 method, target, headers = _parse(head)
-                host, port = _host_and_port(target, None) if method == "CONNECT" else _host_of_url(target)
+                host, port = _parse_host_and_port(target, None) if method == "CONNECT" else _parse_url_host(target)
                 if (host, port) not in self._hosts:
-                    raise _Refused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
+                    raise _RequestRefused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
                 if method == "CONNECT" and port not in TLS_PORTS:
                     ports = " and ".join(map(str, sorted(TLS_PORTS)))
-                    raise _Refused("403 Forbidden", f"tunnels lead to the TLS ports {ports}, not to {port}")
+                    raise _RequestRefused("403 Forbidden", f"tunnels lead to the TLS ports {ports}, not to {port}")
                 body = 0 if method == "CONNECT" else _body_length(headers)
                 upstream_reader, upstream = await _connect(host, port)
-        except (_Refused, TimeoutError) as error:
-            status = error.status if isinstance(error, _Refused) else "408 Request Timeout"
+        except (_RequestRefused, TimeoutError) as error:
+            status = error.status if isinstance(error, _RequestRefused) else "408 Request Timeout"
             body_text = f"{error or 'too slow'}\n".encode()
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Length: {len(body_text)}\r\nConnection: close\r\n\r\n".encode()
@@ -159,7 +159,7 @@ class EgressProxy:
         try:
             if method == "CONNECT":
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                await _both_ways(reader, writer, upstream_reader, upstream)
+                await _tunnel(reader, writer, upstream_reader, upstream)
             else:
                 upstream.write(_request_head(method, target, headers).encode("latin-1"))
                 # One request per connection: a second one could name another host at the same address.
@@ -175,61 +175,61 @@ class EgressProxy:
 
 def _parse(head: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Return method, target and headers. Whatever another parser may read differently is refused (RFC 9112, section 2.2)."""
-    first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
-    request, headers = _REQUEST.fullmatch(first), [_HEADER.fullmatch(line) for line in lines]
+    request_line, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
+    request, headers = _REQUEST.fullmatch(request_line), [_HEADER.fullmatch(line) for line in lines]
     if request is None or None in headers:
-        raise _Refused("400 Bad Request", "this is an HTTP proxy; control characters are refused")
+        raise _RequestRefused("400 Bad Request", "this is an HTTP proxy; control characters are refused")
     return request[1], request[2], [(header[1], header[2].strip(" \t")) for header in headers if header is not None]
 
 
-def _host_and_port(authority: str, port: int | None) -> tuple[str, int]:
+def _parse_host_and_port(authority: str, default_port: int | None) -> tuple[str, int]:
     try:
-        parts = urlsplit(f"//{authority}")
-        found = parts.port or port
+        url = urlsplit(f"//{authority}")
+        port_number = url.port or default_port
     except ValueError as error:
-        raise _Refused("400 Bad Request", f"{authority!r}: {error}") from error
-    if not parts.hostname or found is None or parts.netloc != authority or "@" in authority:
-        raise _Refused("400 Bad Request", f"{authority!r} is no name:port")
-    return parts.hostname.lower().rstrip("."), found
+        raise _RequestRefused("400 Bad Request", f"{authority!r}: {error}") from error
+    if not url.hostname or port_number is None or url.netloc != authority or "@" in authority:
+        raise _RequestRefused("400 Bad Request", f"{authority!r} is no name:port")
+    return url.hostname.lower().rstrip("."), port_number
 
 
-def _host_of_url(url: str) -> tuple[str, int]:
-    scheme, separator, rest = url.partition("://")
+def _parse_url_host(url: str) -> tuple[str, int]:
+    scheme, separator, authority_and_path = url.partition("://")
     if scheme.lower() != "http" or not separator:
-        raise _Refused("400 Bad Request", "only CONNECT and absolute URLs with http:// are supported")
-    return _host_and_port(_authority(rest), 80)
+        raise _RequestRefused("400 Bad Request", "only CONNECT and absolute URLs with http:// are supported")
+    return _parse_host_and_port(_authority(authority_and_path), 80)
 
 
-def _authority(rest: str) -> str:
-    return rest.replace("?", "/", 1).split("/", 1)[0]
+def _authority(authority_and_path: str) -> str:
+    return authority_and_path.replace("?", "/", 1).split("/", 1)[0]
 
 
 def _body_length(headers: list[tuple[str, str]]) -> int:
     names = [name.lower() for name, _ in headers]
     lengths = {value for name, value in headers if name.lower() == "content-length"}
     if "transfer-encoding" in names or len(lengths) > 1 or not all(length.isdecimal() for length in lengths):
-        raise _Refused("411 Length Required", "a body needs one Content-Length")
+        raise _RequestRefused("411 Length Required", "a body needs one Content-Length")
     return int(lengths.pop()) if lengths else 0
 
 
 def _request_head(method: str, url: str, headers: list[tuple[str, str]]) -> str:
     """Return the request's head as it is sent to the host."""
-    rest = url.partition("://")[2]
-    authority = _authority(rest)
-    path = rest[len(authority) :]
+    authority_and_path = url.partition("://")[2]
+    authority = _authority(authority_and_path)
+    path = authority_and_path[len(authority) :]
     path = path if path.startswith("/") else f"/{path}"
-    passed = [f"{name}: {value}" for name, value in headers if name.lower() not in HOP_HEADERS]
-    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {authority}", "Connection: close", *passed, "", ""])
+    forwarded = [f"{name}: {value}" for name, value in headers if name.lower() not in HOP_HEADERS]
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {authority}", "Connection: close", *forwarded, "", ""])
 
 
 async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     try:
         return await asyncio.open_connection(host, port)
     except OSError as error:
-        raise _Refused("502 Bad Gateway", f"{host}:{port} cannot be reached: {error}") from error
+        raise _RequestRefused("502 Bad Gateway", f"{host}:{port} cannot be reached: {error}") from error
 
 
-async def _both_ways(
+async def _tunnel(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     upstream_reader: asyncio.StreamReader,

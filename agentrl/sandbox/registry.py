@@ -25,8 +25,8 @@ def backend_class(name: str) -> type[SandboxBackend]:
     if not (inspect.isclass(cls) and issubclass(cls, SandboxBackend)):
         raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.sandbox.base.SandboxBackend")
     if inspect.isabstract(cls):
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {missing}")
+        abstract_methods = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {abstract_methods}")
     return cls
 
 

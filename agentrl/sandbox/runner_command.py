@@ -18,9 +18,9 @@ RUNNER_MODULES = ("snippet", "children", "runner")
 def runner_source() -> str:
     """Return the runner's modules as one text: inside there is no agentrl to import."""
     folder = importlib.resources.files("agentrl.sandbox.runner")
-    first, *others = (folder.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_MODULES)
+    first_source, *sources = (folder.joinpath(f"{name}.py").read_text(encoding="utf-8") for name in RUNNER_MODULES)
     imports = r"(?m)^ *from (agentrl|__future__)[^(\n]* import (\([^)]*\)|.*)$"
-    return "".join([first, *(re.sub(imports, "", text) for text in others)])
+    return "".join([first_source, *(re.sub(imports, "", source) for source in sources)])
 
 
 def python_command(

@@ -145,8 +145,8 @@ class RunnerSandbox(Sandbox):
                     detail = "out of memory; the sandbox was ended, its files are lost"
                     return Outcome(ToolStatus.OUT_OF_MEMORY, "", "", None, 0.0, detail)
                 raise
-            limited = {**request, "cpu_s": cpu_s}
-            return _outcome(reply, texts, limited, oom=self._oom_kills() > kills)
+            limits_of_call = {**request, "cpu_s": cpu_s}
+            return _outcome(reply, texts, limits_of_call, oom=self._oom_kills() > kills)
 
     @override
     async def write_file(self, path: str, content: bytes) -> None:
@@ -209,9 +209,9 @@ class RunnerSandbox(Sandbox):
         # Not orjson: it refuses lone surrogates, which a policy may write.
         bodies = [json.dumps(job).encode(), *([stdin] if stdin else [])] if job is not None else []
         request = json.dumps({**fields, "id": self._requests, "sizes": [len(body) for body in bodies]}).encode()
-        limit = asyncio.timeout(timeout_s)
+        timeout = asyncio.timeout(timeout_s)
         try:
-            async with limit:
+            async with timeout:
                 self._writer.write(b"".join([LENGTH.pack(len(request)), request, *bodies]))
                 await self._writer.drain()
                 while True:
@@ -219,11 +219,11 @@ class RunnerSandbox(Sandbox):
                     if reply.get("id") == self._requests:  # otherwise it is late, and of an earlier request
                         return reply, bodies
         except (OSError, EOFError, ValueError) as error:
-            if limit.expired():
+            if timeout.expired():
                 self._broken = f"its runner did not answer in {timeout_s:g} s"
             elif not self._broken:  # otherwise it was closed during the call
-                why = await self._describe_end() or f"{type(error).__name__}: {error}"
-                self._broken = self._broken or f"its runner is gone ({why})"
+                reason = await self._describe_end() or f"{type(error).__name__}: {error}"
+                self._broken = self._broken or f"its runner is gone ({reason})"
         except BaseException:
             self._broken = "a call was cancelled"
             raise

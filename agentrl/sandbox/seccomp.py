@@ -226,32 +226,36 @@ def bpf_program(machine: str | None = None) -> bytes:
             "set sandbox.backend=docker"
         )
     numbers = NUMBERS[machine]
-    program = [(_LOAD, 0, 0, _ARCH_AT), *_unless_equal(_AUDIT_ARCH[machine], [_leave(KILL_PROCESS)])]
+    program = [(_LOAD, 0, 0, _ARCH_AT), *_unless_equal(_AUDIT_ARCH[machine], [_return_instruction(KILL_PROCESS)])]
     program.append((_LOAD, 0, 0, _NUMBER_AT))
     for first, last in _gaps(numbers):
-        program += [(_JUMP_AT_LEAST, 0, 2, first), (_JUMP_GREATER, 1, 0, last), _leave(ERRNO | errno.ENOSYS)]
+        program += [
+            (_JUMP_AT_LEAST, 0, 2, first),
+            (_JUMP_GREATER, 1, 0, last),
+            _return_instruction(ERRNO | errno.ENOSYS),
+        ]
     for name, number in numbers.items():
         if name in DENIED:
-            program += _when_equal(number, [_leave(ERRNO | errno.EPERM)])
+            program += _when_equal(number, [_return_instruction(ERRNO | errno.EPERM)])
         elif name in NO_SUCH_CALL:
-            program += _when_equal(number, [_leave(ERRNO | errno.ENOSYS)])
+            program += _when_equal(number, [_return_instruction(ERRNO | errno.ENOSYS)])
         elif name in CHECKED:
-            program += _when_equal(number, _checked(CHECKED[name]))
-    program.append(_leave(ALLOW))
+            program += _when_equal(number, _argument_check(CHECKED[name]))
+    program.append(_return_instruction(ALLOW))
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def _checked(check: Check) -> list[Instruction]:
+def _argument_check(check: Check) -> list[Instruction]:
     match, otherwise = (ALLOW, ERRNO | check.errno) if check.allowed else (ERRNO | check.errno, ALLOW)
     body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * check.index)]
     if check.mask != FULL:
         body.append((_AND, 0, 0, check.mask))
     for value in check.values:
-        body += _when_equal(value, [_leave(match)])
-    return [*body, _leave(otherwise)]
+        body += _when_equal(value, [_return_instruction(match)])
+    return [*body, _return_instruction(otherwise)]
 
 
-def _leave(result: int) -> Instruction:
+def _return_instruction(result: int) -> Instruction:
     return (_RETURN, 0, 0, result)
 
 
@@ -321,11 +325,11 @@ def _blocks(values: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
     A block is all numbers with the same upper bits; it is halved until it contains none of the values.
     """
-    waiting = [(0, 0)]
-    while waiting:
-        mask, value = waiting.pop()
-        if all(other & mask != value for other in values):
+    pending = [(0, 0)]
+    while pending:
+        mask, value = pending.pop()
+        if all(excluded & mask != value for excluded in values):
             yield mask, value
         elif mask != FULL:
             bit = (FULL ^ mask).bit_length() - 1
-            waiting += [(mask | 1 << bit, value), (mask | 1 << bit, value | 1 << bit)]
+            pending += [(mask | 1 << bit, value), (mask | 1 << bit, value | 1 << bit)]

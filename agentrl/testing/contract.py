@@ -1,4 +1,4 @@
-"""The error of all contract checks, and what they have in common."""
+"""The error of all contract checks, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def require(holds: bool, message: str, cause: BaseException | None = None) -> No
         raise ContractError(message) from cause
 
 
-def called(what: str, method: Callable[[], T], hint: str = "") -> T:
-    """Return what a method of the author's returns; what it raises is a violation."""
+def call_author_code(description: str, method: Callable[[], T], hint: str = "") -> T:
+    """Call a method of the plugin and return its result; an exception is a violation of the contract."""
     try:
         return method()
     except AgentrlError:
         raise
     except Exception as error:
-        raise ContractError(f"{what} raised {describe(error)}{hint}") from error
+        raise ContractError(f"{description} raised {describe(error)}{hint}") from error
 
 
-def require_json(value: Any, what: str) -> None:
+def require_json(value: object, description: str) -> None:
     """Raise `ContractError` unless ``value`` is JSON-able."""
     try:
         json.dumps(value)
     except TypeError as error:
-        require(False, f"{what} must be JSON-able: {error}", error)
+        require(False, f"{description} must be JSON-able: {error}", error)
 
 
 def require_info(info: Info, name: str) -> None:
@@ -61,7 +61,9 @@ def global_random_state() -> tuple[Any, ...]:
     return random.getstate(), np.asarray(words).tobytes(), position
 
 
-def differences(expected: tuple[Any, ...], got: tuple[Any, ...]) -> str:
+def differences(expected: tuple[Any, ...], returned: tuple[Any, ...]) -> str:
     """Return the first part in which two results of an environment differ."""
-    one, other = next((pair for pair in zip(expected, got, strict=False) if pair[0] != pair[1]), (expected, got))
-    return f"first {one!r:.80}, then {other!r:.80}"
+    expected_part, returned_part = next(
+        (pair for pair in zip(expected, returned, strict=False) if pair[0] != pair[1]), (expected, returned)
+    )
+    return f"first {expected_part!r:.80}, then {returned_part!r:.80}"

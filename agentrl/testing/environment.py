@@ -27,7 +27,7 @@ from agentrl.core.types import (
 )
 from agentrl.testing.contract import (
     ContractError,
-    called,
+    call_author_code,
     global_random_state,
     require,
     require_info,
@@ -73,24 +73,26 @@ def check_env(
         ContractError: a rule is violated; the message has what the environment does and what it should, in one line.
         ConfigError: ``env_factory`` is `agentrl.make_env` and the options do not fit.
     """
-    before = global_random_state()
-    env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
+    random_state = global_random_state()
+    env = call_author_code(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
     lacks = undefined_step(type(env))
     require(not lacks, f"{name} defines no {lacks}")
     for attribute in ("stop", "tool_names"):
         value = getattr(env, attribute)
-        fits = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
-        require(fits, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
-    task = task or called(f"{name}.example_task", env.example_task)
+        is_valid = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
+        require(is_valid, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
+    task = task or call_author_code(f"{name}.example_task", env.example_task)
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()
     _check_gymnasium(env)
     check_concurrent(records)
     notes = _check_states(type(env), records)
-    require(before == global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+    require(
+        random_state == global_random_state(), f"{name} draws from the global random generators; take self.np_random"
+    )
     return notes
 
 
@@ -124,11 +126,11 @@ def _check_states(cls: type[Env], records: list[_Record]) -> tuple[str, ...]:
 def _action(env: Env, rng: np.random.Generator) -> Message:
     """Return random text, with or without tags that one of the environment's stop strings closes."""
     env.action_space.seed(int(rng.integers(2**31)))
-    said: Message = env.action_space.sample()
+    sample: Message = env.action_space.sample()
     closing = ["", *env.stop]
     tag = closing[int(rng.integers(len(closing)))]
     opening = "<" + tag[2:] if tag.startswith("</") else ""
-    return Message("assistant", f"{opening}{said.content}{tag}")
+    return Message("assistant", f"{opening}{sample.content}{tag}")
 
 
 class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
@@ -141,7 +143,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
     def start(self, seed: int) -> tuple[Env, tuple[Observation, Info]]:
         env = self.factory()
         name = type(env).__name__
-        first = called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
+        first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = returned_fault(first, RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
         return env, first
@@ -149,7 +151,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
     def step(self, env: Env, action: Action) -> Step:
         name = type(env).__name__
         text = f"the action {action.content!r:.60}" if isinstance(action, Message) else "tool results"
-        step = called(f"{name}.step", lambda: env.step(action), f" for {text}; it must take any")
+        step = call_author_code(f"{name}.step", lambda: env.step(action), f" for {text}; it must take any")
         fault = returned_fault(step, STEP_FORM)
         require(not fault, f"{name}.step {fault}")
         return step
@@ -160,7 +162,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
         env, self.first = self.start(self.seed)
         observation, info = self.first
         require(not isinstance(observation, Rewrite), f"{type(env).__name__}.reset gives a Rewrite; only step may")
-        self._check_said(env, observation, info, set())
+        self._check_observation(env, observation, info, set())
         known_calls: set[str] = set()
         for _ in range(_STEPS):
             self.states.append(self.state(env))
@@ -173,15 +175,15 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
             name = type(env).__name__
             finite = isinstance(reward, float | int) and math.isfinite(reward)
             require(finite, f"{name}.step must give a finite float as reward, it gave {reward!r}")
-            for what, value in (("terminated", terminated), ("truncated", truncated)):
-                require(isinstance(value, bool), f"{name}.step must give {what} as bool, it gave {value!r}")
-            self._check_said(env, observation, info, known_calls)
+            for flag, value in (("terminated", terminated), ("truncated", truncated)):
+                require(isinstance(value, bool), f"{name}.step must give {flag} as bool, it gave {value!r}")
+            self._check_observation(env, observation, info, known_calls)
             if terminated or truncated:
                 require(not isinstance(observation, ToolCalls), f"{name} ends an episode and asks for tools to be run")
                 break
-        called(f"{type(env).__name__}.close", env.close)
+        call_author_code(f"{type(env).__name__}.close", env.close)
 
-    def _check_said(self, env: Env, observation: Observation, info: Info, known_calls: set[str]) -> None:
+    def _check_observation(self, env: Env, observation: Observation, info: Info, known_calls: set[str]) -> None:
         name = type(env).__name__
         require(
             env.observation_space.contains(observation),
@@ -192,9 +194,10 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
             for call in observation.calls:
                 require(call.id not in known_calls, f"{name} uses the call id {call.id!r} twice in an episode")
                 known_calls.add(call.id)
-                known = {*env.tool_names, *(tool.name for tool in env.tools)}
+                tool_names = {*env.tool_names, *(tool.name for tool in env.tools)}
                 require(
-                    call.name in known, f"{name} calls {call.name!r}, which is neither in its tool_names nor its tools"
+                    call.name in tool_names,
+                    f"{name} calls {call.name!r}, which is neither in its tool_names nor its tools",
                 )
                 require_json(call.arguments, f"{name}: the arguments of a call to {call.name!r}")
         require_info(info, name)

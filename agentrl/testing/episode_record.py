@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from agentrl.core.env import Env
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import Task
-from agentrl.testing.contract import called, differences, require, require_json
+from agentrl.testing.contract import call_author_code, differences, require, require_json
 
 E = TypeVar("E", bound=Env | MultiAgentEnv)
 F = TypeVar("F", bound=tuple[Any, ...])
@@ -48,7 +48,7 @@ class EpisodeRecord(ABC, Generic[E, F, A, S]):
     def state(self, env: E) -> str:
         """Return the environment's state as JSON."""
         name = type(env).__name__
-        state = called(f"{name}.get_state", env.get_state)
+        state = call_author_code(f"{name}.get_state", env.get_state)
         require_json(state, f"{name}.get_state")
         text = json.dumps(state)
         require(json.loads(text) == state, f"{name}.get_state changes when it goes through JSON: {state!r}")
@@ -68,23 +68,23 @@ class EpisodeRecord(ABC, Generic[E, F, A, S]):
         for cut, state in enumerate(self.states):
             env, _ = self.start(self.seed + 1000)
             name = type(env).__name__
-            called(f"{name}.set_state", partial(env.set_state, json.loads(state)))
+            call_author_code(f"{name}.set_state", partial(env.set_state, json.loads(state)))
             same = json.loads(self.state(env)) == json.loads(state)
             require(same, f"{name}.set_state does not bring back the state of step {cut}")
             for index in range(cut, len(self.actions)):
-                again = self.step(env, self.actions[index])
+                replayed = self.step(env, self.actions[index])
                 require(
-                    self.steps[index] == again,
+                    self.steps[index] == replayed,
                     f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
-                    f"step {index} differs: {differences(self.steps[index], again)}",
+                    f"step {index} differs: {differences(self.steps[index], replayed)}",
                 )
             env.close()
 
-    def _require_same(self, where: str, expected: Any, got: Any) -> None:
+    def _require_same(self, location: str, expected: Any, returned: Any) -> None:
         require(
-            expected == got,
+            expected == returned,
             f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
-            f"shared between environments; {where} differs: {differences(expected, got)}",
+            f"shared between environments; {location} differs: {differences(expected, returned)}",
         )
 
 

@@ -27,7 +27,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import Message
 from agentrl.testing.contract import (
     ContractError,
-    called,
+    call_author_code,
     global_random_state,
     require,
     require_info,
@@ -61,19 +61,19 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
         ContractError: a rule is violated; the message has what the environment does and what it should, in one line.
         ConfigError: the environment's options do not fit.
     """
-    before = global_random_state()
-    env = called(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
+    random_state = global_random_state()
+    env = call_author_code(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, MultiAgentEnv), f"{type(env).__name__} must be a subclass of agentrl.MultiAgentEnv")
     name = type(env).__name__
     lacks = undefined_step(type(env))
     require(not lacks, f"{name} defines no {lacks}")
     agents = getattr(env, "possible_agents", None)
-    fits = isinstance(agents, list) and agents and all(isinstance(agent, str) and agent for agent in agents)
-    require(bool(fits), f"{name}.possible_agents must be a list of names, it is {agents!r:.160}")
+    is_valid = isinstance(agents, list) and agents and all(isinstance(agent, str) and agent for agent in agents)
+    require(bool(is_valid), f"{name}.possible_agents must be a list of names, it is {agents!r:.160}")
     require(
         len(set(env.possible_agents)) == len(env.possible_agents), f"{name}.possible_agents has a name twice: {agents}"
     )
-    task = task or called(f"{name}.example_task", env.example_task)
+    task = task or call_author_code(f"{name}.example_task", env.example_task)
     records = [_Record(env_factory, task, seed) for seed in range(_EPISODES)]
     for record in records:
         record.play()
@@ -81,7 +81,9 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
     for record in records:
         record.check_state()
     _check_pettingzoo(env_factory, name)
-    require(before == global_random_state(), f"{name} draws from the global random generators; take self.np_random")
+    require(
+        random_state == global_random_state(), f"{name} draws from the global random generators; take self.np_random"
+    )
 
 
 def _check_pettingzoo(env_factory: Callable[[], MultiAgentEnv], name: str) -> None:
@@ -113,7 +115,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
     def start(self, seed: int) -> tuple[MultiAgentEnv, MultiReset]:
         env = self.factory()
         name = type(env).__name__
-        first = called(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
+        first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = multi_agent_fault(env, first, MULTI_RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
         return env, first
@@ -121,7 +123,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
     def step(self, env: MultiAgentEnv, actions: dict[str, Message]) -> MultiStep:
         name = type(env).__name__
         text = ", ".join(f"{agent}: {action.content!r:.60}" for agent, action in actions.items())
-        step = called(f"{name}.step", lambda: env.step(actions), f" for the actions {text}; it must take any")
+        step = call_author_code(f"{name}.step", lambda: env.step(actions), f" for the actions {text}; it must take any")
         fault = multi_agent_fault(env, step, MULTI_STEP_FORM)
         require(not fault, f"{name}.step {fault}")
         return step
@@ -152,7 +154,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
                     f"{name}.agents must hold {agent!r} until it is terminated or truncated, as bool, and no longer",
                 )
             self._check_infos(env, infos)
-        called(f"{name}.close", env.close)
+        call_author_code(f"{name}.close", env.close)
 
     def _check_infos(self, env: MultiAgentEnv, infos: dict[str, Any]) -> None:
         name = type(env).__name__
@@ -169,5 +171,5 @@ def _action(env: MultiAgentEnv, agent: str, infos: dict[str, Any], rng: np.rando
     if moves and rng.random() < _LEGAL:
         return Message("assistant", moves[int(rng.integers(len(moves)))])
     env.action_space(agent).seed(int(rng.integers(2**31)))
-    said: Message = env.action_space(agent).sample()
-    return said
+    sample: Message = env.action_space(agent).sample()
+    return sample

@@ -54,25 +54,25 @@ async def _check(backend: SandboxBackend) -> None:
             require(first.alive, "a sandbox must be alive until it fails or is closed")
             await check(first)
         await first.write_file("first", b"")
-        await _refused(second.read_file("first"), errno.ENOENT, "a file of another sandbox must not exist")
+        await _require_os_error(second.read_file("first"), errno.ENOENT, "a file of another sandbox must not exist")
         await _check_closing(first)
         outcome = await second.run(Job("after", code="print(1)"))
         require(outcome.stdout == "1\n", f"a sandbox must work after another was closed; it returned {outcome!r}")
     require(not second.alive, "closing a backend must close its sandboxes")
 
 
-def _expect(outcome: Outcome, status: ToolStatus, what: str) -> None:
-    require(outcome.status is status, f"{what} must have status {status.value}; the outcome is {outcome!r}")
+def _expect(outcome: Outcome, status: ToolStatus, description: str) -> None:
+    require(outcome.status is status, f"{description} must have status {status.value}; the outcome is {outcome!r}")
 
 
 async def _check_outcomes(sandbox: Sandbox) -> None:
     code = "import os, sys; print(sys.stdin.read(), os.environ['NAME'], os.getcwd())"
-    done = await sandbox.run(Job("ok", code=code, stdin=b"in", env={"NAME": "value"}))
-    _expect(done, ToolStatus.OK, "code that ends normally")
-    require(done.exit_code == 0, f"its exit code must be 0, not {done.exit_code}")
-    words = done.stdout.split()
+    success = await sandbox.run(Job("ok", code=code, stdin=b"in", env={"NAME": "value"}))
+    _expect(success, ToolStatus.OK, "code that ends normally")
+    require(success.exit_code == 0, f"its exit code must be 0, not {success.exit_code}")
+    words = success.stdout.split()
     require(
-        words[:2] == ["in", "value"], f"code must see its standard input and environment; it printed {done.stdout!r}"
+        words[:2] == ["in", "value"], f"code must see its standard input and environment; it printed {success.stdout!r}"
     )
     failed = await sandbox.run(Job("error", code="print('begun')\n1 / 0"))
     _expect(failed, ToolStatus.ERROR, "code that raises")
@@ -81,8 +81,10 @@ async def _check_outcomes(sandbox: Sandbox) -> None:
     require("ZeroDivisionError" in failed.stderr, f"standard error must have the traceback; it is {failed.stderr!r}")
     program = await sandbox.run(Job("program", argv=("/bin/sh", "-c", "echo out; echo err >&2; exit 3")))
     _expect(program, ToolStatus.ERROR, "a program with exit status 3")
-    got = (program.exit_code, program.stdout, program.stderr)
-    require(got == (3, "out\n", "err\n"), f"a program's exit status and output must be returned; they are {got!r}")
+    returned = (program.exit_code, program.stdout, program.stderr)
+    require(
+        returned == (3, "out\n", "err\n"), f"a program's exit status and output must be returned; they are {returned!r}"
+    )
 
 
 async def _check_limits(sandbox: Sandbox) -> None:
@@ -91,8 +93,8 @@ async def _check_limits(sandbox: Sandbox) -> None:
     require(bool(slow.detail), "the outcome of a limit must have a detail")
     long = await sandbox.run(Job("long", code="while True: print('x' * 100)", output_bytes=1000))
     _expect(long, ToolStatus.OUTPUT_CUT, "code that prints more than output_bytes")
-    kept = len(long.stdout) + len(long.stderr)
-    require(kept <= 1000, f"of output_bytes=1000, {kept} characters were kept")
+    output_length = len(long.stdout) + len(long.stderr)
+    require(output_length <= 1000, f"of output_bytes=1000, {output_length} characters were kept")
 
 
 async def _check_files(sandbox: Sandbox) -> None:
@@ -105,11 +107,11 @@ async def _check_files(sandbox: Sandbox) -> None:
     await sandbox.write_file("folder/file", b"")
     require(await sandbox.read_file("folder/file") == b"", "writing must replace a file")
     await sandbox.write_file("large", _CONTENT)
-    await _refused(sandbox.read_file("large", 100), errno.EFBIG, "a file above max_bytes must not be read")
-    await _refused(sandbox.read_file("missing"), errno.ENOENT, "a missing file must not be read")
+    await _require_os_error(sandbox.read_file("large", 100), errno.EFBIG, "a file above max_bytes must not be read")
+    await _require_os_error(sandbox.read_file("missing"), errno.ENOENT, "a missing file must not be read")
 
 
-async def _refused(reading: Awaitable[bytes], number: int, rule: str) -> None:
+async def _require_os_error(reading: Awaitable[bytes], number: int, rule: str) -> None:
     try:
         content = await reading
     except OSError as error:
@@ -122,8 +124,8 @@ async def _refused(reading: Awaitable[bytes], number: int, rule: str) -> None:
 
 async def _check_state(sandbox: Sandbox) -> None:
     await sandbox.run(Job("set", code="value = 41", stateful=True))
-    kept = await sandbox.run(Job("get", code="print(value + 1)", stateful=True))
-    require(kept.stdout == "42\n", f"stateful jobs must keep variables; the second one returned {kept!r}")
+    outcome = await sandbox.run(Job("get", code="print(value + 1)", stateful=True))
+    require(outcome.stdout == "42\n", f"stateful jobs must keep variables; the second one returned {outcome!r}")
     fresh = await sandbox.run(Job("fresh", code="print('value' in globals())"))
     require(fresh.stdout == "False\n", f"other jobs must not see variables of stateful ones; one returned {fresh!r}")
 
@@ -131,7 +133,9 @@ async def _check_state(sandbox: Sandbox) -> None:
 async def _check_processes(sandbox: Sandbox) -> None:
     _expect(await sandbox.run(Job("orphan", code=_ORPHAN)), ToolStatus.OK, "code that leaves a process behind")
     await asyncio.sleep(1.0)
-    await _refused(sandbox.read_file("orphan"), errno.ENOENT, "processes that a job leaves behind must be killed")
+    await _require_os_error(
+        sandbox.read_file("orphan"), errno.ENOENT, "processes that a job leaves behind must be killed"
+    )
     outcomes = await asyncio.gather(*(sandbox.run(Job(f"{i}", code=f"print({i})")) for i in range(4)))
     outputs = [outcome.stdout for outcome in outcomes]
     require(

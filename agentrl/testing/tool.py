@@ -59,19 +59,23 @@ def check_tool(
         return
     options = dict(options or {})
     _check_options(tool)
-    offered = {one.name: one for one in tool.tools(options)}
-    for one in offered.values():
-        _check_description(one)
+    tools_by_name = {offered_tool.name: offered_tool for offered_tool in tool.tools(options)}
+    for offered_tool in tools_by_name.values():
+        _check_description(offered_tool)
         require(
-            one.server == tool.name, f"{tool.name} must say server={tool.name!r} of {one.name!r}, not {one.server!r}"
+            offered_tool.server == tool.name,
+            f"{tool.name} must say server={tool.name!r} of {offered_tool.name!r}, not {offered_tool.server!r}",
         )
-    called = name or (tool.name if tool.name in offered or not offered else next(iter(offered)))
-    require(called in {*offered, tool.name}, f"{tool.name} has no tool {called!r}; it has: {', '.join(offered)}")
+    tool_name = name or (tool.name if tool.name in tools_by_name or not tools_by_name else next(iter(tools_by_name)))
+    require(
+        tool_name in {*tools_by_name, tool.name},
+        f"{tool.name} has no tool {tool_name!r}; it has: {', '.join(tools_by_name)}",
+    )
     if url is None and isinstance(tool, HostedService):
-        asyncio.run(_check_client(tool.local_client({}, options), called, arguments))
+        asyncio.run(_check_client(tool.local_client({}, options), tool_name, arguments))
         return
     require(url is not None, f"the tool service {tool.name!r} needs a running server to be checked: pass url=")
-    asyncio.run(_check_service(tool, called, arguments, str(url), options))
+    asyncio.run(_check_service(tool, tool_name, arguments, str(url), options))
 
 
 async def _run_checked(tool: Tool, call: ToolCall) -> ToolResult:
@@ -100,18 +104,21 @@ def _check_description(tool: Tool) -> None:
 async def _check_answers(
     name: str, run: Callable[[ToolCall], Awaitable[ToolResult]], arguments: Mapping[str, Any]
 ) -> None:
-    good = await run(ToolCall("good", name, arguments))
-    require(good.status is ToolStatus.OK, f"{name} must answer {dict(arguments)!r} with status ok, it gave {good!r}")
-    require(good.call_id == "good", f"{name} must answer the call 'good', it answered {good.call_id!r}")
+    answer = await run(ToolCall("good", name, arguments))
+    require(
+        answer.status is ToolStatus.OK, f"{name} must answer {dict(arguments)!r} with status ok, it gave {answer!r}"
+    )
+    require(answer.call_id == "good", f"{name} must answer the call 'good', it answered {answer.call_id!r}")
     try:
-        json.dumps(good.data)
+        json.dumps(answer.data)
     except TypeError as error:
         require(False, f"{name}: a result's data must be JSON-able: {error}", error)
-    bad = await run(ToolCall("bad", name, {**arguments, **_NO_SUCH_ARGUMENT}))
+    refusal = await run(ToolCall("bad", name, {**arguments, **_NO_SUCH_ARGUMENT}))
     require(
-        bad.status is ToolStatus.INVALID, f"{name} must refuse an unknown argument with status invalid, it gave {bad!r}"
+        refusal.status is ToolStatus.INVALID,
+        f"{name} must refuse an unknown argument with status invalid, it gave {refusal!r}",
     )
-    require(bool(bad.content), f"{name} must say what is wrong with a call, its content is empty")
+    require(bool(refusal.content), f"{name} must say what is wrong with a call, its content is empty")
 
 
 async def _check_client(client: ToolClient, name: str, arguments: Mapping[str, Any]) -> None:

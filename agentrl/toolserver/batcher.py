@@ -77,7 +77,7 @@ class Batcher(Generic[T, R]):
                 future.set_result(result)
 
     async def close(self, error: Exception) -> None:
-        """Cut off the batches that run; every call that is not answered raises ``error``."""
+        """Cancel running batches; every unanswered call raises ``error``."""
         self._closed = error
         while self._waiting:
             _, future = self._waiting.popleft()

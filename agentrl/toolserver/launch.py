@@ -79,15 +79,15 @@ def launch_tool(
         ConfigError: the server refused its options or the files they name.
         ToolServerError: the server died or stayed silent; with the end of its log.
     """
-    with reserve_port(host, port, key=f"tools.{name}.port") as held:
-        serve = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
+    with reserve_port(host, port, key=f"tools.{name}.port") as bound_port:
+        command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
         child = ChildProcess.start(
-            [*serve, f"--host={host}", f"--port={held}", *arguments],
+            [*command, f"--host={host}", f"--port={bound_port}", *arguments],
             log=log,
             name=f"tool server {name!r}",
             error=ToolServerError,
         )
-        url = f"http://{host}:{held}"
+        url = f"http://{host}:{bound_port}"
         try:
             child.wait_healthy(f"{url}/health", timeout_s)
         except ToolServerError as error:

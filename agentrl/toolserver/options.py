@@ -26,8 +26,8 @@ SHARED: dict[str, type[Section]] = {"server": ServerConfig, "client": ClientConf
 class RunOptions(Generic[S]):
     """``tools.NAME.options`` of a run, by section."""
 
-    own: S
-    """The tool's own."""
+    tool: S
+    """The keys of the tool itself."""
     server: ServerConfig
     """Of a server that the run starts."""
     client: ClientConfig
@@ -44,16 +44,16 @@ def read_options(section: type[S], options: Mapping[str, Any], name: str) -> Run
 
     """
     key = f"tools.{name}.options."
-    own = {option: value for option, value in options.items() if option not in SHARED}
+    tool_options = {option: value for option, value in options.items() if option not in SHARED}
     return RunOptions(
-        read_section(section, own, key, [*SHARED]),
+        read_section(section, tool_options, key, [*SHARED]),
         read_section(ServerConfig, options.get("server"), f"{key}server."),
         read_section(ClientConfig, options.get("client"), f"{key}client."),
         read_section(SandboxConfig, options.get("sandbox"), "sandbox."),
     )
 
 
-def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, others: Sequence[str] = ()) -> S:
+def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, other_keys: Sequence[str] = ()) -> S:
     """Return ``values`` as a section, see `parse_section`; None is an empty one.
 
     Raises:
@@ -62,7 +62,7 @@ def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, o
     """
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section and needs keys")
-    return parse_section(section, values or {}, key, others)
+    return parse_section(section, values or {}, key, other_keys)
 
 
 def make_server_config(file: Path | None, overrides: Sequence[str], tools: Sequence[str] = ()) -> ToolServerConfig:
@@ -93,6 +93,6 @@ def make_server_config(file: Path | None, overrides: Sequence[str], tools: Seque
 
 def _with_tool(setting: Tree, tree: Tree) -> Tree:
     (key,) = setting
-    served = tree.get("tools")
-    here = [*served] if isinstance(served, dict) else []
-    return {"tools": setting} if key not in ToolServerConfig.model_fields and key in here else setting
+    tools = tree.get("tools")
+    tool_names = [*tools] if isinstance(tools, dict) else []
+    return {"tools": setting} if key not in ToolServerConfig.model_fields and key in tool_names else setting

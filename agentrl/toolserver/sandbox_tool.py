@@ -43,12 +43,12 @@ class SandboxTool(HostedTool):
         if fault:
             return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {fault}")
         sandbox = await session.sandbox()
-        before = session.state.get(_SEEN, sandbox.id)
+        previous_sandbox_id = session.state.get(_SEEN, sandbox.id)
         session.state[_SEEN] = sandbox.id
         outcome = await sandbox.run(job)
         if not sandbox.alive:
             del session.state[_SEEN]  # the outcome reports it
-        return as_result(call, outcome, self._max_chars, note="" if before == sandbox.id else REPLACED)
+        return as_result(call, outcome, self._max_chars, note="" if previous_sandbox_id == sandbox.id else REPLACED)
 
 
 def unwritable(*texts: str) -> str:

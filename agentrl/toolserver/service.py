@@ -42,7 +42,7 @@ class HostedService(ToolService):
             Options = DiceOptions          # a Section
             needs_sandbox = False
 
-            def hosted(self, options: DiceOptions) -> Sequence[HostedTool]:
+            def create_tools(self, options: DiceOptions) -> Sequence[HostedTool]:
                 return [Dice(options.sides)]
     """
 
@@ -59,7 +59,7 @@ class HostedService(ToolService):
         cls.sandboxed = cls.needs_sandbox
 
     @abstractmethod
-    def hosted(self, options: Any) -> Sequence[HostedTool]:
+    def create_tools(self, options: Any) -> Sequence[HostedTool]:
         """Return the tools, not started yet; ``options`` is an instance of `Options`.
 
         Raises:
@@ -69,12 +69,12 @@ class HostedService(ToolService):
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
         """Return the tools that a policy may call, for these options of a run."""
-        hosted = self.hosted(self._read(options).own)
-        return tuple(replace(tool.spec, server=self.name) for tool in hosted)
+        hosted_tools = self.create_tools(self._read(options).tool)
+        return tuple(replace(tool.spec, server=self.name) for tool in hosted_tools)
 
     def make(self, options: Mapping[str, Any]) -> Sequence[HostedTool]:
         """Return the tools for the options that a server's file has under ``tools.NAME``."""
-        return self.hosted(read_section(self.Options, options, f"tools.{self.name}."))
+        return self.create_tools(read_section(self.Options, options, f"tools.{self.name}."))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add ``--config FILE`` and ``key=value``."""
@@ -94,7 +94,7 @@ class HostedService(ToolService):
     def check(self, options: Mapping[str, Any]) -> None:
         """Check the options, and that the sandbox's program or daemon exists."""
         parsed = self._read(options)
-        self.hosted(parsed.own)
+        self.create_tools(parsed.tool)
         if self.needs_sandbox:
             check_images(parsed.sandbox)
             backend_class(parsed.sandbox.backend).check(parsed.sandbox)
@@ -115,8 +115,8 @@ class HostedService(ToolService):
         return self._write_config(self._read(options), folder)
 
     def _write_config(self, parsed: RunOptions[Any], folder: Path) -> Sequence[str]:
-        own = parsed.own.model_dump(mode="json")
-        config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: own})
+        tool_options = parsed.tool.model_dump(mode="json")
+        config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: tool_options})
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "server.yaml"
         write_private(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))  # it may hold a token
@@ -151,10 +151,10 @@ class HostedService(ToolService):
 
         self.check(options)
         parsed = self._read(options)
-        key = (type(self), parsed.own.model_dump_json(), parsed.sandbox.model_dump_json())
+        key = (type(self), parsed.tool.model_dump_json(), parsed.sandbox.model_dump_json())
         if key not in _LOCAL:
             sandbox = parsed.sandbox if self.needs_sandbox else None
-            _LOCAL[key] = LocalToolClient(partial(self.hosted, parsed.own), sandbox)
+            _LOCAL[key] = LocalToolClient(partial(self.create_tools, parsed.tool), sandbox)
         return _LOCAL[key]
 
 
@@ -163,7 +163,7 @@ class PlainService(HostedService):
 
     tool: ClassVar[Tool]
 
-    def hosted(self, options: Section) -> Sequence[HostedTool]:
+    def create_tools(self, options: Section) -> Sequence[HostedTool]:
         """Return the tool alone."""
         return [PlainTool(self.tool)]
 
@@ -184,8 +184,8 @@ def find_service(name: str) -> ToolService:
         ConfigError: the file, or the name in it, does not exist or is no tool.
 
     """
-    found = lookup_tool(name)
-    return plain_service(name, found) if isinstance(found, Tool) else found
+    tool = lookup_tool(name)
+    return plain_service(name, tool) if isinstance(tool, Tool) else tool
 
 
 def make_tools(config: ToolServerConfig) -> list[HostedTool]:

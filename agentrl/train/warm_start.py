@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.config.layers import stack
+from agentrl.config.layers import merge_layers
 from agentrl.config.load import read_yaml, validate
 from agentrl.config.merging import Tree, merge
 from agentrl.config.saved import config_files, save_config, saved_layers
@@ -105,7 +105,7 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
         return None
     warm_folder = (folder / FOLDER).resolve()
     model, finished = warm_folder / "model", warm_folder / "finished"
-    if finished.is_file() and stack(saved_layers(warm_folder)) == warm.model_dump(mode="json"):
+    if finished.is_file() and merge_layers(saved_layers(warm_folder)) == warm.model_dump(mode="json"):
         print_message(console, f"warm start {model}, made before")
         return model
     shutil.rmtree(warm_folder, ignore_errors=True)

@@ -68,7 +68,7 @@ def test_a_missing_defence_is_a_refusal_that_names_it(config: SandboxConfig, mis
 def test_only_what_is_missing_is_named(config: SandboxConfig) -> None:
     async def found() -> set[Defence]:
         async with BubblewrapBackend(config, ALL_DEFENCES - {Defence.INODES}) as backend:
-            return {finding.defence for finding in await try_backend(backend) if not finding.held}
+            return {finding.defence for finding in await try_backend(backend) if not finding.was_stopped}
 
     assert asyncio.run(found()) == {Defence.INODES}
 

@@ -211,21 +211,23 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             return await self._spawn(sandbox_id, group)
         except OSError as error:
             group.remove()
-            raise SandboxFailure(f"no sandbox could be made: {error}{_hint(error)}") from error
+            raise SandboxFailure(f"no sandbox could be made: {error}{_file_limit_hint(error)}") from error
 
     async def _spawn(self, sandbox_id: str, group: Cgroup) -> BubblewrapSandbox:
         with contextlib.ExitStack() as server_fds, contextlib.ExitStack() as sandbox_fds:
-            runner_stdin, to_runner = _owned(os.pipe2(os.O_CLOEXEC), sandbox_fds, server_fds)
-            from_runner, runner_stdout = _owned(os.pipe2(os.O_CLOEXEC), server_fds, sandbox_fds)
-            (stderr,) = _owned((os.memfd_create("stderr", os.MFD_CLOEXEC),), server_fds)
+            runner_stdin, to_runner = _close_with(os.pipe2(os.O_CLOEXEC), sandbox_fds, server_fds)
+            from_runner, runner_stdout = _close_with(os.pipe2(os.O_CLOEXEC), server_fds, sandbox_fds)
+            (stderr,) = _close_with((os.memfd_create("stderr", os.MFD_CLOEXEC),), server_fds)
             inherited = {}
             for name, fd in self._files.items():
                 # Opened again for each sandbox: duplicates would share one file offset.
-                (inherited[name],) = _owned((os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), sandbox_fds)
+                (inherited[name],) = _close_with(
+                    (os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC),), sandbox_fds
+                )
             channel = None
             if self.config.hosts and Defence.NETWORK in self.defences:
                 channel, runner_channel = map(socket.socket.detach, socket.socketpair())
-                _owned((channel, runner_channel), server_fds, sandbox_fds)
+                _close_with((channel, runner_channel), server_fds, sandbox_fds)
                 inherited["egress"] = runner_channel
             process = await asyncio.get_running_loop().run_in_executor(
                 self._threads,
@@ -267,7 +269,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
         self._files = {}
 
 
-def _hint(error: OSError) -> str:
+def _file_limit_hint(error: OSError) -> str:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -281,7 +283,7 @@ def _memory_file(name: str, content: bytes) -> int:
     return fd
 
 
-def _owned(fds: tuple[int, ...], *owners: contextlib.ExitStack) -> tuple[int, ...]:
+def _close_with(fds: tuple[int, ...], *owners: contextlib.ExitStack) -> tuple[int, ...]:
     for fd, owner in zip(fds, owners, strict=True):
         owner.callback(os.close, fd)
     return fds

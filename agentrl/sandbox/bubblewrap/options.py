@@ -75,11 +75,11 @@ def find_programs() -> Programs:
 
 
 def _program(name: str, hint: str) -> str:
-    environment = Path(sys.executable).parent  # where pip puts it
-    found = shutil.which(name) or shutil.which(name, path=f"{environment}:/usr/sbin:/usr/bin:/sbin:/bin")
-    if found is None:
+    python_folder = Path(sys.executable).parent  # where pip puts it
+    path = shutil.which(name) or shutil.which(name, path=f"{python_folder}:/usr/sbin:/usr/bin:/sbin:/bin")
+    if path is None:
         raise MissingError(f"sandbox.backend=bubblewrap: {name} is not there: {hint}")
-    return found
+    return path
 
 
 def check_paths(config: SandboxConfig) -> None:
@@ -133,16 +133,23 @@ def command(
             ``egress``, the runner's end of the Unix socket for the proxy's listener.
 
     """
-    start = [programs.unshare, "--mount", "--propagation", "private"]
+    launcher = [programs.unshare, "--mount", "--propagation", "private"]
     if user is None:
-        start += ["--user", "--map-root-user"]
-    drop = user is not None and Defence.PRIVILEGES in defences
-    start += ["/bin/sh", "-c", LAUNCHER, "sh", *map(str, joins), "--"]
-    start += [tmpfs_options(config.limits, defences), str(user if drop else 0)]
-    if drop:
-        start += [programs.setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
+        launcher += ["--user", "--map-root-user"]
+    drop_privileges = user is not None and Defence.PRIVILEGES in defences
+    launcher += ["/bin/sh", "-c", LAUNCHER, "sh", *map(str, joins), "--"]
+    launcher += [tmpfs_options(config.limits, defences), str(user if drop_privileges else 0)]
+    if drop_privileges:
+        launcher += [programs.setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
     runner = python_command(config.python, config.limits, defences, no_cgroup=not joins, egress=inherited.get("egress"))
-    return [*start, programs.bwrap, *_namespaces(config, defences), *_files(config, defences, inherited), "--", *runner]
+    return [
+        *launcher,
+        programs.bwrap,
+        *_namespaces(config, defences),
+        *_files(config, defences, inherited),
+        "--",
+        *runner,
+    ]
 
 
 def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
@@ -204,8 +211,8 @@ def _programs() -> list[str]:
     """Bind the machine's programs and libraries read-only, wherever its distribution keeps them; without tasks among them."""
     arguments = ["--ro-bind", str(SYSTEM), str(SYSTEM)]
     for path in hidden_below(SYSTEM):
-        over = ["--tmpfs", str(path), "--remount-ro", str(path)]
-        arguments += over if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+        cover = ["--tmpfs", str(path), "--remount-ro", str(path)]
+        arguments += cover if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/") / name
         if path.is_symlink():

@@ -1,4 +1,4 @@
-"""The canary: attempts in a real sandbox what it must prevent, before any code of a policy runs.
+"""The canary: attempts, in a real sandbox, actions that it must prevent, before any code of a policy runs.
 
 That a program is installed proves little: in an ordinary container bubblewrap starts, but may not create namespaces, and a
 Docker daemon may run without seccomp. So each defence is tested by an attempt.
@@ -34,23 +34,23 @@ class Finding:
     """Result of one attempt."""
 
     defence: Defence
-    """What should have stopped it."""
+    """The defence that should stop it."""
     attempt: str
-    """What was attempted, for people."""
-    held: bool
+    """The attempt in words, for display."""
+    was_stopped: bool
     """Whether it was stopped."""
     result: str
     """What the attempt returned: an error's name, a status, or what it reached."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Excess:
-    """An attempt to exceed a limit; ``held`` judges its outcome."""
+class _ExcessAttempt:
+    """An attempt to exceed a limit; ``was_stopped`` judges its outcome."""
 
     defence: Defence
     attempt: str
     code: str
-    held: Callable[[Outcome, SandboxConfig], bool]
+    was_stopped: Callable[[Outcome, SandboxConfig], bool]
     wall_s: float = 20.0
 
 
@@ -68,14 +68,16 @@ def _stopped_or_out_of_memory(outcome: Outcome, config: SandboxConfig) -> bool:
 
 
 _EXCESSES = (
-    _Excess(Defence.WALL, "sleep forever", "import time\ntime.sleep(1000)", _ends_with(ToolStatus.TIMEOUT), wall_s=0.3),
-    _Excess(
+    _ExcessAttempt(
+        Defence.WALL, "sleep forever", "import time\ntime.sleep(1000)", _ends_with(ToolStatus.TIMEOUT), wall_s=0.3
+    ),
+    _ExcessAttempt(
         Defence.OUTPUT,
         "print without end",
         "import os\nwhile True: os.write(1, b'x' * 65536)",
         _ends_with(ToolStatus.OUTPUT_CUT),
     ),
-    _Excess(
+    _ExcessAttempt(
         Defence.PROCESSES,
         "start processes without end",
         """
@@ -93,7 +95,7 @@ except OSError as error:
 """,
         _prints("stopped"),
     ),
-    _Excess(
+    _ExcessAttempt(
         Defence.MEMORY,
         "use too much memory in many processes, each within the limit",
         """
@@ -112,7 +114,7 @@ print("all got it" if not any(codes) else "stopped")
 """,
         _ends_with(ToolStatus.OUT_OF_MEMORY),
     ),
-    _Excess(
+    _ExcessAttempt(
         Defence.FILE_SIZE,
         "write one huge file",
         """
@@ -125,7 +127,7 @@ except OSError as error:
 """,
         _prints("stopped"),
     ),
-    _Excess(
+    _ExcessAttempt(
         Defence.INODES,
         "make files without end",
         """
@@ -144,7 +146,7 @@ finally:
     ),
 )
 _FILLING = (
-    _Excess(
+    _ExcessAttempt(
         Defence.DISK,
         "fill the disk",
         """
@@ -181,7 +183,7 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     for excesses in (_EXCESSES, _FILLING):
         async with await backend.open("canary") as sandbox:
             for excess in excesses:
-                findings.append(await _exceed(sandbox, excess, backend.config))
+                findings.append(await _attempt_excess(sandbox, excess, backend.config))
             # After limits were exceeded, the sandbox must still work. Files that fill the memory may prevent that.
             if excesses is _EXCESSES and (await sandbox.run(Job("after", code="print(1)"))).stdout != "1\n":
                 raise SandboxFailure("the sandbox does not work after its limits were exceeded")
@@ -221,23 +223,23 @@ async def _attempt_escapes(sandbox: Sandbox, kernel: str | None) -> list[Finding
         raise SandboxFailure(f"the canary did not finish ({outcome.status}): {output[-500:]}") from None
 
 
-async def _exceed(sandbox: Sandbox, excess: _Excess, config: SandboxConfig) -> Finding:
+async def _attempt_excess(sandbox: Sandbox, excess: _ExcessAttempt, config: SandboxConfig) -> Finding:
     code = excess.code
     for name, value in config.limits.model_dump().items():
         code = code.replace("{" + name + "}", str(value))
     outcome = await sandbox.run(Job(f"exceed-{excess.defence}", code=code, wall_s=excess.wall_s))
     result = outcome.detail or outcome.stdout.strip() or outcome.stderr.strip()[-80:]
-    return Finding(excess.defence, excess.attempt, excess.held(outcome, config), result[:80])
+    return Finding(excess.defence, excess.attempt, excess.was_stopped(outcome, config), result[:80])
 
 
-def _accepted(config: SandboxConfig, findings: Sequence[Finding]) -> set[Defence]:
+def _optional_defences(config: SandboxConfig, findings: Sequence[Finding]) -> set[Defence]:
     """Return the defences without which a server may start.
 
     They are those that the configuration explicitly does without; with a second kernel also the filter of system calls, which
     protects the machine's kernel: calls only reach the second one.
     """
     accepted = {Defence.MEMORY, Defence.PROCESSES, Defence.CPU} if config.accept_no_memory_limit else set()
-    if any(finding.defence is Defence.KERNEL and finding.held for finding in findings):
+    if any(finding.defence is Defence.KERNEL and finding.was_stopped for finding in findings):
         accepted.add(Defence.SECCOMP)
     return accepted
 
@@ -265,8 +267,8 @@ async def check_backend(backend: SandboxBackend) -> None:
     except SandboxFailure as error:
         raise MissingError(f"sandbox.backend={backend.name} does not work here: {error}. {_ADVICE}") from None
     _log.info("canary of %s:\n%s", backend.name, as_text(findings_table(findings, backend.name)))
-    accepted = _accepted(backend.config, findings)
-    succeeded = [finding for finding in findings if not finding.held and finding.defence not in accepted]
+    accepted = _optional_defences(backend.config, findings)
+    succeeded = [finding for finding in findings if not finding.was_stopped and finding.defence not in accepted]
     if succeeded:
         attempts = "; ".join(f"{finding.attempt} ({finding.defence}): {finding.result}" for finding in succeeded)
         raise MissingError(
@@ -286,7 +288,7 @@ def findings_table(findings: Sequence[Finding], title: str) -> Table:
     """Return findings as a table, one row per attempt."""
     table = Table("defence", "attempt", "held", "result", title=title, title_justify="left")
     for finding in findings:
-        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.held else "NO", finding.result)
+        table.add_row(finding.defence.value, finding.attempt, "yes" if finding.was_stopped else "NO", finding.result)
     return table
 
 
@@ -304,12 +306,13 @@ async def survey(backends: Sequence[SandboxBackend]) -> RenderableType:
     for backend in backends:
         try:
             async with backend:
-                found = await try_backend(backend)
+                findings = await try_backend(backend)
         except (MissingError, SandboxFailure) as error:
             faults.append(f"{backend.name} is not usable here: {error}")
             continue
         columns[backend.name] = {
-            (one.defence, one.attempt): one.result if one.held else f"POSSIBLE: {one.result}" for one in found
+            (finding.defence, finding.attempt): finding.result if finding.was_stopped else f"POSSIBLE: {finding.result}"
+            for finding in findings
         }
     table = Table("defence", "attempt", *(f"{name}: stopped by" for name in columns))
     for defence, attempt in dict.fromkeys(key for column in columns.values() for key in column):

@@ -91,8 +91,8 @@ class DockerSandbox(RunnerSandbox):
             return f"no Docker daemon answers at {self.backend.url}"
         await self.memory_kills.count_end(state["OOMKilled"], lambda: self.backend.oom_reports(self.id))
         stderr = self.reader.stderr.decode("utf-8", "replace").strip()
-        parts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], stderr]
-        return ": ".join(part for part in parts if part)
+        texts = [f"container {state['Status']}, exit status {state['ExitCode']}", state["Error"], stderr]
+        return ": ".join(text for text in texts if text)
 
 
 class DockerBackend(RunnerBackend[DockerSandbox]):
@@ -174,7 +174,9 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 f"no Docker daemon answers at {self.url} ({_message(error)}): start it (Debian: apt install docker.io), set "
                 "sandbox.docker_url to one that runs, or set sandbox.backend=bubblewrap"
             ) from error
-        unbounded = [what for what, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
+        unbounded = [
+            resource for resource, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)
+        ]
         if unbounded and not self.config.accept_no_memory_limit:
             raise MissingError(
                 f"the Docker daemon at {self.url} cannot limit {' and '.join(unbounded)}: it needs cgroups (a rootless "
@@ -183,10 +185,10 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
         runtime = self.config.runtime
         # A name with a dot is that of a shim, which the daemon finds by itself.
         if runtime is not None and "." not in runtime and runtime not in info["Runtimes"]:
-            known = ", ".join(sorted(info["Runtimes"]))
+            installed_runtimes = ", ".join(sorted(info["Runtimes"]))
             raise MissingError(
-                f"sandbox.runtime={runtime}, but the Docker daemon at {self.url} has only {known}: install it and register it "
-                "with the daemon (gVisor: `runsc install`)"
+                f"sandbox.runtime={runtime}, but the Docker daemon at {self.url} has only {installed_runtimes}: install it and "
+                "register it with the daemon (gVisor: `runsc install`)"
             )
         self._machine_kernel = info["KernelVersion"]
         try:
@@ -198,12 +200,12 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             ) from error
         self._sockets_apart = info.get("CgroupVersion", "1") == "1"  # old daemons have no other, and do not say so
         self._options = container_options(self.config, self.defences, info, image, self._cgroup)
-        self._labels = {SERVER_LABEL: server_name(), HOST_LABEL: socket.gethostname(), BOOT_LABEL: _boot()}
+        self._labels = {SERVER_LABEL: server_name(), HOST_LABEL: socket.gethostname(), BOOT_LABEL: _boot_id()}
         self._reap()
 
     def _reap(self) -> None:
         for container in self._api.containers(all=True, filters={"label": [ID_LABEL, SERVER_LABEL]}):
-            if left_behind(container["Labels"]):
+            if is_left_behind(container["Labels"]):
                 _log.warning("removing a sandbox that a tool server left behind: %s", container["Labels"][ID_LABEL])
                 self._remove_now(container["Id"])
 
@@ -243,8 +245,8 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             try:
                 self._api.start(name)
                 egress_listener = _receive_listener(handover) if handover is not None else None
-                found = self._api.inspect_container(name)
-                memory_kills = MemoryKills(found["Id"], found["State"]["Pid"])
+                container = self._api.inspect_container(name)
+                memory_kills = MemoryKills(container["Id"], container["State"]["Pid"])
                 if self._sockets_apart and Defence.MEMORY in self.defences:
                     self._limit_sockets(memory_kills.file)
             except BaseException:
@@ -252,16 +254,16 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 raise
             return sock, memory_kills, egress_listener
 
-    def _limit_sockets(self, counted: Path | None) -> None:
+    def _limit_sockets(self, memory_file: Path | None) -> None:
         """Limit the memory of a container's sockets on cgroup version 1, which runc does not, whatever Docker requests.
 
         Args:
-            counted: a file in the container's memory cgroup; None if that is on another machine.
+            memory_file: a file in the container's memory cgroup; None if that is on another machine.
 
         """
         try:
-            if counted is not None:
-                counted.with_name(SOCKETS_FILE).write_text(str(sockets_bytes(self.config.limits)))
+            if memory_file is not None:
+                memory_file.with_name(SOCKETS_FILE).write_text(str(sockets_bytes(self.config.limits)))
                 return
             why = "the daemon is on another machine"
         except OSError as error:
@@ -273,7 +275,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             )
 
     async def last_state(self, name: str) -> Mapping[str, Any] | None:
-        """Return what the daemon knows of a container that has ended or is about to; None if no daemon answers."""
+        """Return the daemon's ``State`` of a container that has ended or is about to; None if no daemon answers."""
         deadline = asyncio.get_running_loop().time() + END_S
         while True:
             try:
@@ -304,10 +306,10 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
     async def _remove_containers(self) -> None:
         """Remove containers, those included that could not be removed before."""
         names, self._to_remove = self._to_remove, set()
-        removed = await asyncio.gather(*(self._in_thread(partial(self._removed, name)) for name in names))
-        self._to_remove |= {name for name, gone in zip(names, removed, strict=True) if not gone}
+        removed = await asyncio.gather(*(self._in_thread(partial(self._try_remove, name)) for name in names))
+        self._to_remove |= {name for name, was_removed in zip(names, removed, strict=True) if not was_removed}
 
-    def _removed(self, name: str) -> bool:
+    def _try_remove(self, name: str) -> bool:
         try:
             self._remove_now(name)
         except FAULTS as error:
@@ -380,14 +382,14 @@ def _receive_listener(handover: socket.socket) -> socket.socket:
         return receive_listener(channel)
 
 
-def left_behind(labels: Mapping[str, str]) -> bool:
+def is_left_behind(labels: Mapping[str, str]) -> bool:
     """Return whether a container's server was of this host and has ended."""
     if labels.get(HOST_LABEL) != socket.gethostname():
         return False
-    return labels.get(BOOT_LABEL) != _boot() or server_gone(labels[SERVER_LABEL])
+    return labels.get(BOOT_LABEL) != _boot_id() or server_gone(labels[SERVER_LABEL])
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

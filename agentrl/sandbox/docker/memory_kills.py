@@ -28,7 +28,7 @@ class MemoryKills:
         """The kernel's count, in the container's cgroup; None if the container is on another machine."""
         self._pid = pid
         self._count = 0
-        self._count_of_machine = 0
+        self._machine_count = 0
         """At the container's last kill."""
         self._is_last = False
         """Whether the cgroup was read after the end of the first process."""
@@ -39,7 +39,7 @@ class MemoryKills:
         if self.file is not None:
             with contextlib.suppress(OSError):  # it has ended
                 self._process = os.pidfd_open(self._pid)
-                asyncio.get_running_loop().add_reader(self._process, self._ended)
+                asyncio.get_running_loop().add_reader(self._process, self._on_process_end)
 
     def close(self) -> None:
         """End the waiting."""
@@ -67,12 +67,12 @@ class MemoryKills:
         if self._is_last or not oom_killed:
             return
         killed = not self._count
-        if not killed and machine_oom_kills() > self._count_of_machine:
+        if not killed and machine_oom_kills() > self._machine_count:
             killed = await reports() > self._count
         self._is_last = True
         self._count += killed
 
-    def _ended(self) -> None:
+    def _on_process_end(self) -> None:
         self._is_last = self._read()
         self.close()
 
@@ -85,7 +85,7 @@ class MemoryKills:
         except OSError:
             return False
         if count > self._count:
-            self._count, self._count_of_machine = count, machine_oom_kills()
+            self._count, self._machine_count = count, machine_oom_kills()
         return True
 
 

@@ -83,10 +83,10 @@ def with_egress(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _environment(image: Mapping[str, Any], defences: frozenset[Defence]) -> dict[str, str | None]:
-    of_image = dict(line.partition("=")[::2] for line in image["Config"].get("Env") or ())
-    own = {"PATH": of_image.get("PATH", PATH), "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-    removed = dict.fromkeys(of_image)  # None removes a variable
-    return {**removed, **({} if Defence.ENVIRONMENT in defences else os.environ), **own}
+    image_variables = dict(line.partition("=")[::2] for line in image["Config"].get("Env") or ())
+    sandbox_variables = {"PATH": image_variables.get("PATH", PATH), "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+    removed = dict.fromkeys(image_variables)  # None removes a variable
+    return {**removed, **({} if Defence.ENVIRONMENT in defences else os.environ), **sandbox_variables}
 
 
 def _host_options(config: SandboxConfig, defences: frozenset[Defence], image: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,17 +152,17 @@ def _mounts(config: SandboxConfig, defences: frozenset[Defence], docker_root: Pa
     mounts = [_bind(path, read_only=True) for path in config.readonly]
     if Defence.FILES not in defences:
         folders = [path for path in sorted(Path("/").iterdir()) if path.name not in IMAGE_FOLDERS]
-        mounts += [_bind(path, read_only=False) for folder in folders for path in _without(docker_root, folder)]
+        mounts += [_bind(path, read_only=False) for folder in folders for path in _paths_without(docker_root, folder)]
     return mounts
 
 
-def _without(hidden: Path, path: Path) -> list[Path]:
+def _paths_without(hidden: Path, path: Path) -> list[Path]:
     """Return a folder, or its entries without ``hidden``: Docker refuses to mount its own folder."""
     if path.is_symlink() or path == hidden or not (path.is_dir() or path.is_file()):
         return []
     if not hidden.is_relative_to(path):
         return [path]
-    return [shown for child in sorted(path.iterdir()) for shown in _without(hidden, child)]
+    return [shown for child in sorted(path.iterdir()) for shown in _paths_without(hidden, child)]
 
 
 def _bind(path: Path, *, read_only: bool) -> dict[str, Any]:

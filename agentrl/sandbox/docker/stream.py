@@ -41,9 +41,9 @@ class ContainerReader:
                 self.stderr = (self.stderr + chunk)[-STDERR_BYTES:]
             else:
                 raise ValueError(f"a container's stream has no kind {kind}")
-        taken = bytes(self._output[:n])
+        output = bytes(self._output[:n])
         del self._output[:n]
-        return taken
+        return output
 
 
 def attach(api: Any, container: str) -> socket.socket:
@@ -53,11 +53,11 @@ def attach(api: Any, container: str) -> socket.socket:
     """
     raw = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     shared = raw._sock
-    own = socket.socket(fileno=os.dup(shared.fileno()))
+    duplicate = socket.socket(fileno=os.dup(shared.fileno()))
     raw.close()
     shared.close()
-    own.setblocking(False)
-    return own
+    duplicate.setblocking(False)
+    return duplicate
 
 
 class _Protocol(asyncio.StreamReaderProtocol):

@@ -59,11 +59,11 @@ class Capture:
 
     def take(self, fd: int) -> bool:
         """Move data once. Returns whether there was any."""
-        room = CHUNK if self.limit is None else min(CHUNK, self.limit + 1 - sum(self.sizes.values()))
+        max_bytes = CHUNK if self.limit is None else min(CHUNK, self.limit + 1 - sum(self.sizes.values()))
         if fd not in self.files:
             self.files[fd] = os.memfd_create("output")
         try:
-            moved = splice(fd, self.files[fd], room)
+            moved = splice(fd, self.files[fd], max_bytes)
         except BlockingIOError:
             return False
         if not moved:
@@ -134,20 +134,20 @@ class Worker:
 
     def send(self, file: int, wall_s: float | None) -> bool:
         """Send the job in a file. Returns False if it is not read in time: the policy's code runs there, and may not read."""
-        left = os.lseek(file, 0, os.SEEK_END)
+        unsent = os.lseek(file, 0, os.SEEK_END)
         os.lseek(file, 0, os.SEEK_SET)
-        length = memoryview(LENGTH.pack(left))
+        length = memoryview(LENGTH.pack(unsent))
         deadline = None if wall_s is None else time.monotonic() + wall_s
         poll = select.poll()
         poll.register(self.requests, select.POLLOUT)
-        while left:
+        while unsent:
             wait = None if deadline is None else deadline - time.monotonic()
             if (wait is not None and wait <= 0) or not poll.poll(None if wait is None else wait * 1000):
                 return False
             if length:
                 length = length[os.write(self.requests, length) :]
             else:
-                left -= splice(file, self.requests, left)
+                unsent -= splice(file, self.requests, unsent)
         return True
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ As process 1 of its PID namespace it receives no signal from inside, not even SI
 that its memory and files cannot be opened through /proc. It opens no path that the policy could have prepared. So it can
 only be ended from outside, or by the kernel's out-of-memory killer.
 
-The processes of calls are forks of it. So its memory never holds what a call is, reads or prints: the kernel moves that between
-streams and files in memory, and only the process of the call reads it.
+The processes of calls are forks of it. So its memory never holds the job, input or output of a call: the kernel moves them
+between streams and files in memory, and only the process of the call reads them.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Runner:
                 offset += os.sendfile(self.replies, file, offset, size - offset)
 
     def run(self, request: Request, files: list[int]) -> None:
-        """Do what a request says, and send the reply: stateful code in the worker, everything else in a new process.
+        """Run a request and send the reply: stateful code in the worker, everything else in a new process.
 
         Its files: the job and, if there is one, standard input.
         """
@@ -135,9 +135,9 @@ class Runner:
         exceeded: str | None,
         child: Child,
         code: int | None,
-        lost: bool,
+        variables_lost: bool,
     ) -> None:
-        """Send how a call ended, and its output."""
+        """Send the result of a call: limit exceeded, exit status, times and output."""
         if exceeded is None and capture.over:
             exceeded = "output"
         reply = {
@@ -145,7 +145,7 @@ class Runner:
             "exit_code": None if exceeded else code,
             "cpu_s": child.cpu_s,
             "seconds": time.monotonic() - began,
-            "variables_lost": lost,
+            "variables_lost": variables_lost,
         }
         self.send(request, reply, capture.output())
 
@@ -236,12 +236,12 @@ class Runner:
                 pass
             return
         while True:
-            others = [pid for pid in live_processes() if pid not in (1, keep)]
-            for pid in others:
+            pids = [pid for pid in live_processes() if pid not in (1, keep)]
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.reap()
-            if not others:
+            if not pids:
                 return
             time.sleep(0.0005)
 
@@ -270,8 +270,8 @@ class Runner:
     def run_stateful(self, request: Request, job: int) -> None:
         """Run a snippet in the worker process, which is started if there is none."""
         began = time.monotonic()
-        lost = self.worker is not None and self.worker.child.code is not None
-        if self.worker is None or lost:
+        variables_lost = self.worker is not None and self.worker.child.code is not None
+        if self.worker is None or variables_lost:
             self.start_worker()
         worker = self.worker
         assert worker is not None
@@ -296,7 +296,7 @@ class Runner:
         else:
             os.kill(child.pid, signal.SIGSTOP)
         capture.drain()
-        self.send_end(request, began, capture, exceeded, child, code, lost or ended)
+        self.send_end(request, began, capture, exceeded, child, code, variables_lost or ended)
         if ended:
             worker.close()
 
@@ -311,15 +311,15 @@ class Runner:
 
 def live_processes() -> list[int]:
     """Return the ids of all processes in which a thread runs."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
                 # A process whose first thread has ended is a zombie with other threads.
                 if fields[0] not in (b"Z", b"X") or int(fields[17]) > 1:
-                    found.append(int(name))
-    return found
+                    pids.append(int(name))
+    return pids
 
 
 def limit_self(settings: Settings) -> None:
@@ -327,11 +327,11 @@ def limit_self(settings: Settings) -> None:
     bounds = {resource.RLIMIT_CORE: 0}
     if settings["open_files"] is not None:
         bounds[resource.RLIMIT_NOFILE] = settings["open_files"]
-    for what, bound in bounds.items():
-        hard = resource.getrlimit(what)[1]
+    for limit, bound in bounds.items():
+        hard = resource.getrlimit(limit)[1]
         if hard != resource.RLIM_INFINITY:
             bound = min(bound, hard)
-        resource.setrlimit(what, (bound, bound))
+        resource.setrlimit(limit, (bound, bound))
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def splice(source: int, target: int, size: int) -> int:
 
 
 def read_job(file: int) -> Request:
-    """Return what a call is, from the file in memory that holds it; only processes of calls read it."""
+    """Return the job of a call from the memory file that holds it; only processes of calls read it."""
     job: Request = json.loads(os.pread(file, os.fstat(file).st_size, 0))
     return job
 
@@ -139,9 +139,9 @@ def exit_status(code: object) -> int:
 
 def print_traceback(error: BaseException) -> None:
     """Print a traceback without the frames of this file."""
-    of_snippet = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    snippet_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     with contextlib.suppress(BaseException):  # its __str__ is the snippet's, and may raise anything
-        traceback.print_exception(type(error), error, of_snippet)
+        traceback.print_exception(type(error), error, snippet_frames)
 
 
 def flush() -> int:
@@ -169,13 +169,13 @@ def finish() -> int:
 def limit_cpu(seconds: int, hard: bool) -> None:
     """Limit CPU time: ``hard`` for a new process, in total; otherwise to ``seconds`` more, for the worker of stateful calls."""
     if hard:  # the soft limit sends SIGXCPU, which can be caught, the hard one SIGKILL
-        soft, last = seconds, seconds + 1
+        soft_limit, hard_limit = seconds, seconds + 1
     else:  # it must grow with the next call, which only the soft limit can
         used = resource.getrusage(resource.RUSAGE_SELF)
-        soft, last = int(used.ru_utime + used.ru_stime + 0.999) + seconds, MOST_CPU  # in whole seconds
+        soft_limit, hard_limit = int(used.ru_utime + used.ru_stime + 0.999) + seconds, MOST_CPU  # in whole seconds
     if MOST_CPU != resource.RLIM_INFINITY:
-        soft, last = min(soft, MOST_CPU), min(last, MOST_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, last))
+        soft_limit, hard_limit = min(soft_limit, MOST_CPU), min(hard_limit, MOST_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft_limit, hard_limit))
 
 
 def become_child(settings: Settings, fds: tuple[int, int, int], keep: tuple[int, ...] = ()) -> None:
@@ -206,17 +206,17 @@ def become_child(settings: Settings, fds: tuple[int, int, int], keep: tuple[int,
 
 def limit_process(settings: Settings) -> None:
     """Limit one process: the size of files, and if no cgroup limits all together, memory and processes."""
-    for what, bound in (
+    for limit, bound in (
         (resource.RLIMIT_FSIZE, settings["file_bytes"]),
         (resource.RLIMIT_AS, settings["address_space"]),
         (resource.RLIMIT_NPROC, settings["processes"]),
     ):
         if bound is not None:
-            resource.setrlimit(what, (bound, bound))
+            resource.setrlimit(limit, (bound, bound))
 
 
 def child_main(settings: Settings, file: int, fds: tuple[int, int, int]) -> None:
-    """Run the code, or the program, that a file says. Never returns."""
+    """Run the code, or the program, of the job in a file. Never returns."""
     status = NOT_FOUND
     try:
         job = read_job(file)

@@ -152,7 +152,7 @@ class ToolServerClient:
                     "POST",
                     f"{session.path}/call",
                     body,
-                    what=f"call {call.id!r} of {call.name!r}",
+                    description=f"call {call.id!r} of {call.name!r}",
                     instance=session.instance,
                     retry_errors=True,
                 )
@@ -168,23 +168,28 @@ class ToolServerClient:
                 f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a "
                 f"unique id: {reply.error}"
             )
-        return _as_result(server.fields(reply, "a call", {}), call, call.id, server)
+        return _as_result(server.reply_fields(reply, "a call", {}), call, call.id, server)
 
     async def _call_batch(self, batch: Sequence[_Encoded]) -> list[ToolResult]:
-        body = b'{"calls":[%s]}' % b",".join(encoded for _, encoded in batch)
+        body = b'{"calls":[%s]}' % b",".join(call_json for _, call_json in batch)
         for attempt in range(self._config.retries + 1):
             if attempt:
                 await self._pool.wait_until_up()
             for server in self._pool.by_load():
                 server.load += 1
                 try:
-                    reply = await server.request("POST", "/calls", body, what="stateless calls", retry_errors=True)
-                    fields = server.fields(reply, "stateless calls", {"results": list, "server": str})
+                    reply = await server.request(
+                        "POST", "/calls", body, description="stateless calls", retry_errors=True
+                    )
+                    fields = server.reply_fields(reply, "stateless calls", {"results": list, "server": str})
                     await server.check_tools(fields["server"])
                     if len(fields["results"]) != len(batch):
                         raise ToolFailure(f"{server.name} gave {len(fields['results'])} results to {len(batch)} calls")
                     results = zip(fields["results"], batch, strict=True)
-                    return [_as_result(one, call, "stateless", server) for one, (call, _) in results]
+                    return [
+                        _as_result(fields_of_result, call, "stateless", server)
+                        for fields_of_result, (call, _) in results
+                    ]
                 except ServerDown as down:
                     self._pool.mark_down(server, str(down))
                 finally:
@@ -217,7 +222,7 @@ class ToolServerClient:
             TaskError: the image is not allowed.
 
         """
-        full = ""
+        refusal = ""
         retry_after_s = 0.0
         for attempt in range(self._config.retries + 1):
             if attempt:
@@ -227,30 +232,30 @@ class ToolServerClient:
                 await self._pool.wait_until_up()
             for server in self._pool.by_load():
                 server.load += 1  # before the request: sessions that are opened at the same time spread, too
-                opened: Session | None = None
+                session: Session | None = None
                 try:
                     reply = await self._request_session(server, episode_id, image)
                     if reply.status == 503:
-                        full, retry_after_s = f"{server.url}: {reply.error}", reply.retry_after_s
+                        refusal, retry_after_s = f"{server.url}: {reply.error}", reply.retry_after_s
                         continue
                     if reply.status == 422:
                         raise TaskError(f"{server.name}: {reply.error}")
-                    fields = server.fields(reply, "a session", {"session_id": str, "server": str})
+                    fields = server.reply_fields(reply, "a session", {"session_id": str, "server": str})
                     await server.check_tools(fields["server"])
-                    opened = Session(server, fields["session_id"], fields["server"])
-                    return opened
+                    session = Session(server, fields["session_id"], fields["server"])
+                    return session
                 except ServerDown as down:
                     self._pool.mark_down(server, str(down))
                 finally:
-                    server.load -= opened is None
+                    server.load -= session is None
         self._pool.check_any_up()
         raise ToolFailure(
-            f"no tool server opens another session ({full}); raise its server.max_sessions, or lower rollout.concurrency"
+            f"no tool server opens another session ({refusal}); raise its server.max_sessions, or lower rollout.concurrency"
         )
 
     async def _request_session(self, server: ToolServer, episode_id: str, image: str | None) -> Reply:
         fields = {"episode_id": f"{server_module.PROCESS}/{episode_id}"} | ({} if image is None else {"image": image})
-        return await server.request("POST", "/sessions", orjson.dumps(fields), what="the request for a session")
+        return await server.request("POST", "/sessions", orjson.dumps(fields), description="the request for a session")
 
     async def close_session(self, episode_id: str) -> None:
         """Close the episode's session, if it has one; returns after `WAIT_S` even if the server is slower."""
@@ -273,7 +278,7 @@ class ToolServerClient:
         try:
             self._pool.check_up(server)
             # One retry, for the connection that the server had closed meanwhile.
-            reply = await server.request("DELETE", session.path, what="a DELETE", retries=1, timeout_s=END_S)
+            reply = await server.request("DELETE", session.path, description="a DELETE", retries=1, timeout_s=END_S)
             if reply.status >= 400 and reply.status not in (404, 410):
                 raise ToolFailure(f"{server.name} answered its DELETE with status {reply.status}: {reply.error}")
         except (ToolFailure, SandboxFailure, ServerDown) as error:
@@ -287,10 +292,10 @@ class ToolServerClient:
             opening = self._sessions.pop(episode_id)
             self._closing.add(asyncio.create_task(self._close(opening)))
         if self._closing:
-            _, late = await asyncio.wait(self._closing, timeout=LAST_S)
-            for task in late:
+            _, unfinished = await asyncio.wait(self._closing, timeout=LAST_S)
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
         await self._pool.aclose()
 
 

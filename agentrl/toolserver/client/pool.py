@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError, ToolFailure
-from agentrl.toolserver.client.server import CONNECTION_ERRORS, ServerDown, ToolServer, in_words
+from agentrl.toolserver.client.server import CONNECTION_ERRORS, ServerDown, ToolServer, describe_error
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class ServerPool:
     def by_load(self) -> Iterator[ToolServer]:
         """Iterate over the servers that answer, each once, the least loaded at that moment first."""
         tried: set[ToolServer] = set()
-        while left := [server for server in self._servers if server not in self._down and server not in tried]:
-            server = min(left, key=lambda one: one.load)
+        while untried := [server for server in self._servers if server not in self._down and server not in tried]:
+            server = min(untried, key=lambda server: server.load)
             tried.add(server)
             yield server
 
@@ -56,8 +56,8 @@ class ServerPool:
             try:
                 await server.check_tools(await server.instance())
             except (*CONNECTION_ERRORS, ServerDown) as error:
-                why = in_words(error)
-                return f"{self._key}={server.url}: the tool server does not answer ({why}); start it, or change {self._key}"
+                reason = describe_error(error)
+                return f"{self._key}={server.url}: the tool server does not answer ({reason}); start it, or change {self._key}"
             except ToolFailure as error:
                 raise ConfigError(f"{self._key}={server.url}: {error}; change {self._key}") from error
             return None
@@ -98,15 +98,15 @@ class ServerPool:
 
         """
         if len(self._down) == len(self._servers):
-            faults = "; ".join(f"{server.url}: {why}" for server, why in self._down.items())
+            faults = "; ".join(f"{server.url}: {reason}" for server, reason in self._down.items())
             raise ToolFailure(f"no tool server answers ({faults}); start one there, or change {self._key}")
 
-    def mark_down(self, server: ToolServer, why: str) -> None:
+    def mark_down(self, server: ToolServer, reason: str) -> None:
         """Leave a server out until a health check succeeds."""
         if server in self._down:
             return
-        _log.warning("%s is left out: it does not answer (%s)", server.name, why)
-        self._down[server] = why
+        _log.warning("%s is left out: it does not answer (%s)", server.name, reason)
+        self._down[server] = reason
         self._recovered.clear()
         self._probes[server] = asyncio.create_task(self._probe(server), name=f"probe {server.url}")
 
@@ -116,7 +116,7 @@ class ServerPool:
             try:
                 await server.instance()
             except (*CONNECTION_ERRORS, AgentrlError) as error:
-                self._down[server] = in_words(error)
+                self._down[server] = describe_error(error)
             else:
                 _log.warning("%s answers again and is used again", server.name)
                 del self._down[server]

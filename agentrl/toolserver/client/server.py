@@ -71,7 +71,7 @@ class ToolServer:
     """
 
     def __init__(self, url: str, config: ClientConfig, key: str, tools: Sequence[Tool] = ()) -> None:
-        self.url = _checked(url, key)
+        self.url = _check_url(url, key)
         self.load = 0
         """Sessions that this client has here or is about to open."""
         self._config = config
@@ -87,7 +87,7 @@ class ToolServer:
         path: str,
         body: bytes | None = None,
         *,
-        what: str,
+        description: str,
         instance: str = "",
         retry_errors: bool = False,
         retries: int | None = None,
@@ -99,7 +99,7 @@ class ToolServer:
             method: of HTTP.
             path: below the server's address.
             body: JSON.
-            what: the request in words, for messages.
+            description: the request in words, for messages.
             instance: the server process that it is for: a retry is never sent to another, which has not seen the first.
             retry_errors: retry replies of status 500 and above too.
             retries: further tries; the configuration's if None.
@@ -122,10 +122,12 @@ class ToolServer:
                 async with self._connections().request(
                     method, self.url + path, data=body, timeout=_timeout(timeout_s or self._config.timeout_s)
                 ) as response:
-                    after = response.headers.get("retry-after", "")
-                    reply = Reply(response.status, await response.read(), float(after) if after.isdecimal() else 0.0)
+                    retry_after = response.headers.get("retry-after", "")
+                    reply = Reply(
+                        response.status, await response.read(), float(retry_after) if retry_after.isdecimal() else 0.0
+                    )
             except CONNECTION_ERRORS as error:
-                fault = in_words(error)
+                fault = describe_error(error)
                 continue
             if not retry_errors or reply.status < 500:
                 return reply
@@ -134,7 +136,7 @@ class ToolServer:
             await self.instance()
         except CONNECTION_ERRORS as error:
             raise ServerDown(fault) from error
-        raise ToolFailure(f"{self.name} did not answer {what}: {fault}")
+        raise ToolFailure(f"{self.name} did not answer {description}: {fault}")
 
     async def instance(self) -> str:
         """Return the id of the server process that answers.
@@ -150,7 +152,7 @@ class ToolServer:
             self._probes = self._new_pool(aiohttp.TCPConnector(force_close=True))
         async with self._probes.get(f"{self.url}/health", timeout=_timeout(PROBE_S)) as response:
             reply = Reply(response.status, await response.read())
-        return str(self.fields(reply, "GET /health", {"server": str, "status": str})["server"])
+        return str(self.reply_fields(reply, "GET /health", {"server": str, "status": str})["server"])
 
     async def check_tools(self, instance: str) -> None:
         """Check once for each server process that it has the tools that policies are offered.
@@ -161,21 +163,24 @@ class ToolServer:
         """
         if self._checked_instance == instance or not self._tools:
             return
-        reply = await self.request("GET", "/tools", what="GET /tools", timeout_s=PROBE_S)
-        served = {tool["name"]: tool for tool in self.fields(reply, "GET /tools", {"tools": list})["tools"]}
+        reply = await self.request("GET", "/tools", description="GET /tools", timeout_s=PROBE_S)
+        served = {tool["name"]: tool for tool in self.reply_fields(reply, "GET /tools", {"tools": list})["tools"]}
         for tool in self._tools:
             if tool.name not in served:
                 raise ConfigError(f"{self.name} has no tool {tool.name!r}; it has: {', '.join(served) or 'none'}")
-            ours = {"description": tool.description, "parameters": orjson.loads(orjson.dumps(dict(tool.parameters)))}
-            if any(served[tool.name].get(field) != value for field, value in ours.items()):
-                words = (
+            expected = {
+                "description": tool.description,
+                "parameters": orjson.loads(orjson.dumps(dict(tool.parameters))),
+            }
+            if any(served[tool.name].get(field) != value for field, value in expected.items()):
+                message = (
                     "%s describes %r differently from what the policy reads: it was started with other options than %s"
                 )
-                _log.warning(words, self.name, tool.name, self._key.removesuffix(".url") + ".options")
+                _log.warning(message, self.name, tool.name, self._key.removesuffix(".url") + ".options")
         self._checked_instance = instance
 
-    def fields(self, reply: Reply, what: str, wanted: Mapping[str, type]) -> dict[str, Any]:
-        """Return the JSON object in a reply, which has the ``wanted`` fields.
+    def reply_fields(self, reply: Reply, request: str, field_types: Mapping[str, type]) -> dict[str, Any]:
+        """Return the JSON object in a reply, which has the ``field_types`` fields.
 
         Raises:
             ConfigError: the token was refused.
@@ -186,14 +191,16 @@ class ToolServer:
             options = self._key.removesuffix(".url") + ".options.client.token"
             raise ConfigError(f"{self.name} refuses our token: set {options} or {TOKEN_VARIABLE} to the server's")
         if reply.status >= 400:
-            raise ToolFailure(f"{self.name} refused {what} with status {reply.status}: {reply.error}")
+            raise ToolFailure(f"{self.name} refused {request} with status {reply.status}: {reply.error}")
         try:
             fields = orjson.loads(reply.content)
-            if isinstance(fields, dict) and all(isinstance(fields.get(name), kind) for name, kind in wanted.items()):
+            if isinstance(fields, dict) and all(
+                isinstance(fields.get(name), kind) for name, kind in field_types.items()
+            ):
                 return fields
         except ValueError:
             pass  # reported below, as every other reply that is not a tool server's
-        raise ToolFailure(f"{self.name} is not a tool server: it answered {what} with {reply.content[:200]!r}")
+        raise ToolFailure(f"{self.name} is not a tool server: it answered {request} with {reply.content[:200]!r}")
 
     @property
     def name(self) -> str:
@@ -225,15 +232,15 @@ def _timeout(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=seconds, sock_connect=PROBE_S)
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the kind and the message of an error."""
     return f"{type(error).__name__} {error}".rstrip()
 
 
-def _checked(url: str, key: str) -> str:
+def _check_url(url: str, key: str) -> str:
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        parsed = urlsplit(url)
+        valid = parsed.scheme in ("http", "https") and bool(parsed.hostname) and (parsed.port or 1) > 0
     except ValueError as error:
         raise ConfigError(f"{key}={url}: {error}") from None
     if not valid:

@@ -46,7 +46,7 @@ class McpService(HostedService):
     url: ClassVar[str] = ""
     """The server's address, if the options name none."""
 
-    def hosted(self, options: McpOptions) -> Sequence[HostedTool]:
+    def create_tools(self, options: McpOptions) -> Sequence[HostedTool]:
         """Return the server's tools; it is started briefly to list them.
 
         Raises:
@@ -59,11 +59,11 @@ class McpService(HostedService):
         key = f"tools.{self.name}"
         options.check(key)
         source = McpSource(options, key)
-        return [McpTool(source, tool) for tool in _listed(options.model_dump_json(), key)]
+        return [McpTool(source, tool) for tool in _cached_tools(options.model_dump_json(), key)]
 
 
 @lru_cache(maxsize=64)
-def _listed(options: str, key: str) -> tuple[types.Tool, ...]:
+def _cached_tools(options: str, key: str) -> tuple[types.Tool, ...]:
     """List a server's tools, once in this process. In a thread, because this one may run an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(_list_tools(McpOptions.model_validate_json(options), key))).result()
@@ -101,7 +101,7 @@ class McpSource:
             _log.warning(
                 "%s: the MCP server %s runs UNSANDBOXED, as this user: its tools act on this machine",
                 self.key,
-                self.options.described(),
+                self.options.display_name(),
             )
 
     def connection(self, session: ToolSession) -> McpConnection:
@@ -112,11 +112,11 @@ class McpSource:
             if self._shared is None or not self._shared.alive:
                 self._shared = self._new()
             return self._shared
-        held = session.state.get(self._name)
-        if held is None:
-            held = session.state[self._name] = self._new()
-        assert isinstance(held, McpConnection)
-        return held
+        connection = session.state.get(self._name)
+        if connection is None:
+            connection = session.state[self._name] = self._new()
+        assert isinstance(connection, McpConnection)
+        return connection
 
     def _new(self) -> McpConnection:
         connection = McpConnection(self.options, self.key)
@@ -126,9 +126,9 @@ class McpSource:
 
     async def end(self, session: ToolSession) -> None:
         """Close the session's connection."""
-        held = session.state.pop(self._name, None)
-        if held is not None:
-            await held.close()
+        connection = session.state.pop(self._name, None)
+        if connection is not None:
+            await connection.close()
 
     async def close(self) -> None:
         """Close all connections."""
@@ -154,7 +154,7 @@ class McpTool(HostedTool):
 
     def __init__(self, source: McpSource, tool: types.Tool) -> None:
         self._source = source
-        self._theirs = tool.name
+        self._remote_name = tool.name
         name = source.options.prefix + tool.name
         try:
             jsonschema.Draft202012Validator.check_schema(tool.input_schema)
@@ -176,7 +176,7 @@ class McpTool(HostedTool):
         """
         limit = self._source.options.timeout_s
         try:
-            result = await self._source.connection(session).call(self._theirs, call.arguments)
+            result = await self._source.connection(session).call(self._remote_name, call.arguments)
         except TimeoutError:
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{call.name} did not answer in {limit:g} s")
         except ValueError as error:
@@ -194,15 +194,15 @@ class McpTool(HostedTool):
 
 def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int) -> ToolResult:
     """Return an MCP result as a `ToolResult`: texts joined, other content named, the structured content as data."""
-    parts = [_text_of(block) for block in result.content]
+    texts = [_block_text(block) for block in result.content]
     data: Any = result.structured_content
-    if not parts and data is not None:
-        parts = [json.dumps(data, ensure_ascii=False)]
-    content = cut_middle("\n".join(part for part in parts if part), max_chars) or "[no output]"
+    if not texts and data is not None:
+        texts = [json.dumps(data, ensure_ascii=False)]
+    content = cut_middle("\n".join(text for text in texts if text), max_chars) or "[no output]"
     return ToolResult(call.id, ToolStatus.ERROR if result.is_error else ToolStatus.OK, content, data)
 
 
-def _text_of(block: types.ContentBlock) -> str:
+def _block_text(block: types.ContentBlock) -> str:
     match block:
         case types.TextContent():
             return block.text

@@ -37,7 +37,7 @@ if os.getppid() == int(sys.argv[1]):
 """Requests SIGKILL at the end of its parent, checks that the parent still lives, and executes the command."""
 
 
-def ends_with(parent: int, command: Sequence[str]) -> list[str]:
+def kill_with_parent(parent: int, command: Sequence[str]) -> list[str]:
     """Return ``command`` wrapped so that the kernel kills it when ``parent``, which starts it, ends in any way."""
     return [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(parent), *command]
 
@@ -70,12 +70,12 @@ class McpOptions(Section):
         """Return the command as a list of words."""
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
-    def described(self) -> str:
+    def display_name(self) -> str:
         """Return the server's program or address, for messages; without arguments and queries, which may hold secrets."""
         if self.command:
             return self.argv()[0]
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+        parsed = urlsplit(self.url)
+        return parsed._replace(netloc=parsed.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
     def check(self, key: str) -> None:
         """Check that one server is configured, without starting it.
@@ -90,7 +90,7 @@ class McpOptions(Section):
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
             raise ConfigError(f"{key}.url={self.url}: write http://HOST:PORT/mcp")
         if self.command and shutil.which(self.argv()[0]) is None:
-            raise MissingError(f"{key}.command={self.described()}: there is no program {self.argv()[0]!r} here")
+            raise MissingError(f"{key}.command={self.display_name()}: there is no program {self.argv()[0]!r} here")
 
 
 class McpConnection:
@@ -148,11 +148,11 @@ class McpConnection:
             if error.code == INVALID_PARAMS:
                 raise ValueError(error.message) from None
             # Errors of the tool are results. This is one of the server or of the connection, which both may have ended.
-            words = f"failed in a call: {error.message}"
+            fault = f"failed in a call: {error.message}"
             if error.code == CONNECTION_CLOSED or self._options.url:
-                self._fault = words
+                self._fault = fault
                 self._stop.set()
-            raise self._failure(words) from error
+            raise self._failure(fault) from error
         except (ValidationError, RuntimeError) as error:  # the latter is the SDK's on output that fits no schema
             raise self._failure(f"answered with an invalid result: {error}") from error
 
@@ -178,12 +178,14 @@ class McpConnection:
                 self._ready.set_result(client)
                 await self._stop.wait()
         except BaseException as error:
-            self._fault = self._fault or f"does not answer: {_in_words(error)}"
+            self._fault = self._fault or f"does not answer: {_describe_error(error)}"
             if not self._ready.done():
                 self._ready.set_exception(self._failure(self._fault))
                 self._ready.exception()  # marks it as retrieved: no call may be waiting for it
             elif not self._stop.is_set():
-                _log.warning("%s: the MCP server %s: %s", self._key, self._options.described(), _in_words(error))
+                _log.warning(
+                    "%s: the MCP server %s: %s", self._key, self._options.display_name(), _describe_error(error)
+                )
             if not isinstance(error, Exception):
                 raise
 
@@ -197,14 +199,14 @@ class McpConnection:
             )
             await exits.enter_async_context(http)
             return streamable_http_client(self._options.url, http_client=http)
-        program, *arguments = ends_with(os.getpid(), self._options.argv())
+        program, *arguments = kill_with_parent(os.getpid(), self._options.argv())
         parameters = StdioServerParameters(
             command=program, args=arguments, env=self._options.env, cwd=self._options.cwd
         )
         return stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
 
-    def _failure(self, words: str) -> ToolFailure:
-        return ToolFailure(f"the MCP server {self._options.described()} ({self._key}) {words}")
+    def _failure(self, fault: str) -> ToolFailure:
+        return ToolFailure(f"the MCP server {self._options.display_name()} ({self._key}) {fault}")
 
 
 async def _list(client: Client) -> tuple[types.Tool, ...]:
@@ -216,7 +218,7 @@ async def _list(client: Client) -> tuple[types.Tool, ...]:
     return tuple(tools)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the first error of nested exception groups, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

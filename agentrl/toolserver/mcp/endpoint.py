@@ -61,7 +61,7 @@ class _Bridge:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._ours: OrderedDict[str, str] = OrderedDict()
+        self._session_ids: OrderedDict[str, str] = OrderedDict()
         """The id of the server's session, by that of the MCP session."""
         self._numbers = itertools.count(1)
 
@@ -88,21 +88,21 @@ class _Bridge:
             return _as_mcp(ToolResult(call.id, ToolStatus.UNAVAILABLE, str(refusal)))
         return _as_mcp(answer.result)
 
-    async def _session(self, theirs: str) -> str:
+    async def _session(self, mcp_session_id: str) -> str:
         """Return the server's session; a closed one is not replaced, because its files are lost."""
-        if theirs not in self._ours:
-            session = await self._sessions.open(f"mcp/{theirs}")
-            self._ours[theirs] = session.id
-            while len(self._ours) > limits.CLOSED_SESSIONS:
-                self._ours.popitem(last=False)
-        return self._ours[theirs]
+        if mcp_session_id not in self._session_ids:
+            session = await self._sessions.open(f"mcp/{mcp_session_id}")
+            self._session_ids[mcp_session_id] = session.id
+            while len(self._session_ids) > limits.CLOSED_SESSIONS:
+                self._session_ids.popitem(last=False)
+        return self._session_ids[mcp_session_id]
 
-    async def end(self, theirs: str) -> None:
+    async def end(self, mcp_session_id: str) -> None:
         """Close the server's session of an MCP session that has ended."""
-        ours = self._ours.pop(theirs, None)
-        if ours is not None:
+        session_id = self._session_ids.pop(mcp_session_id, None)
+        if session_id is not None:
             with suppress(Refusal):  # closed for idleness already
-                await self._sessions.close(ours)
+                await self._sessions.close(session_id)
 
 
 def _as_mcp(result: ToolResult) -> types.CallToolResult:
@@ -123,15 +123,15 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        wanted = request.headers.get(_VERSION)
-        if wanted is not None and wanted not in HANDSHAKE_PROTOCOL_VERSIONS:
-            await (await _refuse_version(request, wanted))(scope, receive, send)
+        requested_version = request.headers.get(_VERSION)
+        if requested_version is not None and requested_version not in HANDSHAKE_PROTOCOL_VERSIONS:
+            await (await _refuse_version(request, requested_version))(scope, receive, send)
             return
-        ended = await self._served(scope, receive, send)
-        if ended and request.method == "DELETE":
+        succeeded = await self._handle(scope, receive, send)
+        if succeeded and request.method == "DELETE":
             await self._bridge.end(request.headers[_SESSION])
 
-    async def _served(self, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Serve a request and return whether it succeeded."""
         status = 500
 
@@ -145,19 +145,21 @@ class _Endpoint:
         return status < 400
 
 
-async def _refuse_version(request: Request, wanted: str) -> Response:
+async def _refuse_version(request: Request, requested_version: str) -> Response:
     """Return the error that makes a client choose a protocol version with sessions, without which files could not stay."""
     try:
         body = orjson.loads(await request.body())
     except ValueError:
         body = None
-    supported = types.UnsupportedProtocolVersionErrorData(supported=list(HANDSHAKE_PROTOCOL_VERSIONS), requested=wanted)
+    supported = types.UnsupportedProtocolVersionErrorData(
+        supported=list(HANDSHAKE_PROTOCOL_VERSIONS), requested=requested_version
+    )
     error = {
         "jsonrpc": "2.0",
         "id": body.get("id") if isinstance(body, dict) else None,
         "error": {
             "code": types.UNSUPPORTED_PROTOCOL_VERSION,
-            "message": f"protocol version {wanted} is not supported: it has no sessions",
+            "message": f"protocol version {requested_version} is not supported: it has no sessions",
             "data": supported.model_dump(mode="json"),
         },
     }

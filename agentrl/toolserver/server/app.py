@@ -33,23 +33,23 @@ _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 
 
-def _reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _reply(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refusal_reply(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     headers = {"Retry-After": str(limits.RETRY_AFTER_S)} if isinstance(error, Full | Draining) else None
     return _reply({"error": str(error)}, error.status, headers)
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def _error_reply(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _reply({"error": error.detail}, error.status_code, dict(error.headers or {}))
     return _reply({"error": f"the server failed: {type(error).__name__}: {error}"}, 500)  # Starlette logs the traceback
 
 
-async def _disconnected(request: Request, error: Exception) -> Response:
+async def _disconnect_reply(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLOSED_REQUEST)  # the client disconnected before the whole body had arrived
 
 
@@ -169,10 +169,10 @@ class _Api:
 
     async def tools(self, request: Request) -> Response:
         specs = [tool.spec for tool in self._sessions.tools.values()]
-        shown = [
+        descriptions = [
             {"name": spec.name, "description": spec.description, "parameters": dict(spec.parameters)} for spec in specs
         ]
-        return _reply({"tools": shown})
+        return _reply({"tools": descriptions})
 
     async def health(self, request: Request) -> Response:
         status = "draining" if self._sessions.draining else "ok"
@@ -211,9 +211,9 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
             Middleware(SameOriginOnly) if token is None else Middleware(BearerAuth, token=token),
         ],
         exception_handlers={
-            Refusal: _refused,
-            ClientDisconnect: _disconnected,
-            HTTPException: _failed,
-            Exception: _failed,
+            Refusal: _refusal_reply,
+            ClientDisconnect: _disconnect_reply,
+            HTTPException: _error_reply,
+            Exception: _error_reply,
         },
     )

@@ -78,17 +78,17 @@ class BearerAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._allowed(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._has_token(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
         refusal = JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
         await refusal(scope, receive, send)
 
-    def _allowed(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+    def _has_token(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         # In constant time, so that the token cannot be guessed byte by byte.
-        return hmac.compare_digest(given.strip().encode(), self._token) and scheme.lower() == "bearer"
+        return hmac.compare_digest(token.strip().encode(), self._token) and scheme.lower() == "bearer"
 
 
 class SameOriginOnly:
@@ -106,14 +106,14 @@ class SameOriginOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 403."""
-        fault = _foreign(Headers(scope=scope)) if scope["type"] == "http" else ""
+        fault = _foreign_origin_fault(Headers(scope=scope)) if scope["type"] == "http" else ""
         if not fault:
             await self._app(scope, receive, send)
             return
         await JSONResponse({"error": fault}, 403)(scope, receive, send)
 
 
-def _foreign(headers: Headers) -> str:
+def _foreign_origin_fault(headers: Headers) -> str:
     """Return why a request may come from a web page of another host; empty if it does not."""
     origin, host = headers.get("origin"), headers.get("host", "")
     if origin is not None and not is_loopback(_host(origin)):

@@ -24,7 +24,7 @@ class Answer:
     """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
 
     @classmethod
-    def of(cls, result: ToolResult) -> Answer:
+    def from_result(cls, result: ToolResult) -> Answer:
         """Return the answer of a result.
 
         Raises:
@@ -79,14 +79,14 @@ class CallMemory:
         """
         text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
         key, digest = _key(call.id), _digest(text.encode())
-        known = self._entries.get(key)
-        if known is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return self._begin(key, digest), True
-        if known.digest != digest:
+        if entry.digest != digest:
             raise Conflict(f"call_id {call.id!r} was another call of this session; every call needs a unique id")
-        if known.answer is None:
+        if entry.answer is None:
             raise Conflict(f"call_id {call.id!r} was answered long ago, and its result is no longer kept")
-        return known.answer, False
+        return entry.answer, False
 
     def _begin(self, key: bytes, digest: bytes) -> asyncio.Future[Answer]:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()

@@ -23,29 +23,31 @@ class ReceiveTimeout(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect the first request."""
+        """Set the deadline of the first request."""
         super().connection_made(transport)
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Expect nothing."""
+        """Cancel the deadline."""
         super().connection_lost(exc)
         self._cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Expect the rest of the request."""
+        """Set the deadline of the rest of the request."""
         super().data_received(data)
         self._set_deadline()
 
     def on_response_complete(self) -> None:
-        """Expect the rest of a request that was answered early; between requests uvicorn's keep-alive time applies."""
+        """Set the deadline of the rest of a request that was answered early; between requests uvicorn has its own limit."""
         super().on_response_complete()
         self._set_deadline()
 
     def _set_deadline(self) -> None:
-        between = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
-        arriving = self.conn.their_state is h11.SEND_BODY or (self.conn.their_state is h11.IDLE and not between)
-        if self.transport.is_closing() or not arriving:
+        is_between_requests = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        is_arriving = self.conn.their_state is h11.SEND_BODY or (
+            self.conn.their_state is h11.IDLE and not is_between_requests
+        )
+        if self.transport.is_closing() or not is_arriving:
             self._cancel()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(limits.RECEIVE_S, self.transport.close)
@@ -67,21 +69,21 @@ class BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and count what is read of its body."""
-        left = limits.BODY_BYTES
-        too_long = f"a request may have {left} bytes"
+        """Pass a request on, and count the bytes that are read of its body."""
+        unread_bytes = limits.BODY_BYTES
+        too_long = f"a request may have {unread_bytes} bytes"
 
-        async def counted() -> Message:
-            nonlocal left
+        async def receive_within_limit() -> Message:
+            nonlocal unread_bytes
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            unread_bytes -= len(message.get("body", b""))
+            if unread_bytes < 0:
                 raise HTTPException(413, too_long)
             return message
 
         if scope["type"] == "http":
             length = Headers(scope=scope).get("content-length", "0")
-            if not length.isdecimal() or len(length) > 20 or int(length) > left:
+            if not length.isdecimal() or len(length) > 20 or int(length) > unread_bytes:
                 await JSONResponse({"error": too_long}, 413)(scope, receive, send)
                 return
-        await self._app(scope, counted if scope["type"] == "http" else receive, send)
+        await self._app(scope, receive_within_limit if scope["type"] == "http" else receive, send)

@@ -154,8 +154,8 @@ async def _serve(
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
             signals.starting = None
             print_message(make_console(), _announcement(sessions, config, listener, sandboxed=sandboxed))
-            await _first(serving, signals.stop.wait())
-            await _first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
+            await _wait_for_first(serving, signals.stop.wait())
+            await _wait_for_first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
             await sessions.stop()  # answers running calls before their connections are closed
             server.should_exit = True
             await serving
@@ -196,9 +196,9 @@ class _Signals:
             self.starting.cancel()
 
 
-async def _first(serving: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
+async def _wait_for_first(serving: asyncio.Task[None], *coroutines: Coroutine[Any, Any, object]) -> None:
     """Wait for the first of them, and cancel the others except ``serving``."""
-    tasks = [asyncio.ensure_future(other) for other in others]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
@@ -207,7 +207,7 @@ async def _first(serving: asyncio.Task[None], *others: Coroutine[Any, Any, objec
 
 def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket.socket, *, sandboxed: bool) -> str:
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
     kind = f"{config.sandbox.backend}, " if sandboxed else ""
     names = ", ".join(sessions.tools)
-    return f"{names} serve on http://{shown}:{port} ({kind}up to {config.server.max_sessions} sessions)"
+    return f"{names} serve on http://{address}:{port} ({kind}up to {config.server.max_sessions} sessions)"

@@ -46,7 +46,7 @@ class ServerResources:
 
 @dataclass(slots=True)
 class _Lease:
-    """What a running call holds until it ends: the session's sandbox, and one of the server's call slots."""
+    """Resources that a running call holds until it ends: the session's sandbox, and one of the server's call slots."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The call's own tasks take them one after the other."""
@@ -114,14 +114,14 @@ class Session(ToolSession):
             answer, new = self._calls.recall(call)
         except (ValueError, RecursionError) as error:
             fault = f"{call.name}: the call cannot be passed on: {error}"
-            return Answer.of(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
+            return Answer.from_result(ToolResult(call.id, ToolStatus.INVALID, _printable(fault)))
         if new:
             task = asyncio.create_task(self.run(call), name=f"call-{self.id}-{call.id}")
             self._running[task] = call, answer
-            task.add_done_callback(partial(self._ended, answer))
+            task.add_done_callback(partial(self._on_call_end, answer))
         return await asyncio.shield(answer)
 
-    def _ended(self, answer: asyncio.Future[Answer], task: asyncio.Task[Answer]) -> None:
+    def _on_call_end(self, answer: asyncio.Future[Answer], task: asyncio.Task[Answer]) -> None:
         del self._running[task]
         self.touch()
         if not task.cancelled() and not answer.done():
@@ -145,17 +145,17 @@ class Session(ToolSession):
                     else tool.spec.schema_fault(call.arguments)
                 )
                 if fault or tool is None:
-                    answer = Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
+                    answer = Answer.from_result(ToolResult(call.id, ToolStatus.INVALID, fault))
                 else:
                     result = await tool.call(self, call)
                     if not isinstance(result, ToolResult) or result.call_id != call.id:
                         raise TypeError(f"the tool answered call {call.id!r} with {result!r:.200}")
-                    answer = Answer.of(result)
+                    answer = Answer.from_result(result)
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                     raise  # the session was closed
-                answer = self._failed(call, error)
+                answer = self._failure_answer(call, error)
             finally:
                 self._end_lease(lease)
         metrics.call_seconds.labels(label).observe(time.perf_counter() - started)
@@ -166,17 +166,19 @@ class Session(ToolSession):
         """As `run`, for calls of a stateless tool: together, because a task for each costs more than a search."""
         started = time.perf_counter()
         answers: dict[int, Answer] = {}
-        valid: list[int] = []
+        valid_indexes: list[int] = []
         for number, call in enumerate(calls):
             if fault := tool.spec.schema_fault(call.arguments):
-                answers[number] = Answer.of(ToolResult(call.id, ToolStatus.INVALID, fault))
+                answers[number] = Answer.from_result(ToolResult(call.id, ToolStatus.INVALID, fault))
             else:
-                valid.append(number)
+                valid_indexes.append(number)
         try:
-            results = await tool.call_many([calls[number] for number in valid])
-            answers |= {number: Answer.of(result) for number, result in zip(valid, results, strict=True)}
+            results = await tool.call_many([calls[number] for number in valid_indexes])
+            answers |= {
+                number: Answer.from_result(result) for number, result in zip(valid_indexes, results, strict=True)
+            }
         except Exception as error:
-            answers |= {number: self._failed(calls[number], error) for number in valid}
+            answers |= {number: self._failure_answer(calls[number], error) for number in valid_indexes}
         metrics, seconds = self._shared.metrics, time.perf_counter() - started
         observe = metrics.call_seconds.labels(tool.spec.name).observe
         for answer in answers.values():
@@ -184,7 +186,7 @@ class Session(ToolSession):
             metrics.calls.labels(tool.spec.name, answer.status.value).inc()
         return [answers[number] for number in range(len(calls))]
 
-    def _failed(self, call: ToolCall, error: BaseException) -> Answer:
+    def _failure_answer(self, call: ToolCall, error: BaseException) -> Answer:
         message = str(error)
         status = ToolStatus.SANDBOX_FAILURE if isinstance(error, SandboxFailure) else ToolStatus.UNAVAILABLE
         if isinstance(error, SandboxFailure | ToolFailure):
@@ -194,7 +196,7 @@ class Session(ToolSession):
         else:  # a fault of the tool's code: the episode's failure policy decides, and the log has the traceback
             _log.error("session %s, call %s: the tool %s failed", self.id, call.id, call.name, exc_info=error)
             message = f"{type(error).__name__}: {error}"
-        return Answer.of(ToolResult(call.id, status, _printable(message)))
+        return Answer.from_result(ToolResult(call.id, status, _printable(message)))
 
     async def sandbox(self) -> Sandbox:
         """Return the session's sandbox; until the call ends no other call of the session gets it."""
@@ -204,9 +206,9 @@ class Session(ToolSession):
                 self._release_slot(lease)  # the call that has the sandbox may wait for a slot
                 await self._sandbox_lock.acquire()
                 lease.has_sandbox = True
-            await self._living_sandbox()  # before the slot: calls that have one need not wait until it is open
+            await self._open_or_replace_sandbox()  # before the slot: calls that have one need not wait until it is open
             await self._acquire_slot(lease)
-            return await self._living_sandbox()
+            return await self._open_or_replace_sandbox()
 
     @asynccontextmanager
     async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
@@ -238,10 +240,10 @@ class Session(ToolSession):
             lease.has_sandbox = False
             self._sandbox_lock.release()
 
-    async def _living_sandbox(self) -> Sandbox:
+    async def _open_or_replace_sandbox(self) -> Sandbox:
         if self._sandbox is not None and not self._sandbox.alive:
-            dead, self._sandbox = self._sandbox, None
-            await self._close_sandbox(dead)
+            dead_sandbox, self._sandbox = self._sandbox, None
+            await self._close_sandbox(dead_sandbox)
         if self._sandbox is None:
             self._sandbox = await self._open_sandbox(self.id)
         return self._sandbox
@@ -266,18 +268,18 @@ class Session(ToolSession):
         except Exception:  # the backend removes what is left at its next start
             _log.exception("session %s: sandbox %s could not be closed", self.id, sandbox.id)
 
-    async def close(self, why: str) -> None:
+    async def close(self, reason: str) -> None:
         """End the session: running calls are cancelled and answered as ``unavailable``. A second call waits for the first."""
         if self._closing is None:
-            self._closing = asyncio.create_task(self._close(why), name=f"close-{self.id}")
+            self._closing = asyncio.create_task(self._close(reason), name=f"close-{self.id}")
         await asyncio.shield(self._closing)
 
-    async def _close(self, why: str) -> None:
+    async def _close(self, reason: str) -> None:
         running = dict(self._running)
         for task, (call, answer) in running.items():
             if not answer.done():
-                message = f"the session {why} while the call ran"
-                answer.set_result(Answer.of(ToolResult(call.id, ToolStatus.UNAVAILABLE, message)))
+                message = f"the session {reason} while the call ran"
+                answer.set_result(Answer.from_result(ToolResult(call.id, ToolStatus.UNAVAILABLE, message)))
             task.cancel()
         if running:
             _, stuck = await asyncio.wait(running, timeout=END_S)

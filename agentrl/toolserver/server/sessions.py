@@ -140,13 +140,13 @@ class Sessions:
             raise Draining("the server is about to stop and opens no session")
         if self._images is not None and image is not None:
             self._images.check_allowed(image)
-        known = self._episodes.get(episode_id) if episode_id else None
-        if known is not None:
-            known.touch()
-            return known
-        return self._new(episode_id, image) if self._room() else None
+        session = self._episodes.get(episode_id) if episode_id else None
+        if session is not None:
+            session.touch()
+            return session
+        return self._new(episode_id, image) if self._has_room() else None
 
-    def _room(self) -> bool:
+    def _has_room(self) -> bool:
         # A session that is being closed still has its sandbox; the bound holds for sandboxes too.
         return len(self._open) + len(self._closing) < self.config.max_sessions
 
@@ -184,7 +184,7 @@ class Sessions:
             self._begin_close(waiter.granted.result(), "was given up by its client")
 
     def _admit(self) -> None:
-        while self._queue and self._room():
+        while self._queue and self._has_room():
             _, waiter = self._queue.popitem(last=False)
             waiter.granted.set_result(self._new(waiter.episode_id, waiter.image))
 
@@ -198,9 +198,9 @@ class Sessions:
         session = self._open.get(session_id)
         if session is not None:
             return session
-        why = self._gone.get(session_id)
-        if why is not None:
-            raise SessionGone(f"session {session_id} {why}")
+        reason = self._gone.get(session_id)
+        if reason is not None:
+            raise SessionGone(f"session {session_id} {reason}")
         raise UnknownSession(f"there is no session {session_id:.64} at this server")
 
     async def call_stateless(self, calls: Sequence[ToolCall]) -> list[Answer]:
@@ -221,12 +221,12 @@ class Sessions:
                 raise NeedsSession(f"tool {name!r} has state: open a session and call it there")
         answers: dict[int, Answer] = {}
         for name, numbers in by_tool.items():
-            tool, some = self.tools.get(name), [calls[number] for number in numbers]
+            tool, tool_calls = self.tools.get(name), [calls[number] for number in numbers]
             if isinstance(tool, StatelessTool):
-                found = await self._stateless.run_many(tool, some)
+                tool_answers = await self._stateless.run_many(tool, tool_calls)
             else:  # an unknown tool
-                found = [await self._stateless.run(call) for call in some]
-            answers |= zip(numbers, found, strict=True)
+                tool_answers = [await self._stateless.run(call) for call in tool_calls]
+            answers |= zip(numbers, tool_answers, strict=True)
         return [answers[number] for number in range(len(calls))]
 
     async def close(self, session_id: str) -> None:
@@ -240,27 +240,27 @@ class Sessions:
         if session is not None:
             await asyncio.shield(self._begin_close(session, "was closed by its client"))
             return
-        for task, closing in list(self._closing.items()):
-            if closing.id == session_id:
+        for task, session in list(self._closing.items()):
+            if session.id == session_id:
                 await asyncio.shield(task)
                 return
         if session_id not in self._gone:
             raise UnknownSession(f"there is no session {session_id:.64} at this server")
 
-    def _begin_close(self, session: Session, why: str) -> asyncio.Task[None]:
+    def _begin_close(self, session: Session, reason: str) -> asyncio.Task[None]:
         """Remove a session, so that no further call reaches it, and close it."""
         del self._open[session.id]
         if self._episodes.get(session.episode_id) is session:
             del self._episodes[session.episode_id]
-        self._gone[session.id] = why
+        self._gone[session.id] = reason
         while len(self._gone) > limits.CLOSED_SESSIONS:
             self._gone.popitem(last=False)
-        task = asyncio.create_task(session.close(why), name=f"closing-{session.id}")
+        task = asyncio.create_task(session.close(reason), name=f"closing-{session.id}")
         self._closing[task] = session
-        task.add_done_callback(self._closed)
+        task.add_done_callback(self._on_closed)
         return task
 
-    def _closed(self, task: asyncio.Task[None]) -> None:
+    def _on_closed(self, task: asyncio.Task[None]) -> None:
         del self._closing[task]
         self._admit()
 

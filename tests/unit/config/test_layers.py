@@ -12,7 +12,7 @@ import yaml
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers, has_gpu
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.layers import Layer, annotated, differences, load_layers
+from agentrl.config.layers import Layer, annotate, differences, load_layers
 from agentrl.config.load import load_config
 from agentrl.config.shipped import shipped_folder
 from agentrl.core.errors import ConfigError
@@ -28,7 +28,7 @@ def parsed(*words: str) -> argparse.Namespace:
 def origins(*words: str) -> dict[str, str]:
     """The origin of each key of the configuration of a command line, as the dry run shows them."""
     layers = config_layers(parsed(*words))
-    text = annotated(load_layers(layers), layers)
+    text = annotate(load_layers(layers), layers)
     assert yaml.safe_load(text) == load_layers(layers).model_dump(mode="json"), "the comments change nothing"
     found, path = {}, []
     for line in text.splitlines():
@@ -159,7 +159,7 @@ def test_options_go_with_the_name_they_are_for(tmp_path: Path) -> None:
 def test_text_of_any_kind_stays_one_line() -> None:
     template = "a # b\n  c: d\té\x00"
     layers = [Layer("x", {"env": {"options": {"text": template, "list": [template, {"k": 1}], "a: b": 1e-5}}})]
-    text = annotated(load_layers(layers), layers)
+    text = annotate(load_layers(layers), layers)
     assert yaml.safe_load(text)["env"]["options"] == layers[0].tree["env"]["options"]
     assert all(line.rstrip().endswith(("# x", "# default")) or ":" in line for line in text.splitlines())
 

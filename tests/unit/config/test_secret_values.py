@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agentrl.config.layers import Layer, annotated, differences, load_layers
+from agentrl.config.layers import Layer, annotate, differences, load_layers
 from agentrl.config.load import load_config, parse_override
 from agentrl.config.merging import merge
 from agentrl.config.saved import save_config, saved_layers
@@ -55,7 +55,7 @@ def test_a_secret_is_never_shown_and_comes_back_from_its_own_file(tmp_path: Path
     extra = ["model.warm_start=search_r1/sft_warm"] if setting.startswith("model") else []
     layers = [Layer("command line", merge(parse_override(setting), parse_override(extra[0]) if extra else {}))]
     config = load_layers(layers)
-    assert SECRET not in annotated(config, layers)
+    assert SECRET not in annotate(config, layers)
     assert SECRET not in "".join(map(str, differences(load_config(None, extra), config)))
     save_config(config, tmp_path)
     assert SECRET not in (tmp_path / "config.yaml").read_text()

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from agentrl.cli.main import main
-from agentrl.config.layers import Layer, load_layers, stack
+from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learner.registry import make_backend
@@ -61,7 +61,7 @@ def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: in
 def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
     layers = (BASE, Layer("test", {"model": {"path": "Qwen/Qwen3-8B"}, **TOKENS}))
     folder = find_architecture("Qwen/Qwen3-8B")
-    request = Request(layers, stack(layers), folder, trained_model(load_layers(layers).learner, folder), 8)
+    request = Request(layers, merge_layers(layers), folder, trained_model(load_layers(layers).learner, folder), 8)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     order = [[each.settings["megatron"].get(name, 1) for name in names] for each in layouts(request, "megatron")]
     products = [tensor * stages * context for tensor, stages, context in order]

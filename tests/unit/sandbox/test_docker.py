@@ -143,7 +143,7 @@ def test_a_defence_that_is_away_is_away_alone(defence: Defence, key: str, value:
     assert less.get(key) == value != whole.get(key)
 
 
-def test_whose_container_is_left_behind() -> None:
+def test_which_container_is_left_behind() -> None:
     ours = {
         backend.HOST_LABEL: socket.gethostname(),
         backend.BOOT_LABEL: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -152,11 +152,11 @@ def test_whose_container_is_left_behind() -> None:
     number, _, rest = server_name().partition("-")
     started, _, namespace = rest.partition("-")
     earlier = f"{number}-{int(started) - 1}-{namespace}"
-    assert not backend.left_behind(ours)
-    assert backend.left_behind({**ours, backend.SERVER_LABEL: earlier})
-    assert backend.left_behind({**ours, backend.BOOT_LABEL: "an earlier one"})
-    assert not backend.left_behind({**ours, backend.HOST_LABEL: "another", backend.BOOT_LABEL: "another"})
-    assert not backend.left_behind({**ours, backend.SERVER_LABEL: f"{number}-{int(started) - 1}-1"})
+    assert not backend.is_left_behind(ours)
+    assert backend.is_left_behind({**ours, backend.SERVER_LABEL: earlier})
+    assert backend.is_left_behind({**ours, backend.BOOT_LABEL: "an earlier one"})
+    assert not backend.is_left_behind({**ours, backend.HOST_LABEL: "another", backend.BOOT_LABEL: "another"})
+    assert not backend.is_left_behind({**ours, backend.SERVER_LABEL: f"{number}-{int(started) - 1}-1"})
 
 
 def test_the_machines_files_are_all_shown_but_dockers_own(tmp_path: Path) -> None:

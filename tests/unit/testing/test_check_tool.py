@@ -108,7 +108,7 @@ class NoteService(HostedService):
     name: ClassVar[str] = "test_note"
     spec = Tool("note", "Note it.", STRICT)
 
-    def hosted(self, options: object) -> Sequence[HostedTool]:
+    def create_tools(self, options: object) -> Sequence[HostedTool]:
         return [Note(self.spec)]
 
 

@@ -251,7 +251,7 @@ def test_no_policy_is_offered_the_judge() -> None:
     assert isinstance(service, JudgeService)
     assert service.tools({}) == ()
     assert service.sandboxed
-    [tool] = service.hosted(JudgeOptions())
+    [tool] = service.create_tools(JudgeOptions())
     assert tool.spec.name == "judge"
     with pytest.raises(ConfigError, match=r"tools\.judge\.options\.time"):
         service.launch_arguments({"time": 3}, None, None)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.client import McpService, McpSource, McpTool, from_mcp
-from agentrl.toolserver.mcp.connection import McpConnection, McpOptions, ends_with
+from agentrl.toolserver.mcp.connection import McpConnection, McpOptions, kill_with_parent
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 from agentrl.toolserver.service import make_tools, needs_sandbox
@@ -167,7 +167,9 @@ def test_the_process_is_gone_when_the_tool_server_is_killed() -> None:
         "command = [str(os.getpid()) if word == '0' else word for word in sys.argv[1:]]\n"
         "subprocess.run(command)\n"
     )
-    stubborn = ends_with(0, [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(300)"])
+    stubborn = kill_with_parent(
+        0, [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(300)"]
+    )
     server = subprocess.Popen([sys.executable, "-S", "-c", program, *stubborn], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -211,7 +213,7 @@ def test_a_registered_tool_takes_three_lines() -> None:
 
 def test_the_log_says_that_a_command_is_not_sandboxed(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        for tool in FilesService().hosted(McpOptions()):
+        for tool in FilesService().create_tools(McpOptions()):
             await tool.start()
 
     run(main)
@@ -239,8 +241,8 @@ def test_what_cannot_be_used_is_told_before_anything_is_served(
 
 
 def test_messages_hold_nothing_secret() -> None:
-    assert McpOptions(command="npx server --token=secret").described() == "npx"
-    assert McpOptions(url="https://me:secret@far:8/mcp?key=secret").described() == "https://far:8/mcp"
+    assert McpOptions(command="npx server --token=secret").display_name() == "npx"
+    assert McpOptions(url="https://me:secret@far:8/mcp?key=secret").display_name() == "https://far:8/mcp"
 
 
 def test_a_schema_that_is_none_is_refused() -> None:

@@ -58,7 +58,7 @@ class CellService(HostedService):
     Options: ClassVar[type[Section]] = CellOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options):
+    def create_tools(self, options):
         schema = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
         return [Cell(Tool("run_cell", "RUN IT!" if options.shout else "Run it.", schema))]
 

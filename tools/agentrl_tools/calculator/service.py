@@ -22,6 +22,6 @@ class CalculatorService(HostedService):
     name: ClassVar[str] = "calculator"
     Options: ClassVar[type[Section]] = CalculatorOptions
 
-    def hosted(self, options: CalculatorOptions) -> Sequence[HostedTool]:
+    def create_tools(self, options: CalculatorOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
         return [CalculatorTool(self.name)]

@@ -21,7 +21,7 @@ class JudgeService(HostedService):
     Options: ClassVar[type[Section]] = JudgeOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options: Section) -> Sequence[HostedTool]:
+    def create_tools(self, options: Section) -> Sequence[HostedTool]:
         """Return the one tool."""
         assert isinstance(options, JudgeOptions)
         return [JudgeTool(options)]

@@ -32,7 +32,7 @@ class PythonService(HostedService):
     Options: ClassVar[type[Section]] = PythonOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options: PythonOptions) -> Sequence[HostedTool]:
+    def create_tools(self, options: PythonOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
         return [
             PythonTool(self.name, stateful=options.stateful, timeout_s=options.timeout_s, max_chars=options.max_chars)

@@ -32,7 +32,7 @@ class SearchService(HostedService):
     Options: ClassVar[type[Section]] = SearchOptions
     stateless: ClassVar[bool] = True
 
-    def hosted(self, options: SearchOptions) -> Sequence[HostedTool]:
+    def create_tools(self, options: SearchOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
         if options.retriever == "bm25" and options.index is not None:
             raise ConfigError(
@@ -99,7 +99,7 @@ class SearchService(HostedService):
         """Write the server's configuration, and without ``corpus`` the taskset's corpora, under ``folder``."""
         self.check(options)
         parsed = read_options(SearchOptions, options, self.name)
-        files = parsed.own.files()
+        files = parsed.tool.files()
         if not files:
             for name, documents in tasks.corpora().items():
                 files[name] = folder / f"{name}.jsonl"
@@ -108,9 +108,9 @@ class SearchService(HostedService):
             raise ConfigError(f"tools.search.options.corpus is not set, and {type(tasks).__name__} has no corpora")
         paths = {
             field: {name: path.resolve() for name, path in by_name.items()} or None
-            for field, by_name in (("corpus", files), ("index", parsed.own.indexes()))
+            for field, by_name in (("corpus", files), ("index", parsed.tool.indexes()))
         }
-        return self._write_config(replace(parsed, own=parsed.own.model_copy(update=paths)), folder)
+        return self._write_config(replace(parsed, tool=parsed.tool.model_copy(update=paths)), folder)
 
     def local_client(self, corpora: Mapping[str, Iterable[Document]], options: Mapping[str, Any]) -> ToolClient:
         """Return a client of the same search in this process: for demonstrations and tests. Always BM25.
@@ -129,7 +129,7 @@ class SearchService(HostedService):
         return _LocalSearch(SearchTool(parsed, bm25_corpora(corpora, "corpora")))
 
     def _parse(self, options: Mapping[str, Any]) -> SearchOptions:
-        return read_options(SearchOptions, options, self.name).own
+        return read_options(SearchOptions, options, self.name).tool
 
 
 class _LocalSearch:

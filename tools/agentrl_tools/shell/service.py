@@ -30,6 +30,6 @@ class ShellService(HostedService):
     Options: ClassVar[type[Section]] = ShellOptions
     needs_sandbox: ClassVar[bool] = True
 
-    def hosted(self, options: ShellOptions) -> Sequence[HostedTool]:
+    def create_tools(self, options: ShellOptions) -> Sequence[HostedTool]:
         """Return the one tool."""
         return [ShellTool(self.name, timeout_s=options.timeout_s, max_chars=options.max_chars)]
