@@ -12,11 +12,12 @@ from string import Formatter
 
 from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
 from agentrl.config.async_checks import check_asynchronous
-from agentrl.config.role_checks import check_who_plays
 from agentrl.config.schema import Config
+from agentrl.config.self_play import PAST
 from agentrl.config.weight_checks import check_weight_sync
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.imports import is_reference
+from agentrl.core.lineup import MAIN
 
 _SGLANG_RESERVES = 6
 """Tokens of its context that SGLang gives neither to prompts nor to answers."""
@@ -44,12 +45,14 @@ def check(config: Config) -> None:
         _batches,
         check_weight_sync,
         check_asynchronous,
-        check_who_plays,
+        _self_play,
+        _frozen_roles,
+        _adapter_policies,
     )
     faults = [fault for rule in rules for fault in rule(config)]
     for name, source in config.by_source().items() if config.sources else ():
-        found = [fault for rule in (_task_source, _reward, _choice) for fault in rule(source)]
-        faults += [f"sources.{name}: {fault}" for fault in found if fault not in faults]
+        source_faults = [fault for rule in (_task_source, _reward, _choice) for fault in rule(source)]
+        faults += [f"sources.{name}: {fault}" for fault in source_faults if fault not in faults]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -87,24 +90,24 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _task_source(config: Config) -> Iterator[str]:
     files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    named = [f"{key}={path}" for key, path in files.items() if path is not None]
-    if named and config.tasks.name is not None:
+    settings = [f"{key}={path}" for key, path in files.items() if path is not None]
+    if settings and config.tasks.name is not None:
         yield (
-            f"{' and '.join(named)} and tasks.name={config.tasks.name} both say where tasks are; to use the files, set "
+            f"{' and '.join(settings)} and tasks.name={config.tasks.name} both say where tasks are; to use the files, set "
             "tasks.name=null"
         )
 
 
 def _eval_sets(config: Config) -> Iterator[str]:
-    sets = {"eval": config.eval, **{f"eval.sets.{name}": each for name, each in config.eval.sets.items()}}
+    sets = {"eval": config.eval, **{f"eval.sets.{name}": eval_set for name, eval_set in config.eval.sets.items()}}
     names = ", ".join(config.sources) or "none"
-    for key, each in sets.items():
-        if each.split is not None and each.path is not None:
-            yield f"{key}.split={each.split} and {key}.path={each.path}: a set has one source of tasks; leave one out"
-        if each.source is not None and each.source not in config.sources:
-            yield f"{key}.source={each.source} is none of the run's sources ({names}); set it to one, or leave it out"
-        own = key == "eval" and (each.path is None or config.eval.sets)
-        if config.sources and not own and each.source is None and config.eval.source is None:
+    for key, eval_set in sets.items():
+        if eval_set.split is not None and eval_set.path is not None:
+            yield f"{key}.split={eval_set.split} and {key}.path={eval_set.path}: a set has one source of tasks; leave one out"
+        if eval_set.source is not None and eval_set.source not in config.sources:
+            yield f"{key}.source={eval_set.source} is none of the run's sources ({names}); set it to one, or leave it out"
+        is_default_section = key == "eval" and (eval_set.path is None or config.eval.sets)
+        if config.sources and not is_default_section and eval_set.source is None and config.eval.source is None:
             yield f"{key}: a set of a run with several sources belongs to one of them; set {key}.source to one of {names}"
 
 
@@ -251,30 +254,88 @@ def _batches(config: Config) -> Iterator[str]:
     ``train.steps_per_rollout``; and an optimizer step takes whole groups.
     """
     prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
-    if prompts % steps == 0 and wanted in (None, prompts * samples // steps):
+    batch_size, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    if prompts % steps == 0 and batch_size in (None, prompts * samples // steps):
         return
-    if prompts * samples == (wanted or 0) * steps or wanted is None:
-        why = f"an optimizer step takes whole groups, and {prompts} prompts cannot be divided into {steps} parts"
+    if prompts * samples == (batch_size or 0) * steps or batch_size is None:
+        reason = f"an optimizer step takes whole groups, and {prompts} prompts cannot be divided into {steps} parts"
     else:
-        why = f"{prompts} x {samples} = {prompts * samples} rollouts a step, but {wanted} x {steps} = {wanted * steps}"
-    shown = wanted if wanted is not None else f"{prompts * samples / steps:g}"
+        reason = f"{prompts} x {samples} = {prompts * samples} rollouts a step, but {batch_size} x {steps} = {batch_size * steps}"
+    fitting_batch_size = batch_size if batch_size is not None else f"{prompts * samples / steps:g}"
     yield (
         f"rollout.batch_size={prompts} x rollout.n_samples_per_prompt={samples} must be "
-        f"batch.global_batch_size={shown} x train.steps_per_rollout={steps}: {why}; set for example {_fitting(config)}"
+        f"batch.global_batch_size={fitting_batch_size} x train.steps_per_rollout={steps}: {reason}; "
+        f"set for example {_fitting_batch_sizes(config)}"
     )
 
 
-def _fitting(config: Config) -> str:
+def _fitting_batch_sizes(config: Config) -> str:
     """Return batch sizes near the configured ones that fit together, as settings."""
     prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
-    wanted, steps = config.batch.global_batch_size, config.train.steps_per_rollout
+    batch_size, steps = config.batch.global_batch_size, config.train.steps_per_rollout
     if prompts % steps == 0:
         return f"batch.global_batch_size={prompts // steps * samples}"
-    if wanted is not None and wanted % samples == 0:
-        return f"rollout.batch_size={wanted // samples * steps}"
-    more = -(-prompts // steps) * steps
-    return f"rollout.batch_size={more}" + (f" batch.global_batch_size={more // steps * samples}" if wanted else "")
+    if batch_size is not None and batch_size % samples == 0:
+        return f"rollout.batch_size={batch_size // samples * steps}"
+    rounded_prompts = -(-prompts // steps) * steps
+    return f"rollout.batch_size={rounded_prompts}" + (
+        f" batch.global_batch_size={rounded_prompts // steps * samples}" if batch_size else ""
+    )
+
+
+def _self_play(config: Config) -> Iterator[str]:
+    if config.self_play is None:
+        return
+    if other_roles := [name for name, role in config.env.roles.items() if role.policy is None or not role.train]:
+        yield (
+            f"self_play with env.roles ({', '.join(other_roles)}): self_play says who plays, env.roles only which policy a role "
+            "has; leave out one"
+        )
+    if PAST in config.self_play.mix and config.placement.mode != "separate":
+        yield (
+            f"self_play.mix has {PAST}, and placement.mode={config.placement.mode}: engines of snapshots are not placed; set "
+            f"placement.mode=separate, or leave out {PAST}"
+        )
+    if config.sources:
+        yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
+    if config.rollout.generate is not None:
+        yield f"self_play with rollout.generate={config.rollout.generate}, which runs the episodes itself; leave out one"
+
+
+def _frozen_roles(config: Config) -> Iterator[str]:
+    for source, source_config in config.by_source().items():
+        for name, role in source_config.env.roles.items():
+            if role.frozen is None:
+                continue
+            prefix = f"sources.{source}." if source else ""
+            key = f"{prefix}env.roles.{name}.frozen={role.frozen}"
+            if source:
+                yield f"{key}: a run with frozen roles has one environment; leave it out, or leave out sources"
+            if config.placement.mode != "separate":
+                yield (
+                    f"{key} with placement.mode={config.placement.mode}: the engine of frozen weights is not placed; set "
+                    "placement.mode=separate"
+                )
+
+
+def _adapter_policies(config: Config) -> Iterator[str]:
+    names = config.env.policies
+    for source, source_config in config.by_source().items() if config.sources else ():
+        if policies := ", ".join(source_config.env.policies):
+            yield f"sources.{source}.env.roles names the policies {policies}: a mixed run trains one policy; leave them out"
+    if not names:
+        return
+    if MAIN in names:
+        yield f"env.roles names a policy {MAIN}, which is the policy of a run that names none; choose another name"
+    key = f"env.roles names the policies {', '.join(names)}"
+    if config.learner.lora is None:
+        yield f"{key}, which are adapters over one base model: set learner.lora={{}}"
+    elif config.weights.adapters != "only":
+        yield f"{key}, and weights.adapters={config.weights.adapters}: merged weights are one policy; set weights.adapters=only"
+    if config.rollout.generate is not None:
+        yield f"{key} with rollout.generate={config.rollout.generate}, which samples one policy; leave out one"
+    if config.algo.distillation.teachers:
+        yield f"{key} with algo.distillation.teachers: teachers are of one policy; leave out one"
 
 
 def check_context(config: Config, max_positions: int | None = None) -> None:
@@ -288,17 +349,18 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
         ConfigError: an engine holds fewer tokens than an episode may have.
 
     """
-    sampler, most = config.sampler, max_positions
+    sampler, max_tokens = config.sampler, max_positions
     source, tokens = max(
-        ((name, each.rollout.max_tokens) for name, each in config.by_source().items()), key=itemgetter(1)
+        ((name, source_config.rollout.max_tokens) for name, source_config in config.by_source().items()),
+        key=itemgetter(1),
     )
     key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
     if sampler.kind.takes_sglang_options:
         context = sampler.context_length or max_positions
-        most = None if context is None else context - _SGLANG_RESERVES
-    if sampler.url is None and most is not None and tokens > most:
+        max_tokens = None if context is None else context - _SGLANG_RESERVES
+    if sampler.url is None and max_tokens is not None and tokens > max_tokens:
         raise ConfigError(
-            f"{key}={tokens} is more than the {most} tokens that an engine with this model "
+            f"{key}={tokens} is more than the {max_tokens} tokens that an engine with this model "
             "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
         )
     if sampler.backend == "embedded" and tokens > sampler.embedded.context:
@@ -333,12 +395,16 @@ def check_placement(config: Config, learner_device: str) -> None:
             f"placement.mode=colocate: the learner is on {learner_device}, the engines are on {sampler.device}; set "
             "learner.device, or sampler.sglang.device, or placement.mode=separate"
         )
-    ranks, each = config.learner.ranks, sampler.engine_ranks
-    if sampler.engines * each > ranks:
-        more = "and a smaller sampler.sglang.tp_size" if each > ranks else f"or learner.ranks={sampler.engines * each}"
+    ranks, engine_gpus = config.learner.ranks, sampler.engine_ranks
+    if sampler.engines * engine_gpus > ranks:
+        advice = (
+            "and a smaller sampler.sglang.tp_size"
+            if engine_gpus > ranks
+            else f"or learner.ranks={sampler.engines * engine_gpus}"
+        )
         raise ConfigError(
-            f"placement.mode=colocate: sampler.engines={sampler.engines} of {each} GPUs each do not fit on those of "
-            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // each)}, {more}"
+            f"placement.mode=colocate: sampler.engines={sampler.engines} of {engine_gpus} GPUs each do not fit on those of "
+            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // engine_gpus)}, {advice}"
         )
     if config.weights.sync_every > 1:
         raise ConfigError(
