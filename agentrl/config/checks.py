@@ -291,7 +291,7 @@ def _self_play(config: Config) -> Iterator[str]:
             f"self_play with env.roles ({', '.join(other_roles)}): self_play says who plays, env.roles only which policy a role "
             "has; leave out one"
         )
-    if PAST in config.self_play.mix and config.placement.mode != "separate":
+    if PAST in config.self_play.mix and config.placement.reserves_gpus:
         yield (
             f"self_play.mix has {PAST}, and placement.mode={config.placement.mode}: engines of snapshots are not placed; set "
             f"placement.mode=separate, or leave out {PAST}"
@@ -311,7 +311,7 @@ def _frozen_roles(config: Config) -> Iterator[str]:
             key = f"{prefix}env.roles.{name}.frozen={role.frozen}"
             if source:
                 yield f"{key}: a run with frozen roles has one environment; leave it out, or leave out sources"
-            if config.placement.mode != "separate":
+            if config.placement.reserves_gpus:
                 yield (
                     f"{key} with placement.mode={config.placement.mode}: the engine of frozen weights is not placed; set "
                     "placement.mode=separate"
