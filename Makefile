@@ -102,7 +102,7 @@ policies: install
 	$(BIN)/agentrl sft --config self_play/sft_tictactoe model.path=runs/tictactoe_init sft.out=runs/tictactoe_warm
 
 docs: install
-	$(BIN)/python -m agentrl.config.reference > docs/configuration.md
+	$(BIN)/python docs/make_configuration.py
 	$(BIN)/python -m tests.structure.layers
 
 clean:

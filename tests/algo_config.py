@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentrl.algo.checks import check_algorithm
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.load import validate
 
 
 def make_algo(**changes: Any) -> AlgoConfig:
     """Return the ``algo`` section of a run on the embedded engine."""
-    return validate({"algo": changes}).algo
+    config = validate({"algo": changes})
+    check_algorithm(config)
+    return config.algo

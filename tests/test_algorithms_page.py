@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.algo import ADVANTAGES, LOSSES
-from agentrl.config.base import Section
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.base import Algorithm
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.load import load_config
 from agentrl.config.shipped import shipped_folder
 
@@ -20,11 +21,12 @@ def table(first: str) -> dict[str, str]:
     return dict(re.findall(r"^\| `([\w/]+)`[^|]*\|(.*)\|$", rest.partition("\n\n")[0], re.MULTILINE))
 
 
-@pytest.mark.parametrize(("key", "known"), [("algo.advantage.name", ADVANTAGES), ("algo.loss.name", LOSSES)])
-def test_every_variant_has_a_formula_and_its_options(key: str, known: dict[str, type[Section]]) -> None:
+@pytest.mark.parametrize(("key", "known"), [("algo.advantage.name", ESTIMATORS), ("algo.loss.name", POLICY_LOSSES)])
+def test_every_variant_has_a_formula_and_its_options(key: str, known: dict[str, type[Algorithm]]) -> None:
     rows = table(f"`{key}`")
     assert set(rows) == set(known)
-    for name, options in known.items():
+    for name, algorithm in known.items():
+        options = algorithm.Options
         cell = rows[name].rpartition("|")[2]
         if name != "gspo_token":
             assert set(re.findall(r"`(\w+)`(?=,| \()", cell)) == set(options.model_fields), name

@@ -1,43 +1,55 @@
-"""The contracts of advantage estimators and losses. Legend: ``N`` tokens at the loss mask of a micro-batch."""
+"""Base classes of advantage estimators and policy losses, and what they get and return.
+
+Legend: ``N`` tokens at the loss mask of a micro-batch.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.groups import RolloutGroups
+from agentrl.config.base import Section
 from agentrl.core.types import RowKey
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated: an infinite ratio has no gradient but NaN."""
 RowValues = Mapping[RowKey, NDArray[np.float32]]
-"""By row: ``[T]``, a value of each token; what stands at unmasked tokens is ignored."""
+"""By row: ``[T]``, a value of each token; values at tokens that are not trained are ignored."""
 Advantages = Mapping[str, float] | RowValues
 """One number a rollout, by ``rollout_id``, or ``[T]`` numbers a row, by its key."""
 
 
-class RoleBaseline(NamedTuple):
-    """A moving mean of the rewards of a role against a class of opponents; JSON has it as a list."""
+class Algorithm(ABC):
+    """What estimators and policy losses have in common: options, and the name in the configuration.
 
-    total: float = 0.0
-    """Sum of rewards by their weights."""
-    weight: float = 0.0
-    """Sum of these weights: 0 before the first reward, towards 1 later."""
+    Args:
+        options: an instance of the class's ``Options``.
+        name: ``algo.advantage.name`` or ``algo.loss.name``, for messages; by default the name of the class.
 
-    @property
-    def value(self) -> float:
-        """The mean, without the bias that a start at 0 would have; 0 before the first reward."""
-        return self.total / self.weight if self.weight else 0.0
+    """
+
+    class Options(Section):
+        """The options, one field each; a subclass with options derives its own from this class."""
+
+    options: Options
+
+    def __init__(self, options: Section | None = None, name: str | None = None) -> None:
+        options = self.Options() if options is None else options
+        assert isinstance(options, self.Options), f"{type(self).__name__} has other options than {options!r}"
+        self.options = options
+        self.name = name or type(self).__name__
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInput:
-    """What an estimator gets: the whole rollouts of a training step."""
+    """The whole rollouts of a training step, or with ``async.streaming`` of some of its groups."""
 
     groups: RolloutGroups
     """All rollouts that were not dropped, by task."""
@@ -45,16 +57,51 @@ class AdvantageInput:
     """The KL penalty of each token, ``kl_coef`` times its estimate, if it belongs to the reward; else empty."""
     values: RowValues = field(default_factory=dict)
     """The critic's value of the state in which each token was sampled; empty without a critic."""
-    baselines: Mapping[str, RoleBaseline] = field(default_factory=dict)
-    """The baselines of ``rae`` before the training step, by `agentrl.algo.advantages.rae.baseline_key`."""
 
 
-class AdvantageEstimator(Protocol):
-    """Computes advantages from whole rollouts, on the driver."""
+class AdvantageEstimator(Algorithm):
+    """Computes advantages from whole rollouts, on the driver. A run has one instance for each source of tasks.
 
-    def __call__(self, given: AdvantageInput) -> Advantages:
-        """Return an advantage for every rollout of ``given``, or for every row."""
-        ...
+    The class attributes declare what the estimator needs; configurations are checked against them before a run starts.
+    """
+
+    compares_group: ClassVar[bool] = False
+    """Whether it compares the rollouts of a task with each other, so that a task with a single rollout has no advantage."""
+    streams: ClassVar[bool] = False
+    """Whether the advantages of a group depend on no other group of the training step, as ``async.streaming`` requires."""
+    needs_critic: ClassVar[bool] = False
+    """Whether it reads `AdvantageInput.values`. Then the run has a critic, which learns to predict `returns`."""
+    needs_nonnegative_rewards: ClassVar[bool] = False
+    """Whether rewards must be at least 0, so that penalties may not be taken off them."""
+    role_options: ClassVar[tuple[str, ...]] = ()
+    """Options that list roles of the environment. With any, the environment must be one of several agents."""
+
+    @abstractmethod
+    def advantages(self, inputs: AdvantageInput) -> Advantages:
+        """Return an advantage for every rollout, or for every row."""
+
+    def returns(self, inputs: AdvantageInput) -> RowValues:
+        """Return the training targets of the critic for every trained token; only called with ``needs_critic``."""
+        raise NotImplementedError(f"{type(self).__name__} has needs_critic=True and no method `returns`")
+
+    def update(self, inputs: AdvantageInput) -> None:
+        """Update the state after a training step, whose advantages were computed with the state before it."""
+
+    def state(self) -> dict[str, Any]:
+        """Return a copy of the state as JSON, for checkpoints; empty without a state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, after a round trip through JSON."""
+
+    def metrics(self, source: str = "") -> dict[str, float]:
+        """Return metrics of the state by their full names.
+
+        Args:
+            source: the name of the estimator's source, to be part of the metrics' names; empty unless the run is mixed.
+
+        """
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +129,7 @@ class LossInput:
     values_N: torch.Tensor | None = None
     """The critic's values before the first optimizer step of the training step, in its batches."""
     returns_N: torch.Tensor | None = None
-    """What the critic learns to predict, in its batches."""
+    """The targets of the critic's values, in its batches."""
     entropy_N: torch.Tensor | None = None
     """Entropies (nats) of the learner's distributions, with a gradient; None if the loss needs none."""
     source_tokens: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -93,9 +140,9 @@ class LossInput:
 
     def at(self, places_M: torch.Tensor) -> LossInput:
         """Return the fields at some of the tokens, int64 ``[M]``."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
         tensors: dict[str, Any] = {
-            name: value[places_M] for name, value in values.items() if isinstance(value, torch.Tensor)
+            name: tensor_N[places_M] for name, tensor_N in columns.items() if isinstance(tensor_N, torch.Tensor)
         }
         return replace(self, source_tokens={}, **tensors)
 
@@ -120,8 +167,8 @@ def over_sequences(
     """
     if sequences is None:
         sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
-    found_S = values_N.new_zeros(sequences).scatter_reduce(0, sequence_N, values_N, reduce, include_self=False)
-    return found_S[sequence_N]
+    reduced_S = values_N.new_zeros(sequences).scatter_reduce(0, sequence_N, values_N, reduce, include_self=False)
+    return reduced_S[sequence_N]
 
 
 @dataclass(slots=True)
@@ -148,24 +195,29 @@ class TokenLoss:
     """bool: where clipping or masking makes the gradient 0."""
 
 
-class PolicyLoss(Protocol):
-    """Computes the loss of each token, on every rank."""
+class PolicyLoss(Algorithm):
+    """Computes the loss of each token, on every rank. The class attributes declare what it needs."""
 
-    def __call__(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, given: LossInput) -> TokenLoss:
+    one_advantage_per_sequence: ClassVar[bool] = False
+    """Whether all tokens that an agent sampled in a rollout get the mean of their advantages."""
+    needs_whole_sequences: ClassVar[bool] = False
+    """Whether it reads `LossInput.sequence_log_ratio_N`, which is computed if micro-batches divide sequences."""
+
+    @abstractmethod
+    def token_loss(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> TokenLoss:
         """Return the loss of each token.
 
         Args:
             logprobs_N: of the policy, with gradient.
             old_N: of the policy in the ratio's denominator (``algo.old_logprobs``), without gradient.
-            given: advantages and the other fields of the micro-batch.
+            inputs: advantages and the other fields of the micro-batch.
 
         """
-        ...
 
 
 class Loss(Protocol):
     """The loss of a micro-batch: policy loss, KL term and entropy bonus, or the loss of supervised fine-tuning."""
 
-    def __call__(self, logprobs_N: torch.Tensor, given: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+    def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return ``Σ weight · loss`` over the mask, a scalar, and its metrics."""
         ...

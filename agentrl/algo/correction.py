@@ -50,9 +50,11 @@ def importance_weights(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, conf
             mean = (counted_N * weights_N).sum() / counted_N.sum()
             weights_N = weights_N / mean if mean > 0 else weights_N
     for kind in config.rollout_rs:
-        weights_N = weights_N.masked_fill(rejected(log_ratio_N, sequence_N, kind, config.rollout_rs_threshold), 0.0)
+        weights_N = weights_N.masked_fill(
+            find_rejected(log_ratio_N, sequence_N, kind, config.rollout_rs_threshold), 0.0
+        )
     if config.m2po_threshold is not None:
-        weights_N = weights_N.masked_fill(beyond_second_moment(log_ratio_N, config.m2po_threshold), 0.0)
+        weights_N = weights_N.masked_fill(find_beyond_second_moment(log_ratio_N, config.m2po_threshold), 0.0)
     return weights_N.float()
 
 
@@ -70,7 +72,7 @@ def effective_sample_size(total: float, squares: float, count: float) -> float:
     return total**2 / (count * squares) if squares else 0.0
 
 
-def rejected(
+def find_rejected(
     log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, kind: RejectionKind, threshold: float
 ) -> torch.Tensor:
     """Return where a divergence exceeds the threshold, bool ``[N]``.
@@ -81,20 +83,22 @@ def rejected(
     """
     gap_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     level, _, estimator = kind.rpartition("_")
-    found_N = {"k1": -gap_N, "k2": gap_N.square() / 2, "k3": gap_N.expm1() - gap_N}[estimator]
+    divergence_N = {"k1": -gap_N, "k2": gap_N.square() / 2, "k3": gap_N.expm1() - gap_N}[estimator]
     if level != "token":
-        found_N = over_sequences(found_N, sequence_N, {"seq_sum": "sum", "seq_mean": "mean", "seq_max": "amax"}[level])
-    return found_N.abs() > math.log(threshold) if estimator == "k1" else found_N > threshold
+        divergence_N = over_sequences(
+            divergence_N, sequence_N, {"seq_sum": "sum", "seq_mean": "mean", "seq_max": "amax"}[level]
+        )
+    return divergence_N.abs() > math.log(threshold) if estimator == "k1" else divergence_N > threshold
 
 
-def beyond_second_moment(log_ratio_N: torch.Tensor, threshold: float) -> torch.Tensor:
+def find_beyond_second_moment(log_ratio_N: torch.Tensor, threshold: float) -> torch.Tensor:
     """Return the fewest tokens without which the mean squared log-ratio of the others is at most ``threshold``, bool ``[N]``.
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
     """
     squares_N, order_N = log_ratio_N.square().sort(stable=True)
     means_N = squares_N.cumsum(0) / torch.arange(1, len(squares_N) + 1, device=squares_N.device)
-    kept = int((means_N <= threshold).sum())  # the means grow with the sorted squares
+    kept_tokens = int((means_N <= threshold).sum())  # the means grow with the sorted squares
     beyond_N = torch.zeros_like(squares_N, dtype=torch.bool)
-    beyond_N[order_N[kept:]] = True
+    beyond_N[order_N[kept_tokens:]] = True
     return beyond_N

@@ -31,15 +31,15 @@ def teacher_gaps(
         weights: of the teachers.
 
     """
-    found = {}
+    gaps = {}
     for row in rows:
-        shares = {name: weights[name] for name, scored in teachers.items() if row.key in scored}
-        gap = np.zeros(len(row.mask))
-        for name, weight in shares.items():
-            teacher = np.asarray(teachers[name][row.key], np.float64)
-            gap += weight / sum(shares.values()) * (np.asarray(policy[row.key], np.float64) - teacher)
-        found[row.key] = gap.astype(np.float32)
-    return found
+        row_weights = {name: weights[name] for name, logprobs in teachers.items() if row.key in logprobs}
+        gap_T = np.zeros(len(row.mask))
+        for name, weight in row_weights.items():
+            teacher_T = np.asarray(teachers[name][row.key], np.float64)
+            gap_T += weight / sum(row_weights.values()) * (np.asarray(policy[row.key], np.float64) - teacher_T)
+        gaps[row.key] = gap_T.astype(np.float32)
+    return gaps
 
 
 def teacher_metrics(
@@ -47,13 +47,12 @@ def teacher_metrics(
 ) -> dict[str, float]:
     """Return the mean of ``log π - log π_teacher`` over trained tokens: of all, and of those that each teacher has scored."""
     means = {"train/teacher_kl": _mean(rows, gaps)}
-    for name, scored in teachers.items():
-        of_one = {key: policy[key] - values for key, values in scored.items()}
-        means[f"train/teacher_kl/{name}"] = _mean([row for row in rows if row.key in scored], of_one)
+    for name, logprobs in teachers.items():
+        differences = {key: policy[key] - teacher_T for key, teacher_T in logprobs.items()}
+        means[f"train/teacher_kl/{name}"] = _mean([row for row in rows if row.key in logprobs], differences)
     return means
 
 
 def _mean(rows: Sequence[Row], values: RowValues) -> float:
-    found = [sequence.gather(values) for sequence in sequences_of(rows)]
-    tokens = np.concatenate(found) if found else np.zeros(0)
-    return float(tokens.mean()) if len(tokens) else 0.0
+    tokens_N = np.concatenate([np.zeros(0), *(sequence.gather(values) for sequence in sequences_of(rows))])
+    return float(tokens_N.mean()) if len(tokens_N) else 0.0

@@ -1,4 +1,4 @@
-"""Advantages of a training step: penalties, estimator, and what the loss needs of them."""
+"""Advantages of a training step: penalties, estimators with their state, and what the loss needs of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.algo.advantages.gae import gae_returns
-from agentrl.algo.advantages.rae import updated_baselines
-from agentrl.algo.base import AdvantageInput, Advantages, RoleBaseline, RowValues
+from agentrl.algo.base import AdvantageInput, Advantages, RowValues
 from agentrl.algo.overlong import with_penalties
-from agentrl.algo.registry import make_estimator
+from agentrl.algo.registry import loss_class, make_estimator
 from agentrl.batch.sequences import sampled_sequences
-from agentrl.config.algo import ADVANTAGES, AlgoConfig, GaeAdvantage, RaeAdvantage, parse_options
+from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, Row, RowKey
 
@@ -23,125 +21,104 @@ RowAdvantages = dict[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, 0 at tokens that are not trained."""
 
 
-def estimate_advantages(
-    config: AlgoConfig, given: AdvantageInput, teacher_gaps: RowValues | None = None
-) -> RowAdvantages:
-    """Return the advantage of every trained token of a training step.
-
-    Args:
-        config: of the objective.
-        given: the rollouts, and what the estimator needs of them.
-        teacher_gaps: of every row, if there are teachers; see `agentrl.algo.distillation`.
-
-    Raises:
-        ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
-
-    """
-    given = _penalised(config, given)
-    found = make_estimator(config.advantage)(given) if config.needs_reward else None
-    advantages: RowAdvantages = {}
-    for rollout in given.groups.rollouts_N:
-        of_rows = {row.key: _of_row(found, rollout, row, config.advantage.name) for row in rollout.rows}
-        if teacher_gaps is not None:
-            reward_coef, coef = config.distillation.reward_coef, config.distillation.coef
-            of_rows = {key: reward_coef * values - coef * teacher_gaps[key] for key, values in of_rows.items()}
-        for sequence in sampled_sequences(rollout):
-            values_S = sequence.gather(of_rows)
-            if config.loss.name == "gspo" and len(values_S):  # its objective has one advantage a sequence
-                values_S[:] = values_S.mean() if np.ptp(values_S) else values_S
-            advantages |= sequence.scatter(values_S)
-    return advantages
-
-
-def estimate_returns(config: AlgoConfig, given: AdvantageInput) -> RowValues:
-    """Return what the critic learns to predict for every trained token; see `gae_returns`."""
-    options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
-    assert isinstance(options, GaeAdvantage), "only gae has a critic"
-    return gae_returns(_penalised(config, given), options)
-
-
-def next_baselines(config: AlgoConfig, given: AdvantageInput) -> Mapping[str, RoleBaseline]:
-    """Return the baselines after a training step; those before it if the estimator has none. See `updated_baselines`."""
-    if config.advantage.name != "rae":
-        return given.baselines
-    options = parse_options("algo.advantage", config.advantage, ADVANTAGES)
-    assert isinstance(options, RaeAdvantage), "by its name"
-    return updated_baselines(_penalised(config, given), options)
-
-
 class RunEstimators:
-    """The advantage estimators of a run, with their state.
+    """The advantage estimators of a run with their state, one for each source of tasks.
 
     Args:
         algorithms: of each source of a mixed run by name; of other runs the only one, by ``""``.
 
+    Raises:
+        ConfigError, UnknownNameError: as of `agentrl.algo.registry.make_estimator`.
+
     """
 
     def __init__(self, algorithms: Mapping[str, AlgoConfig]) -> None:
-        self._algorithms = algorithms
-        self._baselines: dict[str, Mapping[str, RoleBaseline]] = {}
-        """The baselines of ``rae`` before the next step, by source."""
+        self._algos = algorithms
+        self._estimators = {source: make_estimator(algo.advantage) for source, algo in self._algos.items()}
 
     def advantages(self, source: str, inputs: AdvantageInput, teacher_gaps: RowValues | None = None) -> RowAdvantages:
-        """Return the advantage of every trained token of a source's rollouts; see `estimate_advantages`."""
-        return estimate_advantages(self._algorithms[source], self._with_baselines(source, inputs), teacher_gaps)
+        """Return the advantage of every trained token of a source's rollouts.
+
+        Args:
+            source: whose rollouts they are.
+            inputs: rollouts, penalties and values.
+            teacher_gaps: of every row, if there are teachers; see `agentrl.algo.distillation`.
+
+        Raises:
+            ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
+
+        """
+        algo, estimator = self._algos[source], self._estimators[source]
+        inputs = _penalise(algo, inputs)
+        estimates = estimator.advantages(inputs) if algo.needs_reward else None
+        one_a_sequence = loss_class(algo.loss).one_advantage_per_sequence
+        advantages: RowAdvantages = {}
+        for rollout in inputs.groups.rollouts_N:
+            by_row = {row.key: _row_advantages(estimates, rollout, row, estimator.name) for row in rollout.rows}
+            if teacher_gaps is not None:
+                reward_coef, coef = algo.distillation.reward_coef, algo.distillation.coef
+                by_row = {key: reward_coef * row_T - coef * teacher_gaps[key] for key, row_T in by_row.items()}
+            for sequence in sampled_sequences(rollout):
+                advantages_S = sequence.gather(by_row)
+                if one_a_sequence and len(advantages_S):
+                    advantages_S[:] = advantages_S.mean() if np.ptp(advantages_S) else advantages_S
+                advantages |= sequence.scatter(advantages_S)
+        return advantages
 
     def returns(self, source: str, inputs: AdvantageInput) -> RowValues:
-        """Return what the critic learns to predict for every trained token of a source's rollouts."""
-        return estimate_returns(self._algorithms[source], inputs)
+        """Return the critic's targets for every trained token of a source's rollouts; empty if it needs no critic."""
+        estimator = self._estimators[source]
+        return estimator.returns(_penalise(self._algos[source], inputs)) if estimator.needs_critic else {}
 
     def update(self, inputs_by_source: Iterable[tuple[str, AdvantageInput]]) -> None:
         """Update the state after a training step with its rollouts."""
         for source, inputs in inputs_by_source:
-            self._baselines[source] = next_baselines(self._algorithms[source], self._with_baselines(source, inputs))
-
-    def _with_baselines(self, source: str, inputs: AdvantageInput) -> AdvantageInput:
-        return replace(inputs, baselines=self._baselines.get(source, {}))
+            self._estimators[source].update(_penalise(self._algos[source], inputs))
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs, JSON-able."""
-        return {source: dict(baselines) for source, baselines in self._baselines.items() if baselines}
+        """Return a copy of the estimators' states as JSON, by source, with their names; without those that have none."""
+        states = {source: (estimator.name, estimator.state()) for source, estimator in self._estimators.items()}
+        return {source: {"name": name, "state": state} for source, (name, state) in states.items() if state}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the return value of `state`, which JSON has with lists."""
-        self._baselines = {
-            source: {key: RoleBaseline(*baseline) for key, baseline in baselines.items()}
-            for source, baselines in state.items()
-        }
+        """Restore what `state` returned, after a round trip through JSON; an estimator of another name begins without a state."""
+        for source, saved in state.items():
+            if self._estimators[source].name == saved["name"]:
+                self._estimators[source].load_state(saved["state"])
 
     def metrics(self) -> dict[str, float]:
-        """Return each baseline, as ``self_play/baseline/ROLE/OPPONENTS``, in a mixed run with the source before the role."""
+        """Return the metrics of all estimators' states."""
         return {
-            "/".join(["self_play/baseline", *filter(None, [source, *key.split("/")])]): baseline.value
-            for source, baselines in self._baselines.items()
-            for key, baseline in baselines.items()
+            name: number
+            for source, estimator in self._estimators.items()
+            for name, number in estimator.metrics(source).items()
         }
 
 
-def _penalised(config: AlgoConfig, given: AdvantageInput) -> AdvantageInput:
-    return replace(given, groups=with_penalties(given.groups, config.overlong))
+def _penalise(config: AlgoConfig, inputs: AdvantageInput) -> AdvantageInput:
+    return replace(inputs, groups=with_penalties(inputs.groups, config.overlong))
 
 
-def _of_row(found: Advantages | None, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:
-    """Return the advantages of a row's tokens, of which those that are not trained are any number; None are zeros."""
-    if found is None:
+def _row_advantages(estimates: Advantages | None, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:
+    """Return the advantages of a row's tokens, with any numbers at those that are not trained; zeros without estimates."""
+    if estimates is None:
         return np.zeros(row.mask.shape, np.float32)
-    by_key: dict[object, object] = found  # type: ignore[assignment]
-    value = by_key.get(row.key, by_key.get(row.key.rollout_id))
-    if value is None:
+    by_key: dict[object, object] = estimates  # type: ignore[assignment]
+    advantage = by_key.get(row.key, by_key.get(row.key.rollout_id))
+    if advantage is None:
         raise ConfigError(f"algo.advantage.name={name} returned no advantage for rollout {rollout.rollout_id!r}")
-    values = np.broadcast_to(np.asarray(value, np.float32), row.mask.shape)
-    if not np.isfinite(values[row.mask.astype(bool)]).all():
+    advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), row.mask.shape)
+    if not np.isfinite(advantages_T[row.mask.astype(bool)]).all():
         raise ConfigError(
             f"algo.advantage.name={name}: an advantage of rollout {rollout.rollout_id!r}, with reward {rollout.reward:g}, is "
             "not finite"
         )
-    return values
+    return advantages_T
 
 
 def mean_advantages(advantages: RowAdvantages) -> dict[str, float]:
     """Return the mean of each rollout's advantages that are not 0, by ``rollout_id``; 0 without any."""
-    sums: dict[str, list[float]] = {}
-    for key, values in advantages.items():
-        sums.setdefault(key.rollout_id, []).extend(values[values != 0].tolist())
-    return {rollout_id: float(np.mean(values)) if values else 0.0 for rollout_id, values in sums.items()}
+    nonzero: dict[str, list[float]] = {}
+    for key, row_T in advantages.items():
+        nonzero.setdefault(key.rollout_id, []).extend(row_T[row_T != 0].tolist())
+    return {rollout_id: float(np.mean(numbers)) if numbers else 0.0 for rollout_id, numbers in nonzero.items()}

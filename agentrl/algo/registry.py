@@ -1,77 +1,64 @@
-"""The estimators of ``algo.advantage.name`` and the losses of ``algo.loss.name``."""
+"""From the names of ``algo.advantage`` and ``algo.loss`` to classes and instances, and what a run's algorithms need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from typing import TypeVar
 
-from agentrl.algo.advantages.agent_turns import agent_norm, at_grpo
-from agentrl.algo.advantages.gae import gae
-from agentrl.algo.advantages.grpo import grpo
-from agentrl.algo.advantages.maxrl import maxrl
-from agentrl.algo.advantages.rae import rae
-from agentrl.algo.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from agentrl.algo.advantages.rloo import rloo
-from agentrl.algo.advantages.role_groups import hierarchical_grpo, seat_grpo
-from agentrl.algo.advantages.turn_level import turn_level
-from agentrl.algo.base import AdvantageEstimator, Loss
-from agentrl.algo.losses.cispo import cispo
-from agentrl.algo.losses.dppo import dppo
-from agentrl.algo.losses.gspo import gspo
-from agentrl.algo.losses.ppo_clip import ppo_clip
-from agentrl.algo.losses.reinforce import reinforce
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.base import AdvantageEstimator, Algorithm, Loss, PolicyLoss
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.sft import sft_loss
 from agentrl.algo.losses.value import ValueLoss
 from agentrl.algo.policy_objective import PolicyObjective
-from agentrl.config.algo import ADVANTAGES, LOSSES, AdvantageConfig, AlgoConfig, LossConfig, NoOptions, parse_options
+from agentrl.config.algo import AdvantageConfig, AlgoConfig, LossConfig
+from agentrl.config.validation import parse_section
+from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference, load_object
 
-ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "maxrl": maxrl,
-    "gae": gae,
-    "turn_level": turn_level,
-    "rae": rae,
-    "at_grpo": at_grpo,
-    "hierarchical_grpo": hierarchical_grpo,
-    "seat_grpo": seat_grpo,
-    "agent_norm": agent_norm,
-}
-"""By name; each takes an `AdvantageInput`, and its options if it has any."""
-POLICY_LOSSES: dict[str, Callable[..., Any]] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "gspo_token": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "dppo": dppo,
-}
-"""By name; each is a `PolicyLoss` that takes its options last, if it has any."""
+A = TypeVar("A", bound=Algorithm)
+ADVANTAGE_KEY, LOSS_KEY = "algo.advantage", "algo.loss"
+
+
+def estimator_class(config: AdvantageConfig) -> type[AdvantageEstimator]:
+    """Return the class of an estimator, which declares what it needs.
+
+    Raises:
+        ConfigError, UnknownNameError: there is no such name, or the import path names no subclass of `AdvantageEstimator`.
+    """
+    return _find_class(ADVANTAGE_KEY, config.name, ESTIMATORS, AdvantageEstimator)  # type: ignore[type-abstract]  # for issubclass
+
+
+def loss_class(config: LossConfig) -> type[PolicyLoss]:
+    """Return the class of a policy loss, which declares what it needs; errors as of `estimator_class`."""
+    return _find_class(LOSS_KEY, config.name, POLICY_LOSSES, PolicyLoss)  # type: ignore[type-abstract]  # for issubclass
 
 
 def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
-    """Return the estimator of a configuration.
+    """Return a new estimator.
 
     Raises:
-        ConfigError: a function by import path does not exist, or options do not fit.
+        ConfigError, UnknownNameError: as of `estimator_class`, or an option is unknown or does not fit.
     """
-    return _with_options("algo.advantage", config, ESTIMATORS, ADVANTAGES)
+    return _make(ADVANTAGE_KEY, estimator_class(config), config)
+
+
+def make_policy_loss(config: LossConfig) -> PolicyLoss:
+    """Return a policy loss; errors as of `make_estimator`."""
+    return _make(LOSS_KEY, loss_class(config), config)
 
 
 def make_objective(config: AlgoConfig) -> PolicyObjective:
     """Return the objective of a configuration, with the policy loss of each source of a mixed run.
 
     Raises:
-        ConfigError: as `make_estimator`.
+        ConfigError, UnknownNameError: as of `make_estimator`.
     """
-    chosen = [each.loss for each in config.by_source.values()]
-    if all(one == chosen[0] for one in chosen):
-        chosen = chosen[:1]
-    return PolicyObjective(config, [_with_options("algo.loss", one, POLICY_LOSSES, LOSSES) for one in chosen])
+    losses = [algo.loss for algo in config.by_source.values()]
+    if all(loss == losses[0] for loss in losses):
+        losses = losses[:1]
+    return PolicyObjective(config, [make_policy_loss(loss) for loss in losses])
 
 
 def make_losses(config: AlgoConfig, objective: PolicyObjective) -> dict[str, Loss]:
@@ -79,10 +66,47 @@ def make_losses(config: AlgoConfig, objective: PolicyObjective) -> dict[str, Los
     return {"rl": objective, "sft": sft_loss, "value": ValueLoss(config.critic.value_clip)}
 
 
-def _with_options(
-    key: str, config: AdvantageConfig | LossConfig, known: dict[str, Callable[..., Any]], options: dict[str, Any]
-) -> Callable[..., Any]:
-    if is_reference(config.name):
-        return partial(load_object(config.name, f"{key}.name"), **config.options)
-    parsed = parse_options(key, config, options)
-    return known[config.name] if isinstance(parsed, NoOptions) else partial(known[config.name], options=parsed)
+def needs_critic(config: AlgoConfig) -> bool:
+    """Return whether an estimator needs a critic, of any source."""
+    return any(estimator_class(algo.advantage).needs_critic for algo in config.by_source.values())
+
+
+def compares_groups(config: AlgoConfig) -> bool:
+    """Return whether the estimators of all sources compare the rollouts of a task with each other."""
+    return all(estimator_class(algo.advantage).compares_group for algo in config.by_source.values())
+
+
+def needs_whole_sequences(config: AlgoConfig) -> bool:
+    """Return whether a policy loss needs the ratio of whole sequences, of any source."""
+    return any(loss_class(algo.loss).needs_whole_sequences for algo in config.by_source.values())
+
+
+def describe_algorithm(config: AlgoConfig) -> str:
+    """Return estimator, teachers and loss in a few words, of every source."""
+    if list(config.by_source) != [""]:
+        return "; ".join(f"{source}: {describe_algorithm(algo)}" for source, algo in config.by_source.items())
+    teachers = config.distillation.teachers
+    estimator = [f"{config.advantage.name} advantages"] if config.distillation.reward_coef or not teachers else []
+    distillation = [f"distillation from {', '.join(teachers)}"] if teachers else []
+    critic = ["a critic"] if needs_critic(config) else []
+    return ", ".join([*estimator, *distillation, f"{config.loss.name} loss", *critic])
+
+
+def _find_class(key: str, name: str, table: Mapping[str, type[A]], base: type[A]) -> type[A]:
+    if not is_reference(name):
+        if name not in table:
+            raise unknown_name(key.rpartition(".")[2], name, table, f"{key}.name")
+        return table[name]
+    algorithm = load_object(name, f"{key}.name")
+    if not (isinstance(algorithm, type) and issubclass(algorithm, base)):
+        raise ConfigError(
+            f"{key}.name={name} is {algorithm!r:.80}, and no class derived from agentrl.algo.base.{base.__name__}"
+        )
+    if missing_methods := sorted(algorithm.__abstractmethods__) if inspect.isabstract(algorithm) else []:
+        raise ConfigError(f"{key}.name={name} does not define {', '.join(missing_methods)}")
+    return algorithm
+
+
+def _make(key: str, algorithm: type[A], config: AdvantageConfig | LossConfig) -> A:
+    options = parse_section(algorithm.Options, config.options, prefix=f"{key}.options.")
+    return algorithm(options, config.name)

@@ -66,13 +66,16 @@ def resolve_plain_config(arguments: argparse.Namespace) -> Config:
 
 
 def load_environment(layers: Sequence[Layer]) -> Config:
-    """Return the configuration of all layers, whose environment exists.
+    """Return the configuration of all layers, whose algorithm and environment exist.
 
     Raises:
-        ConfigError, UnknownNameError: as in `load_layers`, or there is no such environment.
+        ConfigError, UnknownNameError: as in `load_layers` and `check_algorithm`, or there is no such environment.
 
     """
+    from agentrl.algo.checks import check_algorithm  # imports torch
+
     config = load_layers(layers)
+    check_algorithm(config)
     for name, source_config in config.by_source().items():
         env_class(source_config.env.name, f"sources.{name}.env.name" if name else "env.name")
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agentrl.algo.registry import needs_critic
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device, running_address
 from agentrl.config.checks import check_placement as check_placement_keys
@@ -18,7 +19,7 @@ def check_placement(config: Config) -> None:
 
     """
     mode, ranks = config.placement.mode, config.learner.ranks
-    own = config.algo.needs_critic and mode != "colocate"
+    own = needs_critic(config.algo) and mode != "colocate"
     wanted = 2 * ranks if own else ranks
     if config.learner.device == "cuda" and running_address() is None and wanted > gpus_here():
         critic = " for the policy and as many for its critic" if own else ""
@@ -44,9 +45,9 @@ def describe_placement(config: Config) -> str:
     ranks, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
     if config.placement.shares_gpus:
-        critic = " and its critic" if config.algo.needs_critic else ""
+        critic = " and its critic" if needs_critic(config.algo) else ""
         return f"colocate: {ranks} for the learner{critic}, in turns with {of_each}"
-    critic = f", {ranks} for its critic" if config.algo.needs_critic else ""
+    critic = f", {ranks} for its critic" if needs_critic(config.algo) else ""
     return f"disaggregate: {ranks} for the learner{critic}, and {of_each}"
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentrl.algo.registry import needs_critic
 from agentrl.config.schema import Config
 
 Resources = Mapping[str, int]
@@ -53,7 +54,7 @@ def lay_out(config: Config, device: str) -> Layout:
 
     """
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
-    critics = workers if config.algo.needs_critic else 0
+    critics = workers if needs_critic(config.algo) else 0
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.shares_gpus:
         shared = engines * gpus_per_engine

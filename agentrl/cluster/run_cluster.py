@@ -113,7 +113,7 @@ class RunCluster:
             critic = checkpoint / CRITIC / "model"
             if not critic.is_dir():
                 raise ConfigError(
-                    f"algo.advantage.name=gae: {checkpoint} has no critic; start a new run with "
+                    f"algo.advantage.name={config.algo.advantage.name}: {checkpoint} has no critic; start a new run with "
                     f"model.path={checkpoint / 'model'}"
                 )
         learner = start_learners(

@@ -8,8 +8,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Privat
 
 from agentrl.config.base import Section
 from agentrl.config.learner import OptimizerConfig
-from agentrl.config.validation import parse_section
-from agentrl.core.errors import unknown_name
 
 KlKind = Literal["k1", "k2", "k3", "low_var_kl"]
 """See `agentrl.algo.kl.kl_estimate`."""
@@ -22,176 +20,20 @@ RejectionKind = Literal[
 """See `agentrl.algo.correction.rejected`."""
 
 
-class NoOptions(Section):
-    """No options."""
-
-
-class GrpoAdvantage(Section):
-    """``grpo``: group-relative advantages (DeepSeekMath, arXiv:2402.03300)."""
-
-    std_normalise: bool = True
-    """Divide by the standard deviation (n - 1) of the group's rewards. Dr.GRPO (arXiv:2503.20783) does not."""
-    std_eps: PositiveFloat = 1e-6
-    """Added to that standard deviation, so that nearly equal rewards do not explode."""
-
-
-class ReinforcePlusPlusAdvantage(Section):
-    """``reinforce_plus_plus``: discounted returns, normalised over all sampled tokens (REINFORCE++, arXiv:2501.03262)."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a sampled token."""
-
-
-class MaxRlAdvantage(Section):
-    """``maxrl``: the group's centred rewards, which are at least 0, divided by their mean (MaxRL, arXiv:2602.02710)."""
-
-    eps: PositiveFloat = 1e-6
-    """Added to that mean."""
-
-
-class GaeAdvantage(Section):
-    """``gae``: generalised advantage estimation with a critic (arXiv:1506.02438), for PPO."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a step."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """1 takes the whole return, 0 the temporal difference of one step."""
-    step: Literal["token", "turn"] = "token"
-    """A time step: every sampled token, or every turn of the policy. Observed tokens are never one."""
-    normalise: bool = True
-    """Normalise advantages over all sampled tokens of the training step."""
-
-
-class TurnLevelAdvantage(Section):
-    """``turn_level``: the return from each turn on, minus its mean over the group's rollouts that reached the turn."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a turn."""
-
-
-class RaeAdvantage(Section):
-    """``rae``: the reward minus a moving mean of the rewards of its role and class of opponents (SPIRAL, arXiv:2506.24119)."""
-
-    decay: float = Field(default=0.95, ge=0, lt=1)
-    """Factor of the older rewards' weights for each further reward."""
-    by_role: bool = True
-    """A baseline for each role and class of opponents; with ``false`` one for all rollouts, to compare with."""
-
-
-class AtGrpoAdvantage(GrpoAdvantage):
-    """``at_grpo``: the return from each turn on, relative to the same turn of the same agent (AT-GRPO, arXiv:2510.11062)."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a turn."""
-
-
-class HierarchicalGrpoAdvantage(GrpoAdvantage):
-    """``hierarchical_grpo``: group-relative by role, of some roles within their episode."""
-
-    within_episode: tuple[str, ...] = ("solver",)
-    """Roles that are compared within an episode; the others are compared across the task's episodes."""
-
-
-class AgentNormAdvantage(Section):
-    """``agent_norm``: the return from each turn on, normalised over all turns of its role (MARSHAL, arXiv:2510.15414)."""
-
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of a turn."""
-    std_eps: PositiveFloat = 1e-6
-    """Added to the standard deviation (n - 1)."""
-
-
-class PpoClipLoss(Section):
-    """``ppo_clip``: PPO's clipped objective (arXiv:1707.06347), with two bounds as in DAPO (arXiv:2503.14476)."""
-
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio of new to old probability gains nothing below ``1 - clip_low``."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio of new to old probability gains nothing above ``1 + clip_high``; DAPO's clip-higher is 0.28."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """With a negative advantage, the ratio costs nothing above this (dual-clip PPO, arXiv:1912.09729; 3 is usual)."""
-
-
-class GspoLoss(Section):
-    """``gspo``, ``gspo_token``: one clipped ratio for all that an agent sampled in a rollout (GSPO, arXiv:2507.18071)."""
-
-    clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """The sequence's ratio gains nothing below ``1 - clip_low``."""
-    clip_high: float = Field(default=4e-4, gt=0)
-    """The sequence's ratio gains nothing above ``1 + clip_high``."""
-
-
-class CispoLoss(Section):
-    """``cispo``: REINFORCE with the ratio as a weight, clipped from above (MiniMax-M1, arXiv:2506.13585)."""
-
-    clip_high: float = Field(default=2.0, gt=0)
-    """The ratio's upper limit is ``1 + clip_high``; it has no lower one."""
-
-
-class DppoLoss(Section):
-    """``dppo``: tokens are masked whose divergence from the old policy is too large (arXiv:2602.04879)."""
-
-    divergence: Literal["tv", "kl"] = "tv"
-    """Total variation or KL divergence between the old and the new policy, of the sampled token against all others."""
-    clip_low: float = Field(default=0.2, gt=0)
-    """Tokens with a negative advantage are masked if their ratio is below 1 and the divergence is above this."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Tokens with a positive advantage are masked if their ratio is above 1 and the divergence is above this."""
-    ratio_limit: float = Field(default=20.0, gt=1)
-    """Upper limit of the ratio, which is a weight without gradient."""
-
-
-ADVANTAGES: dict[str, type[Section]] = {
-    "grpo": GrpoAdvantage,
-    "rloo": NoOptions,
-    "reinforce_plus_plus": ReinforcePlusPlusAdvantage,
-    "reinforce_plus_plus_baseline": NoOptions,
-    "maxrl": MaxRlAdvantage,
-    "gae": GaeAdvantage,
-    "turn_level": TurnLevelAdvantage,
-    "rae": RaeAdvantage,
-    "at_grpo": AtGrpoAdvantage,
-    "hierarchical_grpo": HierarchicalGrpoAdvantage,
-    "seat_grpo": GrpoAdvantage,
-    "agent_norm": AgentNormAdvantage,
-}
-"""The options of each estimator."""
-LOSSES: dict[str, type[Section]] = {
-    "ppo_clip": PpoClipLoss,
-    "gspo": GspoLoss,
-    "gspo_token": GspoLoss,
-    "cispo": CispoLoss,
-    "reinforce": NoOptions,
-    "dppo": DppoLoss,
-}
-"""The options of each loss."""
-
-
-_GROUP_RELATIVE = ("grpo", "rloo", "maxrl", "turn_level", "at_grpo", "hierarchical_grpo", "seat_grpo")
-
-
 class AdvantageConfig(Section):
     """The advantage estimator."""
 
     name: str = "grpo"
-    """``grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``maxrl``, ``gae``, ``turn_level``; for
-    self-play ``rae``, ``at_grpo``, ``hierarchical_grpo``, ``seat_grpo``, ``agent_norm``; or a function as ``module:function``
-    or ``FILE.py:function``."""
+    """A name of docs/algorithms.md, such as ``rloo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
-
-    @property
-    def compares_group(self) -> bool:
-        """Whether the estimator compares the rollouts of a group with each other, and with no others."""
-        return self.name in _GROUP_RELATIVE
 
 
 class LossConfig(Section):
     """The policy loss of a token."""
 
     name: str = "ppo_clip"
-    """``ppo_clip``, ``gspo``, ``gspo_token``, ``cispo``, ``reinforce``, ``dppo``, or a function as ``module:function`` or
-    ``FILE.py:function``."""
+    """A name of docs/algorithms.md, such as ``gspo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss."""
 
@@ -246,7 +88,10 @@ class OverlongConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic of ``gae``: a learner of the values of states, with its own ranks, as many as ``learner.ranks``."""
+    """The critic of estimators that need one, such as ``gae``: it learns the values of states.
+
+    It has its own ranks, as many as ``learner.ranks``.
+    """
 
     path: str | None = None
     """Its initial weights: a folder, a shipped model's name or a hub id. Without it, the policy that the run starts with. A
@@ -330,7 +175,7 @@ class AlgoConfig(Section):
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
-    """The critic of ``algo.advantage.name=gae``."""
+    """The critic of estimators that need one, such as ``gae``."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """On-policy distillation."""
@@ -347,25 +192,9 @@ class AlgoConfig(Section):
         self._by_source = algorithms
 
     @property
-    def described(self) -> str:
-        """Estimator, teachers and loss in a few words, of every source."""
-        if self._by_source:
-            return "; ".join(f"{name}: {each.described}" for name, each in self._by_source.items())
-        teachers = self.distillation.teachers
-        estimator = [f"{self.advantage.name} advantages"] if self.distillation.reward_coef or not teachers else []
-        distillation = [f"distillation from {', '.join(teachers)}"] if teachers else []
-        critic = ["a critic"] if self.needs_critic else []
-        return ", ".join([*estimator, *distillation, f"{self.loss.name} loss", *critic])
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether an estimator needs a critic."""
-        return any(each.advantage.name == "gae" for each in self.by_source.values())
-
-    @property
     def replays_routing(self) -> bool:
         """Whether the learner's routers take the experts of an engine's, in any source."""
-        return any(each.routing_replay for each in self.by_source.values())
+        return any(algo.routing_replay for algo in self.by_source.values())
 
     @property
     def needs_reward(self) -> bool:
@@ -380,12 +209,7 @@ class AlgoConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a reference policy is needed: for the KL term, or as a teacher."""
-        return self.has_kl or any(one.policy == "reference" for one in self.distillation.teachers.values())
-
-    @property
-    def needs_sequences(self) -> bool:
-        """Whether a loss needs the ratio of whole sequences."""
-        return any(each.loss.name in ("gspo", "gspo_token") for each in self.by_source.values())
+        return self.has_kl or any(teacher.policy == "reference" for teacher in self.distillation.teachers.values())
 
     @property
     def needs_entropy(self) -> bool:
@@ -396,20 +220,3 @@ class AlgoConfig(Section):
     def trains_everything(self) -> bool:
         """Whether tokens without an advantage have a gradient too."""
         return (self.has_kl and self.kl_in == "loss") or self.needs_entropy
-
-
-def parse_options(key: str, config: AdvantageConfig | LossConfig, known: dict[str, type[Section]]) -> Section:
-    """Return the options of an estimator or a loss of agentrl.
-
-    Args:
-        key: ``algo.advantage`` or ``algo.loss``.
-        config: the section.
-        known: the options by name.
-
-    Raises:
-        ConfigError: there is no such name, or an option is unknown or does not fit.
-
-    """
-    if config.name not in known:
-        raise unknown_name(key.rpartition(".")[2], config.name, known, f"{key}.name")
-    return parse_section(known[config.name], config.options, prefix=f"{key}.options.")

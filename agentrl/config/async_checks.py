@@ -20,11 +20,6 @@ def _asynchronous(config: Config) -> Iterator[str]:
     key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
     if limit is not None and limit >= config.asynchronous.max_staleness:
         yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"
-    if limit is not None and config.algo.needs_critic:
-        yield (
-            f"async.mask_older_than={limit} with algo.advantage.name=gae: returns need the values of all tokens; leave out "
-            "async.mask_older_than"
-        )
     if not config.asynchronous.max_staleness:
         return
     if config.weights.sync_every > config.asynchronous.max_staleness + 1:
@@ -45,9 +40,7 @@ def _streaming(config: Config) -> Iterator[str]:
     if not config.asynchronous.streaming:
         return
     algo = config.algo
-    estimators = {each.advantage.name for each in algo.by_source.values() if not each.advantage.compares_group}
     whole = {
-        f"algo.advantage.name={', '.join(sorted(estimators))}": bool(estimators),
         f"train.steps_per_rollout={config.train.steps_per_rollout}": config.train.steps_per_rollout > 1,
         "algo.correction of all tokens": algo.correction.needs_all_tokens,
         "algo.distillation.teachers": bool(algo.distillation.teachers),

@@ -1,7 +1,8 @@
 """All rules between keys: what a configuration can get wrong although every value fits its own key.
 
-`check` holds for every command. `check_placement` and `check_context` are for commands that start engines, so that a
-configuration for training can be used for an evaluation elsewhere.
+`check` holds for every command; `agentrl.algo.checks` has the rules of what algorithms declare. `check_placement` and
+`check_context` are for commands that start engines, so that a configuration for training can be used for an evaluation
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from collections.abc import Iterator
 from operator import itemgetter
 from string import Formatter
 
-from agentrl.config.algo import ADVANTAGES, LOSSES, CriticConfig, parse_options
 from agentrl.config.async_checks import check_asynchronous
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST
 from agentrl.config.weight_checks import check_weight_sync
-from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.errors import ConfigError
 from agentrl.core.imports import is_reference
 from agentrl.core.lineup import MAIN
 
@@ -38,9 +38,8 @@ def check(config: Config) -> None:
         _reward,
         _warm_start,
         _curriculum,
-        _choice,
+        _overlong,
         _algo,
-        _critic,
         _distillation,
         _batches,
         check_weight_sync,
@@ -51,7 +50,7 @@ def check(config: Config) -> None:
     )
     faults = [fault for rule in rules for fault in rule(config)]
     for name, source in config.by_source().items() if config.sources else ():
-        source_faults = [fault for rule in (_task_source, _reward, _choice) for fault in rule(source)]
+        source_faults = [fault for rule in (_task_source, _reward, _overlong) for fault in rule(source)]
         faults += [f"sources.{name}: {fault}" for fault in source_faults if fault not in faults]
     if faults:
         raise ConfigError("\n".join(faults))
@@ -127,28 +126,12 @@ def _curriculum(config: Config) -> Iterator[str]:
         yield f"sft.steps={config.sft.steps}, but the stages of sft.curriculum have {steps} steps"
 
 
-def _choice(config: Config) -> Iterator[str]:
-    """Estimator, loss and penalty for long rollouts."""
-    algo, overlong = config.algo, config.algo.overlong
-    for key, section, known in (("algo.advantage", algo.advantage, ADVANTAGES), ("algo.loss", algo.loss, LOSSES)):
-        if not is_reference(section.name):
-            try:
-                parse_options(key, section, known)
-            except UserError as error:
-                yield str(error)
+def _overlong(config: Config) -> Iterator[str]:
+    overlong = config.algo.overlong
     if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
         yield (
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
             f"{overlong.max_tokens}"
-        )
-    penalties = {
-        "algo.overlong.max_tokens": overlong.max_tokens is not None,
-        "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
-    }
-    if algo.advantage.name == "maxrl" and any(penalties.values()):
-        yield (
-            f"algo.advantage.name=maxrl with {' and '.join(key for key, used in penalties.items() if used)}: it divides by the "
-            "group's mean reward, which penalties can make negative; leave them out, or choose algo.advantage.name=grpo"
         )
 
 
@@ -179,55 +162,41 @@ def _algo(config: Config) -> Iterator[str]:
         yield f"algo.reference_steps={algo.reference_steps} without a reference: set algo.kl_coef above 0, or leave it out"
 
 
-def _critic(config: Config) -> Iterator[str]:
-    critic, steps = config.algo.critic, config.train.steps
-    if not config.algo.needs_critic:
-        defaults = CriticConfig().model_dump()
-        for key, value in critic.model_dump().items():
-            if value != defaults[key]:
-                yield (
-                    f"algo.critic.{key} is set, and algo.advantage.name={config.algo.advantage.name} has no critic; set "
-                    f"algo.advantage.name=gae, or leave out algo.critic.{key}"
-                )
-    elif steps and critic.warmup_steps >= steps:
-        yield (
-            f"algo.critic.warmup_steps={critic.warmup_steps} with train.steps={steps}: the policy is never trained; lower "
-            "algo.critic.warmup_steps"
-        )
-
-
 def _distillation(config: Config) -> Iterator[str]:
-    key, given = "algo.distillation", config.algo.distillation
-    if not given.teachers and (given.task_key is not None or not given.reward_coef):
-        setting = f"task_key={given.task_key}" if given.task_key is not None else f"reward_coef={given.reward_coef:g}"
+    key, distillation = "algo.distillation", config.algo.distillation
+    teachers = distillation.teachers
+    if not teachers and (distillation.task_key is not None or not distillation.reward_coef):
+        setting = (
+            f"task_key={distillation.task_key}"
+            if distillation.task_key is not None
+            else f"reward_coef={distillation.reward_coef:g}"
+        )
         yield f"{key}.{setting} without teachers: set {key}.teachers.NAME.url to a server, or leave it out"
-    if config.algo.needs_critic and not given.reward_coef:
-        yield f"{key}.reward_coef=0 with algo.advantage.name=gae: no reward is left for the critic; set another estimator"
-    if given.default is not None and (given.task_key is None or given.default not in given.teachers):
+    if distillation.default is not None and (distillation.task_key is None or distillation.default not in teachers):
         yield (
-            f"{key}.default={given.default} must be one of {key}.teachers ({', '.join(given.teachers) or 'none'}), and is for "
+            f"{key}.default={distillation.default} must be one of {key}.teachers ({', '.join(teachers) or 'none'}), and is for "
             f"tasks that {key}.task_key assigns to none; set both, or leave it out"
         )
-    for name, one in given.teachers.items():
-        teacher = f"{key}.teachers.{name}"
-        kinds = {"url": one.url, "path": one.path, "policy": one.policy}
-        named = [f"{kind}={value}" for kind, value in kinds.items() if value is not None]
-        if len(named) != 1:
-            yield f"{teacher} has {' and '.join(named) or 'none of url, path and policy'}; set exactly one of the three"
-        if one.policy == "main" and one.context is None:
-            yield f"{teacher}.policy=main without {teacher}.context: the policy would be its own teacher; set a context"
-        if one.policy is None and config.sampler.temperature != 1:
+    for name, teacher in teachers.items():
+        teacher_key = f"{key}.teachers.{name}"
+        kinds = {"url": teacher.url, "path": teacher.path, "policy": teacher.policy}
+        settings = [f"{kind}={value}" for kind, value in kinds.items() if value is not None]
+        if len(settings) != 1:
+            yield f"{teacher_key} has {' and '.join(settings) or 'none of url, path and policy'}; set exactly one of the three"
+        if teacher.policy == "main" and teacher.context is None:
+            yield f"{teacher_key}.policy=main without {teacher_key}.context: the policy would be its own teacher; set a context"
+        if teacher.policy is None and config.sampler.temperature != 1:
             yield (
-                f"{teacher}: servers score at temperature 1, and sampler.temperature={config.sampler.temperature:g}; set "
+                f"{teacher_key}: servers score at temperature 1, and sampler.temperature={config.sampler.temperature:g}; set "
                 "sampler.temperature=1"
             )
-        if one.path is not None and config.placement.reserves_gpus:
+        if teacher.path is not None and config.placement.reserves_gpus:
             yield (
-                f"{teacher}.path={one.path} with placement.mode={config.placement.mode}: a teacher's engine is not placed; start "
-                f"a server and set {teacher}.url, or placement.mode=separate"
+                f"{teacher_key}.path={teacher.path} with placement.mode={config.placement.mode}: a teacher's engine is not "
+                f"placed; start a server and set {teacher_key}.url, or placement.mode=separate"
             )
-        if one.context is not None:
-            yield from _context(f"{teacher}.context", one.context)
+        if teacher.context is not None:
+            yield from _context(f"{teacher_key}.context", teacher.context)
 
 
 def _context(key: str, text: str) -> Iterator[str]:

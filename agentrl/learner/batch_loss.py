@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.algo.base import LossInput, LossMetrics
-from agentrl.algo.registry import make_losses, make_objective
+from agentrl.algo.registry import make_losses, make_objective, needs_whole_sequences
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.learner.base import RowScores
@@ -45,7 +45,7 @@ class BatchLoss:
             divides_rows: whether ranks score parts of rows.
 
         """
-        return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and self.algo.needs_sequences
+        return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and needs_whole_sequences(self.algo)
 
     def __call__(
         self,

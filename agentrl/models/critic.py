@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.algo.registry import needs_critic
 from agentrl.config.schema import Config
 from agentrl.models.resolve import resolve_model
 
@@ -23,7 +24,7 @@ def resolve_critic(config: Config, policy: Path, *, fetch: bool = True) -> Path 
         ModelError: the model does not exist; the message names ``algo.critic.path``.
 
     """
-    if not config.algo.needs_critic:
+    if not needs_critic(config.algo):
         return None
     path = config.algo.critic.path
     return policy if path is None else resolve_model(path, KEY, fetch=fetch)

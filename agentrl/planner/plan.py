@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agentrl.algo.checks import check_algorithm
+from agentrl.algo.registry import needs_critic
 from agentrl.config.checks import check_context, check_placement
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge
@@ -75,6 +77,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     """
     configured = merge_layers(layers)
     base = load_layers([BASE, *layers])
+    check_algorithm(base)
     folder = find_architecture(base.model.path)
     model = trained_model(base.learner, folder)
     numbers = sum(weight.numel() for weight in model.parameters())
@@ -82,7 +85,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     backends = [section["backend"]] if "backend" in section else _BACKENDS
     options = []
     path = base.algo.critic.path
-    critic = None if not base.algo.needs_critic else folder if path is None else find_architecture(path, CRITIC_KEY)
+    critic = None if not needs_critic(base.algo) else folder if path is None else find_architecture(path, CRITIC_KEY)
     for mode, learner_gpus in _placements(base, configured, gpus):
         ranks = int(section.get("ranks", learner_gpus))
         request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
@@ -109,7 +112,7 @@ def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str,
         raise ConfigError(
             f"placement.mode={mode_setting} with --gpus 1: learner and engines share it; set placement.mode=colocate"
         )
-    users = 3 if config.algo.needs_critic else 2
+    users = 3 if needs_critic(config.algo) else 2
     return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
 
 

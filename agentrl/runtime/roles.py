@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from agentrl.config.algo import ADVANTAGES, HierarchicalGrpoAdvantage, parse_options
+from agentrl.algo.registry import make_estimator
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig, RoleConfig
 from agentrl.core.env import EnvBase
@@ -63,19 +63,19 @@ def check_roles(config: Config, env: EnvBase) -> None:
         ConfigError: it has no such role.
 
     """
-    if config.algo.advantage.name != "hierarchical_grpo":
+    estimator = make_estimator(config.algo.advantage)
+    if not estimator.role_options:
         return
-    options = parse_options("algo.advantage", config.algo.advantage, ADVANTAGES)
-    assert isinstance(options, HierarchicalGrpoAdvantage), "its name says so"
     if not isinstance(env, MultiAgentEnv):
         raise ConfigError(
-            f"algo.advantage.name=hierarchical_grpo, and env.name={config.env.name} has one agent, without roles; "
+            f"algo.advantage.name={estimator.name}, and env.name={config.env.name} has one agent, without roles; "
             "set algo.advantage.name=grpo"
         )
     known = {env.role_of(agent) for agent in env.possible_agents}
-    for role in options.within_episode:
-        if role not in known:
-            raise unknown_name(f"role of {config.env.name}", role, known, "algo.advantage.options.within_episode")
+    for option in estimator.role_options:
+        for role in getattr(estimator.options, option):
+            if role not in known:
+                raise unknown_name(f"role of {config.env.name}", role, known, f"algo.advantage.options.{option}")
 
 
 def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:

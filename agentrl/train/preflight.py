@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.algo.registry import describe_algorithm
 from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.checks import check_context
@@ -205,7 +206,9 @@ def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
             return [f"{key:<13}{value}" for key, value in facts.items()]
         share = config.sources[name].weight / sum(source.weight for source in config.sources.values())
         text = ", ".join(f"{key} {value}" for key, value in facts.items())
-        lines.append(f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {source_config.algo.described}")
+        lines.append(
+            f"{'source':<13}{name}: {share:.0%} of the tasks, {text}, {describe_algorithm(source_config.algo)}"
+        )
     return lines
 
 
@@ -218,7 +221,7 @@ def _to_train_on(split: Split | None) -> str:
 def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     where = f" ({model})" if model is not None else ""
-    algorithm = "an algorithm for each source" if config.sources else config.algo.described
+    algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
         "model": f"{config.model.path}{where}",
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.algo.registry import compares_groups, describe_algorithm
 from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -22,7 +23,6 @@ from agentrl.render.base import Renderer
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
-from agentrl.train.training_step import compares_groups
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
@@ -223,7 +223,12 @@ def check_replay(config: Config, path: Path) -> list[str]:
     sample_check(config, model)(rollouts, samples.name(0))
     groups = group_rollouts(rollouts)
     groups_by_source(groups, config.sources)
-    if len(samples) == 1 and compares_groups(config) and not config.algo.trains_everything and groups.flat_share == 1:
+    if (
+        len(samples) == 1
+        and compares_groups(config.algo)
+        and not config.algo.trains_everything
+        and groups.flat_share == 1
+    ):
         raise ConfigError(
             f"--replay {path}: there is nothing to learn: the rewards of every task's rollouts are all equal "
             f"({len(groups.prompt_ids_G)} tasks, {len(groups.rollouts_N)} rollouts); sample several a task with "
@@ -234,7 +239,7 @@ def check_replay(config: Config, path: Path) -> list[str]:
         f"and {len(rollouts)} rollouts",
         f"model        {config.model.path} ({model})",
         "engine       none: nothing is sampled, no weights are sent, nothing is evaluated",
-        f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {config.algo.described}",
+        f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {describe_algorithm(config.algo)}",
         f"length       {min(config.train.steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer "
         "step(s)",
     ]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.distillation import teacher_gaps, teacher_metrics
 from agentrl.algo.kl import kl_estimate
+from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.packing import pack
 from agentrl.batch.sequences import RowValues, SampledSequence, sequences_of
@@ -127,7 +128,7 @@ def _critic_values(settings: StepSettings, groups: RolloutGroups, critic: Critic
     rows = [
         row
         for source, source_groups in groups_by_source(groups, settings.packing.sources).items()
-        if settings.algo_by_source[source].needs_critic
+        if needs_critic(settings.algo_by_source[source])
         for row in source_groups.rows
     ]
     return critic.values(pack(rows, settings.packing)) if rows else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agentrl.algo.registry import needs_critic
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.packing import PackOptions
 from agentrl.config.algo import AlgoConfig
@@ -69,11 +70,11 @@ class StepSettings:
     @property
     def needs_scores(self) -> bool:
         """Whether a training step begins with forward passes over its rollouts."""
-        return self.needs_learner_logprobs or self.needs_reference_logprobs or self.algo.needs_critic
+        return self.needs_learner_logprobs or self.needs_reference_logprobs or needs_critic(self.algo)
 
     def trains_critic_alone(self, step: int) -> bool:
         """Return whether the training step after ``step`` finished ones trains only the critic."""
-        return self.algo.needs_critic and step < self.algo.critic.warmup_steps
+        return needs_critic(self.algo) and step < self.algo.critic.warmup_steps
 
     def policy_lr_scale(self, step: int, index: int) -> float:
         """Return the schedule's factor for an optimizer step of the policy, over the training steps that train it.
@@ -83,7 +84,7 @@ class StepSettings:
             index: of the optimizer step in its training step.
 
         """
-        warmup_steps = self.algo.critic.warmup_steps if self.algo.needs_critic else 0
+        warmup_steps = self.algo.critic.warmup_steps if needs_critic(self.algo) else 0
         return self._lr_scale(self.config.learner.optimizer, step - warmup_steps, index, warmup_steps)
 
     def critic_lr_scale(self, step: int, index: int) -> float:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import RowAdvantages, RunEstimators
+from agentrl.algo.registry import compares_groups, needs_critic
 from agentrl.batch.groups import RolloutGroups, group_rollouts, groups_by_policy, groups_by_source
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import WHOLE_STEP, RowSignals, StepPart, pack
 from agentrl.batch.sequences import RowValues
-from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.train.step_metrics import live_share, rollout_metrics, source_metrics, value_metrics
 from agentrl.train.step_scores import StepScores
@@ -150,7 +150,7 @@ class TrainingStep:
         """What the critic learns to predict for every trained token of sources whose estimator has a critic."""
         returns: dict[RowKey, NDArray[np.float32]] = {}
         for source, groups in groups_by_source(self.groups, self.settings.packing.sources).items():
-            if self.settings.algo_by_source[source].needs_critic:
+            if needs_critic(self.settings.algo_by_source[source]):
                 returns |= self.estimators.returns(source, self._advantage_input(groups))
         return returns
 
@@ -205,7 +205,7 @@ class TrainingStep:
             return f"all {len(self.rollouts)} episodes were dropped{first}; rollout.failure sets what follows a failure"
         if not config.algo.needs_reward:
             return "every sampled token has the probability that its teachers give it (algo.distillation.teachers)"
-        if config.rollout.n_samples_per_prompt == 1 and compares_groups(config):
+        if config.rollout.n_samples_per_prompt == 1 and compares_groups(config.algo):
             return (
                 "rollout.n_samples_per_prompt=1, but an advantage compares the rewards of a task's rollouts; "
                 "set rollout.n_samples_per_prompt to 4 or more"
@@ -219,8 +219,3 @@ class TrainingStep:
                 "solves, or replace such groups (rollout.filter_groups.filters=[zero_variance])"
             )
         return "no rollout with an advantage has a token to train on"
-
-
-def compares_groups(config: Config) -> bool:
-    """Return whether all advantages compare the rollouts of a task."""
-    return all(algo.advantage.compares_group for algo in config.algo.by_source.values())

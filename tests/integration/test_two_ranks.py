@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.base import AdvantageInput
-from agentrl.algo.estimate import estimate_advantages
+from agentrl.algo.estimate import RunEstimators
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import RowSignals, pack
-from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.learner import LearnerConfig, LoraConfig
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -35,9 +36,9 @@ from tests.unit.learner.test_shared_prefixes import make_batch, make_rows
 
 WIDE = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios of sequences are clipped
 ALGOS: dict[str, dict[str, object]] = {
-    **{name: {"loss": {"name": name, "options": WIDE if "gspo" in name else {}}} for name in LOSSES},
+    **{name: {"loss": {"name": name, "options": WIDE if "gspo" in name else {}}} for name in POLICY_LOSSES},
     "dppo, kl": {"loss": {"name": "dppo", "options": {"divergence": "kl"}}},
-    **{f"advantages of {name}": {"advantage": {"name": name}} for name in ADVANTAGES},
+    **{f"advantages of {name}": {"advantage": {"name": name}} for name in ESTIMATORS},
     "advantages of turns": {"advantage": {"name": "gae", "options": {"step": "turn"}}},
     "gspo of token advantages": {"loss": {"name": "gspo_token", "options": WIDE}, "advantage": {"name": "gae"}},
     "kl": {"kl_coef": 0.3},
@@ -76,7 +77,7 @@ def batch_of(
     rng = np.random.default_rng(0)
     values, noise = data.random_values(rng), data.random_values(rng, 0.3)
     learner = {row.key: row.logprobs + noise[row.key] for row in data.rows}
-    advantages = estimate_advantages(config.algo, AdvantageInput(data.groups, values=values))
+    advantages = RunEstimators(config.algo.by_source).advantages("", AdvantageInput(data.groups, values=values))
     correction = StepScores(learner).correction(config.algo.correction, data.groups)
     training = training_step(config, data.groups)
     training.advantages = advantages

@@ -10,7 +10,7 @@ PAGE = REPOSITORY / "docs" / "architecture.md"
 BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages -->"
 
 BOTTOM_TO_TOP = """
-    core config batch distributed obs models render rewards algo data audit episode sandbox learner inference toolserver
+    core config batch algo distributed obs models render rewards data audit episode sandbox learner inference toolserver
     weight_sync self_play cluster testing project_template runtime doctor planner evaluation sft train cli
 """
 LAYERS = tuple((package,) for package in BOTTOM_TO_TOP.split())

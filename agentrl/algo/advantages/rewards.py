@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,64 +16,76 @@ from agentrl.core.types import Rollout, RowKey
 Floats = NDArray[np.float64]
 
 
-def rewards_N(given: AdvantageInput) -> Floats:
+def rewards_N(inputs: AdvantageInput) -> Floats:
     """Return the reward of each rollout, minus the KL penalties of its tokens if they belong to the reward."""
     return np.array(
         [
-            rollout.reward - sum(float(sequence.gather(given.kl).sum()) for sequence in sampled_sequences(rollout))
-            if given.kl
+            rollout.reward - sum(float(sequence.gather(inputs.kl).sum()) for sequence in sampled_sequences(rollout))
+            if inputs.kl
             else rollout.reward
-            for rollout in given.groups.rollouts_N
+            for rollout in inputs.groups.rollouts_N
         ],
         np.float64,
     )
 
 
-def group_sizes_N(given: AdvantageInput) -> Floats:
+def group_sizes_N(inputs: AdvantageInput) -> Floats:
     """Return the number of rollouts in each rollout's group."""
-    groups_N = given.groups.groups_N
+    groups_N = inputs.groups.groups_N
     return np.bincount(groups_N)[groups_N].astype(np.float64)
 
 
-def group_means_N(given: AdvantageInput, values_N: Floats) -> Floats:
+def group_means_N(inputs: AdvantageInput, values_N: Floats) -> Floats:
     """Return the mean over each rollout's group."""
-    groups_N = given.groups.groups_N
-    return np.bincount(groups_N, values_N)[groups_N] / group_sizes_N(given)
+    groups_N = inputs.groups.groups_N
+    return np.bincount(groups_N, values_N)[groups_N] / group_sizes_N(inputs)
 
 
-def centred_N(given: AdvantageInput, values_N: Floats) -> Floats:
+def centred_N(inputs: AdvantageInput, values_N: Floats) -> Floats:
     """Return values minus their group's mean; exact zeros if all of a group are equal, so that rounding in the mean does not
     become a gradient.
     """
-    groups_N = given.groups.groups_N
+    groups_N = inputs.groups.groups_N
     least_G, most_G = np.full(len(values_N), np.inf), np.full(len(values_N), -np.inf)
     np.minimum.at(least_G, groups_N, values_N)
     np.maximum.at(most_G, groups_N, values_N)
-    return np.where((least_G == most_G)[groups_N], 0.0, values_N - group_means_N(given, values_N))
+    return np.where((least_G == most_G)[groups_N], 0.0, values_N - group_means_N(inputs, values_N))
 
 
-def by_rollout(given: AdvantageInput, advantages_N: Floats) -> dict[str, float]:
+def by_rollout(inputs: AdvantageInput, advantages_N: Floats) -> dict[str, float]:
     """Return advantages by ``rollout_id``."""
-    ids = (rollout.rollout_id for rollout in given.groups.rollouts_N)
+    ids = (rollout.rollout_id for rollout in inputs.groups.rollouts_N)
     return dict(zip(ids, advantages_N.tolist(), strict=True))
 
 
-def sequences_with_rewards(given: AdvantageInput) -> list[tuple[SampledSequence, Floats]]:
+def regroup(inputs: AdvantageInput, group_key: Callable[[Rollout], Hashable]) -> AdvantageInput:
+    """Return the same rollouts in groups of one task and equal ``group_key``."""
+    numbers: dict[Hashable, int] = {}
+    pairs = zip(inputs.groups.rollouts_N, inputs.groups.groups_N.tolist(), strict=True)
+    groups_N: NDArray[np.int64] = np.array(
+        [numbers.setdefault((group, group_key(rollout)), len(numbers)) for rollout, group in pairs], np.int64
+    )
+    prompt_ids = dict(zip(groups_N.tolist(), (rollout.prompt_id for rollout in inputs.groups.rollouts_N), strict=True))
+    prompt_ids_G = tuple(prompt_ids[number] for number in range(len(numbers)))
+    return replace(inputs, groups=replace(inputs.groups, groups_N=groups_N, prompt_ids_G=prompt_ids_G))
+
+
+def sequences_with_rewards(inputs: AdvantageInput) -> list[tuple[SampledSequence, Floats]]:
     """Return all sequences with the reward of each token ``[S]``: minus its KL penalty, and at the end the rollout's.
 
     Every agent of a rollout gets its reward.
     """
-    found = []
-    for rollout in given.groups.rollouts_N:
+    sequences = []
+    for rollout in inputs.groups.rollouts_N:
         for sequence in sampled_sequences(rollout):
-            rewards_S = -sequence.gather(given.kl)
+            rewards_S = -sequence.gather(inputs.kl)
             if len(rewards_S):
                 rewards_S[-1] += rollout.reward
-                found.append((sequence, rewards_S))
-    return found
+                sequences.append((sequence, rewards_S))
+    return sequences
 
 
-def sequences_with_returns(given: AdvantageInput, gamma: float) -> list[tuple[int, SampledSequence, Floats]]:
+def sequences_with_returns(inputs: AdvantageInput, gamma: float) -> list[tuple[int, SampledSequence, Floats]]:
     """Return all sequences with tokens, each with its rollout's group and the return of each turn, ``[K]``.
 
     The return of turn k is ``Σ_{j ≥ k} gamma^(j - k) · reward_j``, with the KL penalties of the turn's tokens in its reward.
@@ -78,23 +93,23 @@ def sequences_with_returns(given: AdvantageInput, gamma: float) -> list[tuple[in
     Raises:
         ConfigError: see `turn_rewards`.
     """
-    found = []
-    for rollout, group in zip(given.groups.rollouts_N, given.groups.groups_N.tolist(), strict=True):
+    sequences = []
+    for rollout, group in zip(inputs.groups.rollouts_N, inputs.groups.groups_N.tolist(), strict=True):
         for sequence in sampled_sequences(rollout):
             turns_S = sequence.turns_S
             if not len(turns_S):
                 continue
             returns_K = turn_rewards(rollout, int(turns_S.max()) + 1)
-            if given.kl:
-                returns_K -= np.bincount(turns_S, sequence.gather(given.kl))
+            if inputs.kl:
+                returns_K -= np.bincount(turns_S, sequence.gather(inputs.kl))
             for turn in reversed(range(len(returns_K) - 1)):
                 returns_K[turn] += gamma * returns_K[turn + 1]
-            found.append((group, sequence, returns_K))
-    return found
+            sequences.append((group, sequence, returns_K))
+    return sequences
 
 
 def turn_rewards(rollout: Rollout, turns: int) -> Floats:
-    """Return the reward of each of the ``turns`` that a rollout's sequence has; what the turns' do not sum up to is the last's.
+    """Return the reward of each turn of a rollout's sequence; the last turn also gets the rest of the rollout's reward.
 
     Raises:
         ConfigError: the episode recorded another number of turns.
@@ -109,7 +124,7 @@ def turn_rewards(rollout: Rollout, turns: int) -> Floats:
     return rewards
 
 
-def normalised(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKey, NDArray[np.float32]]:
+def normalise_tokens(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKey, NDArray[np.float32]]:
     """Return ``(a - mean) / sqrt(var + 1e-8)`` over the tokens of all sequences, by row; the variance is the sample's (n - 1).
 
     A single token, and equal values, get zeros.

@@ -20,17 +20,17 @@ class ValueLoss:
     clip: float | None
     """Largest change ``c`` of a value in a training step that the loss rewards; None does not clip."""
 
-    def __call__(self, logprobs_N: torch.Tensor, given: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+    def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return the loss of values, which take the place of log-probabilities, and its metrics."""
-        values_N, returns_N = logprobs_N, given.returns_N
+        values_N, returns_N = logprobs_N, inputs.returns_N
         assert returns_N is not None, "the batch has no returns"
         errors_N = (values_N - returns_N).square()
         clipped_N = torch.zeros_like(errors_N, dtype=torch.bool)
         if self.clip is not None:
-            assert given.values_N is not None, "the batch has no values of the critic before the training step"
-            near_N = torch.clamp(values_N, given.values_N - self.clip, given.values_N + self.clip)
+            assert inputs.values_N is not None, "the batch has no values of the critic before the training step"
+            near_N = torch.clamp(values_N, inputs.values_N - self.clip, inputs.values_N + self.clip)
             clipped_errors_N = (near_N - returns_N).square()
             clipped_N = (clipped_errors_N > errors_N).detach()
             errors_N = torch.maximum(errors_N, clipped_errors_N)
         sums = {"mean": values_N.detach().sum(), "clip_fraction": clipped_N.sum().float()}
-        return (given.weight_N * errors_N).sum() / 2, LossMetrics(sums=sums)
+        return (inputs.weight_N * errors_N).sum() / 2, LossMetrics(sums=sums)

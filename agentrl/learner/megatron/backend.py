@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentrl.algo.registry import needs_critic
 from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
@@ -29,7 +30,7 @@ class MegatronBackend(LearnerBackend):
             "learner.lora": config.lora is not None,
             "learner.fp8": config.fp8,
             "learner.optimizer.name=muon": config.optimizer.name == "muon",
-            "algo.critic.optimizer.name=muon": algo.needs_critic and algo.critic.optimizer.name == "muon",
+            "algo.critic.optimizer.name=muon": needs_critic(algo) and algo.critic.optimizer.name == "muon",
             "learner.reshard_after_forward": config.reshard_after_forward,
             "learner.cpu_offload": config.cpu_offload != "none",
             "learner.context_parallel (set learner.megatron.context_parallel_size)": config.context_parallel > 1,

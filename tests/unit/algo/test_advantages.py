@@ -1,6 +1,6 @@
 """Every estimator against its formula, written from the paper with plain sums in float64, one token at a time.
 
-Compared are the advantages at the places of sampled tokens, after `estimate_advantages`, which has them in float32.
+Compared are the advantages at the places of sampled tokens, after `RunEstimators`, which has them in float32.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentrl.algo.advantages.gae import gae_returns
-from agentrl.algo.base import AdvantageInput, RoleBaseline
-from agentrl.algo.estimate import estimate_advantages
+from agentrl.algo.advantages.gae import Gae
+from agentrl.algo.advantages.rae import RoleBaseline
+from agentrl.algo.base import AdvantageInput
+from agentrl.algo.estimate import RunEstimators
 from agentrl.algo.overlong import overlong_penalty
-from agentrl.config.algo import AlgoConfig, GaeAdvantage, OverlongConfig
+from agentrl.config.algo import AlgoConfig, OverlongConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import RowKey
 from tests.algo_config import make_algo
@@ -279,7 +280,9 @@ def test_advantages_are_the_papers(case, with_kl):
         baselines = {"/".join(key): one for key, one in BASELINES.items()}
         kl = data.random_values(rng, 0.01) if with_kl else {}
         values = data.random_values(rng)
-        found = estimate_advantages(advantage_config(name, options), AdvantageInput(data.groups, kl, values, baselines))
+        estimators = RunEstimators(advantage_config(name, options).by_source)
+        estimators.load_state({"": {"name": "rae", "state": baselines}})
+        found = estimators.advantages("", AdvantageInput(data.groups, kl, values))
         wanted = reference(data, kl, values)
         assert sum(np.count_nonzero(value) for value in wanted) > 20
         for one, value in zip(data.sequences, wanted, strict=True):
@@ -291,10 +294,10 @@ def test_advantages_are_the_papers(case, with_kl):
 
 @pytest.mark.parametrize("step", ["token", "turn"])
 def test_returns_for_the_critic_are_advantages_before_normalisation_plus_values(step):
-    options = GaeAdvantage(gamma=0.95, lam=0.8, step=step)
+    options = Gae.Options(gamma=0.95, lam=0.8, step=step)
     data = make_ragged(7)
     values = data.random_values(np.random.default_rng(0))
-    found = gae_returns(AdvantageInput(data.groups, values=values), options)
+    found = Gae(options).returns(AdvantageInput(data.groups, values=values))
     wanted = gae(0.95, 0.8, step, False)(data, {}, values)
     for one, advantages in zip(data.sequences, wanted, strict=True):
         own = one.of(values)
@@ -307,9 +310,8 @@ def test_gspo_gives_a_sequence_the_mean_advantage_of_its_tokens():
     data = make_ragged(3)
     values = data.random_values(np.random.default_rng(0))
     options = {"name": "gae", "options": {"lam": 0.5}}
-    found = estimate_advantages(
-        make_algo(advantage=options, loss={"name": "gspo"}), AdvantageInput(data.groups, values=values)
-    )
+    algo = make_algo(advantage=options, loss={"name": "gspo"})
+    found = RunEstimators(algo.by_source).advantages("", AdvantageInput(data.groups, values=values))
     wanted = gae(1.0, 0.5, "token", True)(data, {}, values)
     for one, advantages in zip(data.sequences, wanted, strict=True):
         assert one.of(found) == pytest.approx(np.full(len(advantages), advantages.mean()), rel=1e-6, abs=1e-6)
@@ -323,7 +325,7 @@ def test_equal_rewards_are_exactly_no_advantage(name, reward):
         rollout for rollout in data.groups.rollouts_N if len(rollout.turns) == 1 or name != "turn_level"
     ]  # with several turns, returns differ
     assert same
-    found = estimate_advantages(advantage_config(name, {}), AdvantageInput(data.groups))
+    found = RunEstimators(advantage_config(name, {}).by_source).advantages("", AdvantageInput(data.groups))
     if name == "turn_level":
         assert all(np.isfinite(values).all() for values in found.values())
     else:
@@ -337,7 +339,9 @@ def test_a_constant_added_to_every_reward_of_a_group_changes_nothing(seed, name,
     if name == "turn_level":  # the last turn has the difference, so that a return from any turn has it
         assert [one.turn_rewards[:-1] for one in data.sequences] == [one.turn_rewards[:-1] for one in moved.sequences]
     config = advantage_config(name, {})
-    before, after = (estimate_advantages(config, AdvantageInput(one.groups)) for one in (data, moved))
+    before, after = (
+        RunEstimators(config.by_source).advantages("", AdvantageInput(one.groups)) for one in (data, moved)
+    )
     for key, values in before.items():
         assert after[key] == pytest.approx(values, abs=1e-4)
 
@@ -358,7 +362,7 @@ def test_the_overlong_penalty_is_equation_13(tokens, buffer, more, penalty):
 def test_penalties_are_taken_off_before_advantages():
     data = make_ragged(5, agents=2)
     config = make_algo(advantage={"name": "rloo"}, overlong={"max_tokens": 12, "buffer_tokens": 8, "penalty": 0.7})
-    found = estimate_advantages(config, AdvantageInput(data.groups))
+    found = RunEstimators(config.by_source).advantages("", AdvantageInput(data.groups))
     rewards = {one.rollout_id: one.reward for one in data.sequences}
     sizes = {name: sum(len(one.places) for one in data.sequences if one.rollout_id == name) for name in rewards}
     penalties = {name: min(max(size - 4, 0) / 8, 1) * 0.7 for name, size in sizes.items()}
@@ -372,4 +376,4 @@ def test_penalties_are_taken_off_before_advantages():
 
 def test_maxrl_refuses_negative_rewards():
     with pytest.raises(ConfigError, match=r"algo\.advantage\.name=maxrl"):
-        estimate_advantages(advantage_config("maxrl", {}), AdvantageInput(make_ragged(0).groups))
+        RunEstimators(advantage_config("maxrl", {}).by_source).advantages("", AdvantageInput(make_ragged(0).groups))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from agentrl.algo.base import AdvantageInput, LossInput
-from agentrl.algo.estimate import RowAdvantages, estimate_advantages
+from agentrl.algo.estimate import RowAdvantages, RunEstimators
 from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.config.load import validate
@@ -78,7 +78,7 @@ def rollout(name: str, episode: Sequence[int], prompt: str = "p", *, dropped: bo
 
 def estimator(name: str, **options: object) -> Estimate:
     config = make_algo(advantage={"name": name, "options": options})
-    return lambda groups: estimate_advantages(config, AdvantageInput(groups))
+    return lambda groups: RunEstimators(config.by_source).advantages("", AdvantageInput(groups))
 
 
 def naive_turn_level(groups: RolloutGroups) -> RowAdvantages:
@@ -221,7 +221,7 @@ def stale_gradient(correction: dict[str, object], loss: str) -> torch.Tensor:
     for chance, rollouts in outcomes(2, OLDER):
         sampled = [_with_logprobs(one, OLDER) for one in rollouts]
         groups = group_rollouts(sampled)
-        advantages = estimate_advantages(config.algo, AdvantageInput(groups))
+        advantages = RunEstimators(config.algo.by_source).advantages("", AdvantageInput(groups))
         learner = {row.key: _with_logprobs(one, POLICY).rows[0].logprobs for one in sampled for row in one.rows}
         weights = StepScores(learner).correction(config.algo.correction, groups)
         logits = POLICY.clone().requires_grad_()

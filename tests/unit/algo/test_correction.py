@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.base import LossInput
-from agentrl.algo.correction import beyond_second_moment
+from agentrl.algo.correction import find_beyond_second_moment
 from agentrl.algo.registry import make_objective
 from agentrl.config.algo import CorrectionConfig
 from agentrl.config.load import validate
@@ -157,7 +157,7 @@ def test_every_kind_is_tested():
 @given(st.lists(st.floats(-30, 30), max_size=30), st.floats(1e-6, 100))
 def test_what_m2po_keeps_is_within_the_threshold_and_one_more_would_not_be(gaps, threshold):
     squares = np.array(gaps) ** 2
-    beyond = beyond_second_moment(torch.tensor(gaps, dtype=torch.float64), threshold).numpy()
+    beyond = find_beyond_second_moment(torch.tensor(gaps, dtype=torch.float64), threshold).numpy()
     if not beyond.all():
         assert squares[~beyond].mean() <= threshold * (1 + 1e-9)
     if beyond.any():

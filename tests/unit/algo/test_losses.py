@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.base import LossInput
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.registry import make_objective
-from agentrl.config.algo import LOSSES
 from tests.algo_config import make_algo
 
 Floats = np.ndarray
@@ -214,14 +214,14 @@ def test_the_objective_adds_kl_and_entropy_to_the_corrected_loss(case, kind):
     assert gradient == pytest.approx(tokens.weights * (correction * slopes + 0.3 * kl_slopes), rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(name):
     tokens = make_tokens(7)
     _, gradient = loss_and_gradient({"loss": {"name": name}}, replace(tokens, old=tokens.new))
     assert gradient == pytest.approx(-tokens.weights * tokens.advantages, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(st.lists(st.tuples(st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(-5, 5)), min_size=1, max_size=6))
 def test_no_log_probabilities_make_a_loss_or_a_gradient_infinite(name, values):
     new, old, advantages = (torch.tensor(each) for each in zip(*values, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.algo.base import AdvantageInput
-from agentrl.algo.estimate import estimate_advantages
+from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
 from agentrl.train.step_settings import pack_options
@@ -52,7 +52,7 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
                 "learner": {"ranks": 2},
             }
         )
-        advantages = estimate_advantages(config.algo, AdvantageInput(data.groups))
+        advantages = RunEstimators(config.algo.by_source).advantages("", AdvantageInput(data.groups))
         seen: set[str] = set()
         parts = training_step(config, data.groups).optimizer_steps()
         assert len(parts) == steps

@@ -67,8 +67,6 @@ def test_engines_that_share_gpus_with_the_learner_keep_no_requests(setting: str,
 @pytest.mark.parametrize(
     "setting",
     [
-        "algo.advantage.name=reinforce_plus_plus",
-        "algo.advantage.name=gae",
         "train.steps_per_rollout=2",
         "placement.mode=colocate",
         "learner.megatron.overlap_grad_reduce=True",

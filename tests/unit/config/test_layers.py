@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.algo.registry import make_objective
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers, has_gpu
 from agentrl.config.algo import AlgoConfig
@@ -149,7 +150,7 @@ def test_options_go_with_the_name_they_are_for(tmp_path: Path) -> None:
         assert algo(*words).loss.name == "cispo", "settings of the command line are one layer, in any order"
     assert load_config(base, ["algo.loss.name=cispo"]).algo.loss.options == {}
     with pytest.raises(ConfigError, match=r"unknown key 'algo\.loss\.options\.clip_low'"):
-        algo("algo.loss.name=cispo", "algo.loss.options.clip_low=0.1")
+        make_objective(algo("algo.loss.name=cispo", "algo.loss.options.clip_low=0.1"))
     with pytest.raises(ConfigError, match=r"algo\.loss"):
         algo("algo.loss=null")
     found = origins("--config", str(base), "algo.loss.name=cispo", "algo.advantage.name=rloo")

@@ -22,11 +22,12 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.estimate import mean_advantages
+from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import RowSignals, pack
-from agentrl.config.algo import ADVANTAGES, LOSSES
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason, Turn
@@ -48,9 +49,9 @@ SAME_AS_OTHERS = ("gae", "hierarchical_grpo", "seat_grpo", "agent_norm")
 def _cases() -> Iterator[dict[str, object]]:
     yield from CHANGES
     wide = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios are clipped
-    for name in LOSSES:
+    for name in POLICY_LOSSES:
         yield {"loss": {"name": name, "options": wide if name.startswith("gspo") else {}}}
-    yield from ({"advantage": {"name": name}} for name in ADVANTAGES if name not in SAME_AS_OTHERS)
+    yield from ({"advantage": {"name": name}} for name in ESTIMATORS if name not in SAME_AS_OTHERS)
 
 
 def _id(case: dict[str, object]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algo.losses.gspo import Gspo
 from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.packing import RowSignals, pack
@@ -111,11 +112,12 @@ def test_each_loss_is_called_with_the_tokens_of_its_source(learners: Learners, f
     learner = opened(learners, folders, mixed, torch.float64)
     losses, sizes = learner.rank.loss.objective.policy_losses, []
 
-    def watched(logprobs_N, old_N, given):
-        sizes.append((len(logprobs_N), len(old_N), len(given.advantages_N), len(given.sequence_N)))
-        return losses[1](logprobs_N, old_N, given)
+    class Watched(Gspo):
+        def token_loss(self, logprobs_N, old_N, inputs):
+            sizes.append((len(logprobs_N), len(old_N), len(inputs.advantages_N), len(inputs.sequence_N)))
+            return losses[1].token_loss(logprobs_N, old_N, inputs)
 
-    learner.rank.loss.objective.policy_losses = [losses[0], watched]
+    learner.rank.loss.objective.policy_losses = [losses[0], Watched()]
     groups = group_rollouts([rollout_of(script) for script in scripts()])
     batch_gradient(learner, packed(mixed, groups), torch.float64)
     of_b = sum(int(row.mask.sum()) for row in groups.rows if row.key.prompt_id.startswith("b/"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algo.checks import check_algorithm
 from agentrl.algo.estimate import RowAdvantages
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
@@ -181,7 +182,7 @@ def test_returns_and_batches_are_of_all_rollouts() -> None:
 )
 def test_settings_that_would_be_ignored_are_refused(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        load_config(None, settings)
+        check_algorithm(load_config(None, settings))
 
 
 def test_a_failing_critic_leaves_no_checkpoint(tmp_path: Path) -> None:

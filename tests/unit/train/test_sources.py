@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from agentrl.algo.estimate import RowAdvantages, mean_advantages
+from agentrl.algo.registry import compares_groups
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.load import load_config
@@ -19,7 +20,6 @@ from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
 from agentrl.train.step_metrics import source_metrics, value_metrics
 from agentrl.train.step_scores import StepScores, score_rollouts
-from agentrl.train.training_step import compares_groups
 from tests.batches import step_settings, training_step
 from tests.unit.train.test_replay import config as plain
 from tests.unit.train.test_replay import groups, rollout, samples_file
@@ -144,7 +144,7 @@ def test_recorded_tasks_of_no_source_are_refused(tmp_path: Path) -> None:
 def test_that_nothing_is_trained_is_explained_by_all_estimators() -> None:
     flat = [replace(one, reward=1.0) for one in step()]
     some = ("sources.math.algo.advantage.name=reinforce_plus_plus", "rollout.n_samples_per_prompt=1")
-    assert compares_groups(mixed())
-    assert not compares_groups(mixed(*some))
+    assert compares_groups(mixed().algo)
+    assert not compares_groups(mixed(*some).algo)
     assert "equal rewards" in training_step(load_config(None, ["sources.math={}"]), flat).why_untrained()
     assert "equal rewards" in training_step(mixed(*some), flat).why_untrained()
