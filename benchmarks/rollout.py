@@ -16,7 +16,7 @@ from agentrl.core.sampler import Sampler
 from agentrl.core.types import Generation, Prompt, Row, SamplingParams
 from agentrl.data.buffer import get_tasks
 from agentrl.data.jobs import Job, episode_seed
-from agentrl.data.task_sources import TaskSources, open_tasks, order_of, read_splits
+from agentrl.data.task_sources import TaskSources, make_order, open_tasks, read_splits
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
@@ -64,7 +64,7 @@ class Replay:
 def grouped_jobs(config: Config, tasks: TaskSources, episodes: int) -> list[Job]:
     """Return ``episodes`` jobs in groups, as in a training step."""
     samples = config.rollout.n_samples_per_prompt
-    with closing(order_of(config, read_splits(config, tasks))) as source:
+    with closing(make_order(config, read_splits(config, tasks))) as source:
         tasks_of_groups = get_tasks(source, -(-episodes // samples))
     return [Job(tasks_of_groups[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 

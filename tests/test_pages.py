@@ -12,7 +12,7 @@ from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import GROUPS
-from agentrl.data.tasks import read_tasks
+from agentrl.data.file_tasks import read_tasks
 from tests.test_readme import example
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.task import source_of
+from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout, Row
 
 
@@ -79,7 +79,7 @@ def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[st
         return {"": groups}
     rollouts: dict[str, list[Rollout]] = {name: [] for name in sources}
     for rollout in groups.rollouts_N:
-        if (name := source_of(rollout.prompt_id)) not in rollouts:
+        if (name := task_source_name(rollout.prompt_id)) not in rollouts:
             raise ConfigError(
                 f"the task {rollout.prompt_id!r} is of none of the run's sources ({', '.join(sources)}), whose names task ids "
                 "begin with; set sources to those of the run that recorded it"

@@ -27,7 +27,7 @@ from agentrl.batch.prefix_groups import Division, divide_rows
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.routing import packed_experts, routing_metrics
 from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
-from agentrl.core.task import source_of
+from agentrl.core.task import task_source_name
 from agentrl.core.types import Row
 
 MULTIPLE = 32
@@ -263,7 +263,9 @@ def _micro_batch(
         requests_L=torch.from_numpy(requests),
         keys=keys,
         sequences=sequences.add(rows),
-        sources=tuple(options.sources.index(source_of(key.prompt_id)) for key in keys) if options.sources else (),
+        sources=tuple(options.sources.index(task_source_name(key.prompt_id)) for key in keys)
+        if options.sources
+        else (),
         shares_prefixes=division.shares_prefixes,
         learner_logprobs_L=optional(signals.learner_logprobs),
         correction_L=optional(signals.correction),

@@ -58,7 +58,7 @@ class SourceConfig(Section):
     algo: SourceAlgo = Field(default_factory=SourceAlgo)
     """The algorithm: ``advantage``, ``loss`` and ``overlong`` of ``algo``."""
 
-    def as_given(self) -> Tree:
+    def set_keys(self) -> Tree:
         """Return the sections with the keys that this source sets."""
         tree = self.model_dump(exclude_unset=True, exclude={"weight"})
         if "rollout" in tree:  # null is no limit, but it is a loop
@@ -72,17 +72,17 @@ def put_source_on(run: Tree, source: SourceConfig) -> Tree:
     Options belong to a name, and tasks are from a taskset or from files: a source that chooses another one drops what the
     run has in its place.
     """
-    given, below = source.as_given(), dict(run)
+    source_tree, tree = source.set_keys(), dict(run)
     for section in ("env", "tasks"):
-        if _get(given, section, "name") not in (None, _get(below, section, "name")):
-            below[section] = {**below[section], "options": {}}
-    if _get(given, "tasks", "name") is not None:
-        below["data"] = {}
-    elif _get(given, "data", "path") is not None or _get(given, "data", "eval_path") is not None:
-        below["tasks"] = {**below["tasks"], "name": None, "options": {}}
-    if "reward" in given and given["reward"].get("function", "") is None:
-        below["reward"] = {}
-    return overlay(below, given)
+        if _get(source_tree, section, "name") not in (None, _get(tree, section, "name")):
+            tree[section] = {**tree[section], "options": {}}
+    if _get(source_tree, "tasks", "name") is not None:
+        tree["data"] = {}
+    elif _get(source_tree, "data", "path") is not None or _get(source_tree, "data", "eval_path") is not None:
+        tree["tasks"] = {**tree["tasks"], "name": None, "options": {}}
+    if "reward" in source_tree and source_tree["reward"].get("function", "") is None:
+        tree["reward"] = {}
+    return overlay(tree, source_tree)
 
 
 def _get(tree: Tree, section: str, key: str) -> Any:

@@ -53,7 +53,7 @@ class RoleConfig(Section):
     ``model.path``. A separate engine serves them."""
 
     @model_validator(mode="after")
-    def _one_player(self) -> RoleConfig:
+    def _check_one_player(self) -> RoleConfig:
         endpoint = None if self.endpoint is None else self.endpoint.url
         players = {"player": self.player, "endpoint.url": endpoint, "frozen": self.frozen, "policy": self.policy}
         named = [f"{key}={value}" for key, value in players.items() if value is not None]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -22,7 +23,7 @@ def task_id(source: str, name: str) -> str:
     return f"{source}/{name}" if source else name
 
 
-def source_of(task: str) -> str:
+def task_source_name(task: str) -> str:
     """Return the source in the id of a task of a mixed run; see `task_id`."""
     return task.partition("/")[0]
 
@@ -81,7 +82,7 @@ def task_from_dict(data: Mapping[str, Any]) -> Task:
     return Task(data["id"], prompt, _from_json(data["answer"]), _from_json(data["metadata"]))
 
 
-def _to_json(value: Any, task: str, part: str) -> Any:
+def _to_json(value: Any, task: str, field_name: str) -> Any:
     """Return a value as JSON that keeps tuples and keys of dictionaries that are no strings; see `_from_json`.
 
     Raises:
@@ -89,31 +90,35 @@ def _to_json(value: Any, task: str, part: str) -> Any:
 
     """
     if isinstance(value, list):
-        return [_to_json(one, task, part) for one in value]
+        return [_to_json(member, task, field_name) for member in value]
     if isinstance(value, tuple):
-        return {"tuple": [_to_json(one, task, part) for one in value]}
+        return {"tuple": [_to_json(member, task, field_name) for member in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_to_json(key, task, part), _to_json(one, task, part)] for key, one in value.items()]}
+        return {
+            "dict": [
+                [_to_json(key, task, field_name), _to_json(member, task, field_name)] for key, member in value.items()
+            ]
+        }
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
-        f"task {task}: its {part} holds {value!r:.100} of type {type(value).__name__}, which a checkpoint cannot hold; use None, "
-        "bool, int, float, str, list, tuple and dict"
+        f"task {task}: its {field_name} holds {value!r:.100} of type {type(value).__name__}, which a checkpoint cannot hold; "
+        "use None, bool, int, float, str, list, tuple and dict"
     )
 
 
 def _from_json(data: Any) -> Any:
     """Return the value from the return value of `_to_json`."""
     if isinstance(data, list):
-        return [_from_json(one) for one in data]
+        return [_from_json(member) for member in data]
     if not isinstance(data, dict):
         return data
-    [(kind, parts)] = data.items()
+    [(kind, members)] = data.items()
     if kind == "tuple":
-        return tuple(map(_from_json, parts))
-    return {_from_json(key): _from_json(one) for key, one in parts}
+        return tuple(map(_from_json, members))
+    return {_from_json(key): _from_json(member) for key, member in members}
 
 
 class MadeTasks(Sequence[Task]):
@@ -124,9 +129,18 @@ class MadeTasks(Sequence[Task]):
         size: number of tasks.
     """
 
+    _source = ""
+    """In a mixed run the name with which ids begin."""
+
     def __init__(self, split: str, size: int) -> None:
         self.split = split
         self._size = size
+
+    def with_source(self, source: str) -> MadeTasks:
+        """Return the tasks with the ids that they have in a mixed run; see `task_id`."""
+        tasks = copy(self)
+        tasks._source = source
+        return tasks
 
     @abstractmethod
     def make(self, index: int) -> Task:
@@ -143,10 +157,11 @@ class MadeTasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
         """Return a task, or a list of them."""
         if isinstance(index, slice):
-            return [self.make(number) for number in range(*index.indices(self._size))]
+            return [self[number] for number in range(*index.indices(self._size))]
         if not -self._size <= index < self._size:
             raise IndexError(f"task {index} of {self._size} in split {self.split!r}")
-        return self.make(index % self._size)
+        task = self.make(index % self._size)
+        return replace(task, id=task_id(self._source, task.id)) if self._source else task
 
 
 class Demonstrator(Protocol):

@@ -8,27 +8,27 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
-from agentrl.config.schema import Config
+from agentrl.config.rollout import RolloutConfig
 from agentrl.core.data_source import BufferFilter, DataSource, take_first
 from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.core.imports import describe, load_object
 from agentrl.core.task import Task, task_from_dict, task_to_dict
 
 
-def load_buffer_filter(config: Config) -> BufferFilter:
+def load_buffer_filter(rollout: RolloutConfig) -> BufferFilter:
     """Return the function that ``rollout.buffer_filter`` names.
 
     Raises:
         ConfigError: it does not exist, or is no function.
 
     """
-    reference, key = config.rollout.buffer_filter, "rollout.buffer_filter"
+    reference, key = rollout.buffer_filter, "rollout.buffer_filter"
     if reference is None:
         return take_first
-    found = load_object(reference, key)
-    if not callable(found):
-        raise ConfigError(f"{key}={reference} is {found!r:.100}, and no function")
-    return found  # type: ignore[no-any-return]
+    function = load_object(reference, key)
+    if not callable(function):
+        raise ConfigError(f"{key}={reference} is {function!r:.100}, and no function")
+    return function  # type: ignore[no-any-return]
 
 
 class DataBuffer:
@@ -38,16 +38,16 @@ class DataBuffer:
     tasks of untrained positions are kept, and are part of the state: a resumed run has them at the same positions.
 
     Args:
-        source: of new tasks.
+        data_source: of new tasks.
         buffer_filter: chooses among the tasks that were given back.
         key: the configuration key of ``buffer_filter`` with its value, for messages.
 
     """
 
     def __init__(
-        self, source: DataSource, buffer_filter: BufferFilter = take_first, key: str = "rollout.buffer_filter"
+        self, data_source: DataSource, buffer_filter: BufferFilter = take_first, key: str = "rollout.buffer_filter"
     ) -> None:
-        self.source = source
+        self.data_source = data_source
         self._filter = buffer_filter
         self._key = key
         self._next = 0
@@ -106,32 +106,32 @@ class DataBuffer:
             self._again -= rewards.keys()
             self._buffer += [task for task in tasks if task.id in lost and task.id not in self._again]
             self._again ^= set(lost)
-            with _calling(self.source, "on_trained"):
-                self.source.on_trained(rewards)
+            with _calling(self.data_source, "on_trained"):
+                self.data_source.on_trained(rewards)
 
     def _get(self, count: int) -> list[Task]:
         """Return the next tasks: first those that were given back."""
-        found = self._from_buffer(count) if self._buffer else []
-        if len(found) < count:
-            found += get_tasks(self.source, count - len(found))
-        return found
+        tasks = self._from_buffer(count) if self._buffer else []
+        if len(tasks) < count:
+            tasks += get_tasks(self.data_source, count - len(tasks))
+        return tasks
 
     def _from_buffer(self, count: int) -> list[Task]:
         try:
-            found = list(self._filter(tuple(self._buffer), count))
+            tasks = list(self._filter(tuple(self._buffer), count))
         except Exception as error:
             raise ConfigError(f"{self._key} raised {describe(error)}") from error
-        left = list(self._buffer)
-        for task in found:
-            if task not in left:
+        buffer = list(self._buffer)
+        for task in tasks:
+            if task not in buffer:
                 raise ConfigError(
                     f"{self._key} returned {task!r:.100}, which is not in the buffer, or was returned twice"
                 )
-            left.remove(task)
-        if len(found) > count:
-            raise ConfigError(f"{self._key} returned {len(found)} tasks; it may return {count} at most")
-        self._buffer = left
-        return found
+            buffer.remove(task)
+        if len(tasks) > count:
+            raise ConfigError(f"{self._key} returned {len(tasks)} tasks; it may return {count} at most")
+        self._buffer = buffer
+        return tasks
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs, JSON-able.
@@ -141,8 +141,8 @@ class DataBuffer:
 
         """
         with self._lock:
-            with _calling(self.source, "state"):
-                source = deepcopy(self.source.state())  # is written to disk while tasks are taken
+            with _calling(self.data_source, "state"):
+                source = deepcopy(self.data_source.state())  # is written to disk while tasks are taken
             return {
                 "next": self._next,
                 "taken": {str(position): task_to_dict(task) for position, task in self._taken.items()},
@@ -158,36 +158,38 @@ class DataBuffer:
             self._taken = {int(position): task_from_dict(task) for position, task in state["taken"].items()}
             self._buffer = [task_from_dict(task) for task in state["buffer"]]
             self._again = set(state["again"])
-            with _calling(self.source, "load_state"):
-                self.source.load_state(state["source"])
+            with _calling(self.data_source, "load_state"):
+                self.data_source.load_state(state["source"])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the data source, and the number of tasks that were given back and not taken again."""
-        with self._lock, _calling(self.source, "metrics"):
-            return {"data/buffer": float(len(self._buffer)), **self.source.metrics()}
+        with self._lock, _calling(self.data_source, "metrics"):
+            return {"data/buffer": float(len(self._buffer)), **self.data_source.metrics()}
 
 
 @contextmanager
-def _calling(source: DataSource, method: str) -> Iterator[None]:
+def _calling(data_source: DataSource, method: str) -> Iterator[None]:
     """Turn what a data source raises in the body into a `ConfigError` with the author's line."""
     try:
         yield
     except AgentrlError:
         raise
     except Exception as error:
-        raise ConfigError(f"tasks.data_source: {type(source).__name__}.{method} raised {describe(error)}") from error
+        raise ConfigError(
+            f"tasks.data_source: {type(data_source).__name__}.{method} raised {describe(error)}"
+        ) from error
 
 
-def get_tasks(source: DataSource, count: int) -> list[Task]:
+def get_tasks(data_source: DataSource, count: int) -> list[Task]:
     """Return the next tasks of a data source.
 
     Raises:
         ConfigError: it raises, or returns something else than so many tasks.
 
     """
-    call = f"tasks.data_source: {type(source).__name__}.get_samples({count})"
-    with _calling(source, "get_samples"):
-        found = source.get_samples(count)
-    if not isinstance(found, Sequence) or len(found) != count or not all(isinstance(task, Task) for task in found):
-        raise ConfigError(f"{call} must return a sequence of {count} Tasks, it returned {found!r:.100}")
-    return list(found)
+    call = f"tasks.data_source: {type(data_source).__name__}.get_samples({count})"
+    with _calling(data_source, "get_samples"):
+        tasks = data_source.get_samples(count)
+    if not isinstance(tasks, Sequence) or len(tasks) != count or not all(isinstance(task, Task) for task in tasks):
+        raise ConfigError(f"{call} must return a sequence of {count} Tasks, it returned {tasks!r:.100}")
+    return list(tasks)

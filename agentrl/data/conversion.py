@@ -1,24 +1,33 @@
-"""Rows of data to tasks: the user's conversion, the columns of ``data``, and the limit on a prompt's tokens."""
+"""Rows of data to tasks, in this process or in worker processes: conversion, columns of ``data``, limit on prompts."""
 
 from __future__ import annotations
 
+import atexit
 import json
-from collections.abc import Callable, Mapping
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from agentrl.config.model import ModelConfig
 from agentrl.config.render import RenderConfig
 from agentrl.config.tasks import DataConfig
-from agentrl.core.errors import ConfigError, ConversationError
+from agentrl.core.child_process import init_worker_process
+from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError
 from agentrl.core.imports import describe, load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Role
-from agentrl.data.rows import Row
+from agentrl.data.rows import Row, RowTable, describe_location
+from agentrl.obs.waiting import waiting
 
 if TYPE_CHECKING:
     from agentrl.render.renderer import ChatRenderer
 
 _ROLES = get_args(Role)
+PIECE = 16
+"""Rows that a worker process gets at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +36,8 @@ class PromptLimit:
 
     tokens: int
     """Most tokens of a prompt."""
-    model: str
-    """``model.path``."""
-    trust_remote_code: bool
-    """``model.trust_remote_code``."""
+    model: ModelConfig
+    """The ``model`` section."""
     render: RenderConfig
     """The ``render`` section."""
 
@@ -40,8 +47,8 @@ class PromptLimit:
         from agentrl.models.resolve import resolve_model
         from agentrl.render.registry import make_renderer
 
-        folder = resolve_model(self.model)
-        return make_renderer(load_tokenizer(folder, trust_remote_code=self.trust_remote_code), self.render)
+        tokenizer = load_tokenizer(resolve_model(self.model.path), trust_remote_code=self.model.trust_remote_code)
+        return make_renderer(tokenizer, self.render)
 
 
 class RowConversion:
@@ -85,14 +92,14 @@ class RowConversion:
 
         """
         if self._data.convert is not None:
-            values = self._converted(row, self._data.convert)
+            values = self._apply(row, self._data.convert)
             if values is None:
                 return None
             row = replace(row, values=values, unread=())
         task = make_task(row, self._data)
         return None if self._limit is not None and self._is_long(row, task, self._limit) else task
 
-    def _converted(self, row: Row, reference: str) -> Mapping[str, Any] | None:
+    def _apply(self, row: Row, reference: str) -> Mapping[str, Any] | None:
         call = f"data.convert={reference}"
         if self._function is None:
             self._function = load_object(reference, "data.convert")
@@ -101,10 +108,10 @@ class RowConversion:
         try:
             values = self._function(dict(row.values))
         except Exception as error:
-            raise ConfigError(f"{row.place}: {call} raised {describe(error)}") from error
+            raise ConfigError(f"{row.location}: {call} raised {describe(error)}") from error
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(
-                f"{row.place}: {call} must return a row as a mapping, or None to leave it out; it returned {values!r:.80}"
+                f"{row.location}: {call} must return a row as a mapping, or None to leave it out; it returned {values!r:.80}"
             )
         return values
 
@@ -113,7 +120,7 @@ class RowConversion:
         try:
             return len(self._renderer.render(task.prompt, ()).token_ids) > limit.tokens
         except ConversationError as error:
-            raise ConfigError(f"{row.place}: the chat format refuses the prompt: {error}") from error
+            raise ConfigError(f"{row.location}: the chat format refuses the prompt: {error}") from error
 
 
 def make_task(row: Row, data: DataConfig) -> Task:
@@ -134,7 +141,7 @@ def make_task(row: Row, data: DataConfig) -> Task:
 
 def _prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
     prompt = row.get(data.input_key, "data.input_key")
-    where = f"{row.place}: {data.input_key!r} (data.input_key)"
+    where = f"{row.location}: {data.input_key!r} (data.input_key)"
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{where} is an empty text")
@@ -146,18 +153,18 @@ def _prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not prompt:
         shown = f"{prompt!r:.80}"
         raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {shown}")
-    return tuple(_message(said, f"{where}, message {number}") for number, said in enumerate(prompt, 1))
+    return tuple(_message(message, f"{where}, message {number}") for number, message in enumerate(prompt, 1))
 
 
-def _message(said: Any, where: str) -> Message:
-    if not isinstance(said, Mapping):
-        raise ConfigError(f"{where} must be {{role, content}}, and is {said!r:.80}")
-    role, content = said.get("role"), said.get("content")
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
+    role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise ConfigError(f"{where} has the role {role!r}; roles are {', '.join(_ROLES)}")
     if not isinstance(content, str):
         raise ConfigError(f"{where} has the content {content!r:.80}, which must be a text")
-    more = sorted(key for key, value in said.items() if value is not None and key not in {"role", "content"})
+    more = sorted(key for key, value in message.items() if value is not None and key not in {"role", "content"})
     if more:
         raise ConfigError(f"{where} has {', '.join(more)}, which a prompt of role and content cannot say")
     return Message(cast(Role, role), content)
@@ -168,7 +175,7 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
         return {}
     value = _json_able(row, column, "data.metadata_key")
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{row.place}: {column!r} (data.metadata_key) must be a mapping, and is {value!r:.80}")
+        raise ConfigError(f"{row.location}: {column!r} (data.metadata_key) must be a mapping, and is {value!r:.80}")
     return value
 
 
@@ -178,5 +185,167 @@ def _json_able(row: Row, column: str, key: str) -> Any:
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{row.place}: {column!r} ({key}) cannot be written as JSON: {error}") from None
+        raise ConfigError(f"{row.location}: {column!r} ({key}) cannot be written as JSON: {error}") from None
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that follow each other in the order of a stream."""
+
+    epoch: int
+    """How often all rows came before."""
+    begin: dict[str, Any]
+    """State of the stream before the piece; ``position`` counts rows."""
+    rows: Sequence[int | Row]
+    """Numbers of rows in the table, or rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRow:
+    """The result of a row."""
+
+    number: int
+    """See `Row.number`."""
+    epoch: int
+    """See `Piece.epoch`."""
+    state: dict[str, Any]
+    """State of the stream after the row."""
+    result: Task | AgentrlError | None
+    """None if the row is left out."""
+
+
+class RowWorker:
+    """Reads and converts rows. Each worker process has a copy.
+
+    Args:
+        table: of the rows; None if pieces have the rows themselves.
+        convert: from row to task.
+
+    """
+
+    def __init__(self, table: RowTable | None, convert: RowConversion) -> None:
+        self.table = table
+        self.convert = convert
+        self.at: Any = None
+        """Shared memory of the worker processes: for each its process id, and the number of its row; 0 is none."""
+
+    def __getitem__(self, piece: Piece) -> list[ConvertedRow]:
+        """Return the results of a piece; it is an item of this data set to `torch.utils.data.DataLoader`."""
+        converted = []
+        for count, row in enumerate(piece.rows, 1):
+            number, result = self._convert(row)
+            state = {**piece.begin, "position": piece.begin["position"] + count}
+            converted.append(ConvertedRow(number, piece.epoch, state, result))
+        return converted
+
+    def _convert(self, row: int | Row) -> tuple[int, Task | AgentrlError | None]:
+        number = row + 1 if isinstance(row, int) else row.number
+        try:
+            if isinstance(row, int):
+                assert self.table is not None, "pieces have the rows, or there is a table"
+                row = self.table[row]
+            number = row.number
+            self._note(number)
+            return number, self.convert(row)
+        except AgentrlError as error:
+            return number, error
+        finally:
+            self._note(0)
+
+    def _note(self, number: int) -> None:
+        if self.at is not None:
+            from torch.utils.data import get_worker_info
+
+            info = get_worker_info()
+            assert info is not None, "only worker processes have this memory"
+            self.at[2 * info.id], self.at[2 * info.id + 1] = os.getpid(), number
+
+
+class OrderedRows:
+    """Iterator over the results of pieces, in order, whatever the number of worker processes.
+
+    Args:
+        path: of the rows, for messages.
+        pieces: read ahead of the results.
+        worker: reads and converts.
+        workers: number of processes; 0 is this one.
+
+    """
+
+    def __init__(self, path: Any, pieces: Iterable[Piece], worker: RowWorker, workers: int) -> None:
+        self._path = path
+        self._workers = workers
+        self._worker = worker
+        self._batches: Iterator[list[ConvertedRow]] = (
+            self._from_workers(pieces) if workers else map(worker.__getitem__, pieces)
+        )
+        self._results: Iterator[ConvertedRow] = iter(())
+        self._processes: list[BaseProcess] = []
+
+    def __iter__(self) -> Iterator[ConvertedRow]:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> ConvertedRow:
+        """Return the next result.
+
+        Raises:
+            DataError: a worker process died.
+
+        """
+        while (row := next(self._results, None)) is None:
+            with waiting("data", str(self._path)):
+                self._results = iter(next(self._batches))
+        return row
+
+    def _from_workers(self, pieces: Iterable[Piece]) -> Iterator[list[ConvertedRow]]:
+        import torch
+        from torch.utils.data import DataLoader
+
+        # This process has threads: a forked one could hang in a lock that a thread held.
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload([__name__, "torch"])  # imported once, not by each worker
+        self._worker.at = processes.RawArray("q", 2 * self._workers)
+        children = multiprocessing.active_children()
+        batches = iter(
+            DataLoader(
+                self._worker,  # type: ignore[arg-type]
+                sampler=pieces,
+                batch_size=None,
+                num_workers=self._workers,
+                multiprocessing_context=processes,
+                worker_init_fn=init_worker_process,
+                generator=torch.Generator(),  # the default one is the run's
+            )
+        )
+        self._processes = [process for process in multiprocessing.active_children() if process not in children]
+        atexit.register(self.close)  # workers ignore the signal with which Python would end them, and it would wait
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "exited unexpectedly" not in str(error):
+                    raise
+                raise self._death() from error
+            yield batch
+
+    def _death(self) -> DataError:
+        """Return the error for a worker process that died."""
+        dead = {process.pid for process in self._processes if not process.is_alive()}
+        slots = [self._worker.at[2 * index : 2 * index + 2] for index in range(self._workers)]
+        rows = [describe_location(self._path, number) for pid, number in slots if pid in dead and number]
+        at = f" at {' and '.join(rows)}" if rows else " between two rows"
+        return DataError(
+            f"data.path={self._path}: a worker process (data.workers={self._workers}) was killed or crashed{at}. "
+            "If memory is short, lower data.workers"
+        )
+
+    def close(self) -> None:
+        """Kill the worker processes. They hold nothing that is needed."""
+        atexit.unregister(self.close)
+        for process in self._processes:
+            process.kill()
+        self._batches = iter(())

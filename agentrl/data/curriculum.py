@@ -59,7 +59,7 @@ class Curriculum(DataSource):
         self._rates: dict[int, float] = {}
         """Success rates by number."""
         self._open: dict[int, int] = {}
-        """When tasks that have no result since were drawn, by number, the first first."""
+        """Draws of the tasks that have had no result since, by number, the oldest first."""
 
     def get_samples(self, num_samples: int) -> list[Task]:
         """Return the next tasks.
@@ -79,8 +79,8 @@ class Curriculum(DataSource):
         while number in self._open or rng.random() >= self._weight(number):
             number = int(rng.integers(len(self.tasks)))
         task = self.tasks[number]
-        if (other := self._numbers.setdefault(task.id, number)) != number:
-            raise same_ids("the taskset", {task.id: sorted((other, number))})
+        if (first := self._numbers.setdefault(task.id, number)) != number:
+            raise same_ids("the taskset", {task.id: sorted((first, number))})
         self._open[number] = self._draws
         self._draws += 1
         return task
@@ -93,27 +93,27 @@ class Curriculum(DataSource):
 
     def on_trained(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Update the success rates of tasks."""
-        for name, some in rewards.items():
+        for name, task_rewards in rewards.items():
             number = self._numbers[name]
-            rate = sum(reward >= self.solved_at for reward in some) / len(some)
-            before = self._rates.get(number, rate)
-            self._rates[number] = before + RECENT * (rate - before)
+            rate = sum(reward >= self.solved_at for reward in task_rewards) / len(task_rewards)
+            previous_rate = self._rates.get(number, rate)
+            self._rates[number] = previous_rate + RECENT * (rate - previous_rate)
             self._open.pop(number, None)
 
     def state(self) -> dict[str, Any]:
         """Return the draws, and what is known of each task."""
-        known = {
+        tasks = {
             name: [number, self._rates.get(number), self._open.get(number)] for name, number in self._numbers.items()
         }
-        return {"draws": self._draws, "tasks": known}
+        return {"draws": self._draws, "tasks": tasks}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the return value of `state`."""
-        known = state["tasks"]
+        tasks = state["tasks"]
         self._draws = state["draws"]
-        self._numbers = {name: number for name, (number, _, _) in known.items()}
-        self._rates = {number: rate for number, rate, _ in known.values() if rate is not None}
-        drawn = [(draw, number) for number, _, draw in known.values() if draw is not None]
+        self._numbers = {name: number for name, (number, _, _) in tasks.items()}
+        self._rates = {number: rate for number, rate, _ in tasks.values() if rate is not None}
+        drawn = [(draw, number) for number, _, draw in tasks.values() if draw is not None]
         self._open = {number: draw for draw, number in sorted(drawn)}
 
     def metrics(self) -> dict[str, float]:

@@ -28,11 +28,11 @@ def check_files(options: Mapping[str, Sequence[Path]]) -> None:
         MissingError: names every missing file and its option.
 
     """
-    missing = [
+    missing_files = [
         f"tasks.options.{option}={path}: there is no such file"
         for option, paths in options.items()
         for path in paths
         if not path.is_file()
     ]
-    if missing:
-        raise MissingError("\n".join(missing))
+    if missing_files:
+        raise MissingError("\n".join(missing_files))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,9 +86,8 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
             dataset = datasets.Dataset.from_file(str(path))
         else:
             dataset = _from_folder(path, key)
-    wanted = [name for name in dataset.column_names if columns is None or name in columns]
-    unread = tuple(name for name in dataset.column_names if name not in wanted)
-    return (dataset.select_columns(wanted) if wanted else dataset), (unread if wanted else ())
+    names, unread = split_columns(dataset.column_names, columns)
+    return (dataset.select_columns(names), unread) if names else (dataset, ())
 
 
 def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[DatasetStream, tuple[str, ...]]:
@@ -109,10 +108,14 @@ def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[
 
         name, config, split = _parts(path, key)
         stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
-        names = stream.column_names or []
-    wanted = [name for name in names if columns is None or name in columns]
-    unread = tuple(name for name in names if name not in wanted)
-    return (stream.select_columns(wanted), unread) if wanted else (stream, ())
+        names, unread = split_columns(stream.column_names or [], columns)
+    return (stream.select_columns(names), unread) if names else (stream, ())
+
+
+def split_columns(names: Sequence[str], columns: Collection[str] | None) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names that are in ``columns``, or all for None, and the others."""
+    read = [name for name in names if columns is None or name in columns]
+    return read, tuple(name for name in names if name not in read)
 
 
 @contextmanager

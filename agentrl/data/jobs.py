@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agentrl.config.schema import Config
 from agentrl.core.data_source import DataSource
 from agentrl.core.lineup import Lineup
-from agentrl.core.task import Task, source_of
+from agentrl.core.task import Task, task_source_name
 from agentrl.core.types import FailureKind, Rollout
 from agentrl.data.buffer import DataBuffer, load_buffer_filter
 
@@ -36,33 +36,46 @@ class Job:
 
 
 class TaskJobs:
-    """The episodes of the tasks of a run."""
+    """The episodes of the tasks of a run.
 
-    def __init__(self, config: Config, source: DataSource) -> None:
+    Args:
+        config: of the run.
+        data_source: chooses the tasks.
+        batch_size: with which the run began, for the names of groups; None: ``rollout.batch_size``. Another one would give
+            names again that earlier groups have.
+
+    """
+
+    def __init__(self, config: Config, data_source: DataSource, batch_size: int | None = None) -> None:
         key = f"rollout.buffer_filter={config.rollout.buffer_filter}"
-        self.buffer = DataBuffer(source, load_buffer_filter(config), key)
+        self.buffer = DataBuffer(data_source, load_buffer_filter(config.rollout), key)
         """Tasks by position."""
+        self._batch_size = batch_size or config.rollout.batch_size
         self._seed = config.run.seed
         self._samples = config.rollout.n_samples_per_prompt
-        self._resets = {name: each.rollout.reset_seed for name, each in config.by_source().items()}
+        self._resets = {name: source.rollout.reset_seed for name, source in config.by_source().items()}
 
-    def group(self, position: int, name: str) -> list[Job]:
-        """Return the episodes of the task at a position; their ids are ``name`` and the number of the sample."""
+    def group(self, position: int) -> list[Job]:
+        """Return the episodes of the task at a position, with ids such as ``3/0/1``: as if each step took the next tasks.
+
+        The numbers are those of the step, from 1, of the task in the step, and of the sample.
+        """
         seed, task = self._seed, self.buffer[position]
-        by_task = self._resets["" if "" in self._resets else source_of(task.id)] == "task"
+        step, offset = divmod(position, self._batch_size)
+        by_task = self._resets["" if "" in self._resets else task_source_name(task.id)] == "task"
         reset = episode_seed(seed, "reset", task.id) if by_task else None
         return [
-            Job(task, episode_seed(seed, position, sample), f"{name}/{sample}", reset)
+            Job(task, episode_seed(seed, position, sample), f"{step + 1}/{offset}/{sample}", reset)
             for sample in range(self._samples)
         ]
 
-    def step(self, step: int, positions: Iterable[int]) -> list[Job]:
-        """Return the episodes of a step: one group for each of ``positions``."""
-        return [job for offset, position in enumerate(positions) for job in self.group(position, f"{step}/{offset}")]
+    def groups(self, positions: Iterable[int]) -> list[Job]:
+        """Return the episodes of the tasks at ``positions``."""
+        return [job for position in positions for job in self.group(position)]
 
     def close(self) -> None:
         """Free what the data source holds."""
-        self.buffer.source.close()
+        self.buffer.data_source.close()
 
     def on_trained(self, trained: Container[int], rollouts: Sequence[Rollout]) -> None:
         """Give the data buffer the results of a step's rollouts, those of filtered groups included; see `DataBuffer.on_trained`.
@@ -73,16 +86,17 @@ class TaskJobs:
         for rollout in rollouts:
             groups.setdefault(rollout.prompt_id, []).append(rollout)
         rewards = {
-            name: [one.reward for one in some if not one.dropped or one.filtered] for name, some in groups.items()
+            task: [rollout.reward for rollout in group if not rollout.dropped or rollout.filtered]
+            for task, group in groups.items()
         }
-        lost = {name for name, some in groups.items() if all(map(_is_lost, some))}
-        self.buffer.on_trained(trained, {name: some for name, some in rewards.items() if some}, lost)
+        lost = {task for task, group in groups.items() if all(map(_is_lost, group))}
+        self.buffer.on_trained(trained, {task: values for task, values in rewards.items() if values}, lost)
 
 
 def _is_lost(rollout: Rollout) -> bool:
     return rollout.dropped and rollout.failure is not None and rollout.failure.kind in INFRASTRUCTURE
 
 
-def episode_seed(run_seed: int, *parts: str | int) -> int:
+def episode_seed(run_seed: int, *identifiers: str | int) -> int:
     """Return a seed for one episode from the run's seed and the episode's identifiers; equal in every process."""
-    return zlib.crc32("/".join(str(part) for part in (run_seed, *parts)).encode()) & 0x7FFFFFFF
+    return zlib.crc32("/".join(str(identifier) for identifier in (run_seed, *identifiers)).encode()) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Order of tasks in training, episode seeds, and tasksets of environments."""
+"""The order of tasks in training."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class TaskOrder(DataSource):
             self._permutation = np.random.default_rng([self.seed, epoch]).permutation(len(self.tasks))
         number = int(self._permutation[index])
         task = self.tasks[number]
-        if (other := self._taken.setdefault(task.id, number)) != number:
-            raise same_ids("the taskset", {task.id: sorted((other, number))})
+        if (first := self._taken.setdefault(task.id, number)) != number:
+            raise same_ids("the taskset", {task.id: sorted((first, number))})
         self._position += 1
         return task
 

@@ -1,21 +1,32 @@
-"""Rows of JSONL files, parquet files and Hugging Face datasets, with their places for messages."""
+"""Rows of JSONL files, parquet files and Hugging Face datasets: one after the other, or by number, read from disk on access."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
-from agentrl.data.hub import is_dataset, open_dataset
+from agentrl.data.hub import is_dataset, open_dataset, split_columns
 
 SUFFIXES = (".jsonl", ".parquet")
 """Formats of files; `agentrl.data.hub` has the others."""
 _SHOWN = 80
+_CHUNK = 1 << 24
+"""Bytes that are searched for the ends of lines at a time."""
+_SHORT = 16
+"""Lines of so many bytes may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +48,9 @@ class Row:
         return (*self.values, *self.unread)
 
     @property
-    def place(self) -> str:
-        """The place, for messages. Example: ``train.jsonl, line 17``."""
-        return place_of(self.path, self.number)
+    def location(self) -> str:
+        """Path and number, for messages. Example: ``train.jsonl, line 17``."""
+        return describe_location(self.path, self.number)
 
     def get(self, column: str, key: str) -> Any:
         """Return the value of ``column``, which the configuration key ``key`` names.
@@ -52,12 +63,12 @@ class Row:
         if value is None:
             fault = "is null" if column in self.values else "is missing"
             has = ", ".join(self.columns) or "none"
-            raise ConfigError(f"{self.place}: {column!r} ({key}={column}) {fault}; the row has the keys: {has}")
+            raise ConfigError(f"{self.location}: {column!r} ({key}={column}) {fault}; the row has the keys: {has}")
         return value
 
 
-def place_of(path: Path, number: int) -> str:
-    """Return the place of a row, for messages. Example: ``train.jsonl, line 17``."""
+def describe_location(path: Path, number: int) -> str:
+    """Return path and number of a row, for messages. Example: ``train.jsonl, line 17``."""
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {number}"
 
 
@@ -77,7 +88,8 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
     """
     path = path.expanduser()
     if is_dataset(path):
-        return _dataset(path, key, columns)
+        dataset = DatasetTable(path, key, columns)
+        return (dataset[index] for index in range(len(dataset)))
     check_file(path, key)
     if path.suffix == ".parquet":
         require("pyarrow", f"{key}={path}")
@@ -131,16 +143,173 @@ def _parquet(path: Path, key: str, columns: Collection[str] | None) -> Iterator[
     with reading(f"{key}={path}", "parquet file"):
         number = 0
         with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            wanted = [name for name in names if columns is None or name in columns]
-            unread = tuple(name for name in names if name not in wanted)
-            for batch in file.iter_batches(batch_size=1024, columns=wanted):
+            names, unread = split_columns(file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=1024, columns=names):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(path, number, values, unread)
 
 
-def _dataset(path: Path, key: str, columns: Collection[str] | None) -> Iterator[Row]:
-    dataset, unread = open_dataset(path, key, columns)
-    for index in range(len(dataset)):
-        yield Row(path, index + 1, dataset[index], unread)
+class RowTable(Protocol):
+    """Rows by number, from 0. Worker processes get a copy by `pickle`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row; several threads may read."""
+        ...
+
+
+def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTable:
+    """Return the rows of a file or dataset. A JSONL file is read once, for the places of its lines; so is a parquet file.
+
+    Args:
+        path: as for `read_rows`.
+        key: the configuration key that names it, for messages.
+        columns: of formats with columns, read only those of these names that it has; None: all.
+
+    Raises:
+        ConfigError: there is no such file or dataset, it cannot be read, or it is empty.
+        MissingError: a package for it is not installed.
+
+    """
+    path = path.expanduser()
+    if is_dataset(path):
+        table: RowTable = DatasetTable(path, key, columns)
+    else:
+        check_file(path, key)
+        stat = path.stat()
+        table = _open_file(path, key, None if columns is None else frozenset(columns), stat.st_size, stat.st_mtime_ns)
+    if len(table) == 0:
+        raise ConfigError(f"{key}={path}: the file holds no rows")
+    return table
+
+
+@lru_cache(maxsize=4)
+def _open_file(path: Path, key: str, columns: frozenset[str] | None, size: int, changed: int) -> RowTable:
+    """Return the rows of a file of this size and time of change. Several parts of a command open it."""
+    return ParquetTable(path, key, columns) if path.suffix == ".parquet" else JsonlTable(path, key)
+
+
+class JsonlTable:
+    """The lines of a JSONL file without empty ones. Memory has 8 bytes a line."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self._path = path
+        self._key = key
+        self._file = path.open("rb")
+        self._edges = _line_edges(self._file.fileno())
+        filled = np.diff(self._edges) > _SHORT
+        for line in np.flatnonzero(~filled).tolist():
+            filled[line] = bool(self._read(line).strip())
+        self._lines = None if filled.all() else np.flatnonzero(filled)
+        """Numbers of the lines that are not empty, if some are."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets: it opens the file again."""
+        return self.__dict__ | {"_file": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the file."""
+        self.__dict__ |= state | {"_file": state["_path"].open("rb")}
+
+    def __len__(self) -> int:
+        """Return the number of lines."""
+        return len(self._edges) - 1 if self._lines is None else len(self._lines)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return the row of a line.
+
+        Raises:
+            ConfigError: it is no JSON object.
+
+        """
+        line = index if self._lines is None else int(self._lines[index])
+        return parse_line(self._path, line + 1, self._read(line), self._key)
+
+    def _read(self, line: int) -> bytes:
+        start, end = (int(edge) for edge in self._edges[line : line + 2])
+        return os.pread(self._file.fileno(), end - start, start)
+
+
+def _line_edges(fd: int) -> NDArray[np.int64]:
+    """Return where lines begin, and where the last one ends."""
+    size, edges = os.fstat(fd).st_size, [np.zeros(1, np.int64)]
+    for start in range(0, size, _CHUNK):
+        data = np.frombuffer(os.pread(fd, _CHUNK, start), np.uint8)
+        edges.append(np.flatnonzero(data == ord("\n")) + (start + 1))
+    line_edges = np.concatenate(edges)
+    return line_edges if line_edges[-1] == size else np.append(line_edges, size)
+
+
+class ParquetTable:
+    """The rows of a parquet file, whose columns are copied to a temporary file that is memory-mapped.
+
+    A row of a parquet file can be read only with all rows of its row group.
+    """
+
+    def __init__(self, path: Path, key: str, columns: Collection[str] | None) -> None:
+        require("pyarrow", f"{key}={path}")
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        self._path = path
+        sizes = [0]
+        with (
+            reading(f"{key}={path}", "parquet file"),
+            parquet.ParquetFile(path, pre_buffer=False, buffer_size=_CHUNK) as file,
+        ):
+            schema = file.schema_arrow
+            names, self._unread = split_columns(schema.names, columns)
+            if not names:
+                names, self._unread = schema.names, ()
+            with tempfile.NamedTemporaryFile(prefix="agentrl-rows-") as copy:
+                with pa.ipc.new_file(copy.name, pa.schema([schema.field(name) for name in names])) as writer:
+                    for batch in file.iter_batches(batch_size=1024, columns=names):
+                        writer.write_batch(batch)
+                        sizes.append(batch.num_rows)
+                self._file: Any = os.fdopen(os.open(copy.name, os.O_RDONLY), "rb")  # keeps the deleted file
+                self._reader = pa.ipc.open_file(pa.memory_map(copy.name))
+        pa.default_memory_pool().release_unused()  # what row groups were decoded in
+        self._starts = np.cumsum(sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets when it is started: it maps the same file."""
+        return self.__dict__ | {"_reader": None, "_file": DupFd(self._file.fileno())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the file."""
+        import pyarrow as pa
+
+        self.__dict__ |= state
+        self._file = os.fdopen(state["_file"].detach(), "rb")
+        self._reader = pa.ipc.open_file(pa.memory_map(f"/dev/fd/{self._file.fileno()}"))
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row."""
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        batch = self._reader.get_batch(number).slice(index - int(self._starts[number]), 1)
+        values: Mapping[str, Any] = batch.to_pylist()[0]
+        return Row(self._path, index + 1, values, self._unread)
+
+
+class DatasetTable:
+    """The rows of a Hugging Face dataset, which ``datasets`` memory-maps."""
+
+    def __init__(self, path: Path, key: str, columns: Collection[str] | None) -> None:
+        self._path = path
+        self._dataset, self._unread = open_dataset(path, key, columns)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return a row."""
+        return Row(self._path, index + 1, self._dataset[index], self._unread)

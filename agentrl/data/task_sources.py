@@ -17,12 +17,12 @@ from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_name
 from agentrl.core.imports import describe, is_reference, load_object
 from agentrl.core.registry import build, env_class, make_tasks
-from agentrl.core.task import MadeTasks, Task, TaskSet, source_of, task_id
+from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name
 from agentrl.data.buffer import get_tasks
+from agentrl.data.conversion import PromptLimit
 from agentrl.data.curriculum import Curriculum
+from agentrl.data.file_tasks import FileTasks, StreamOrder, TaskStream
 from agentrl.data.order import TaskOrder, same_ids
-from agentrl.data.streams import TaskStream
-from agentrl.data.tasks import FileTasks
 
 DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder, "curriculum": Curriculum}
 """The data sources of agentrl."""
@@ -35,7 +35,7 @@ TaskSources = Mapping[str, TaskSet]
 
 
 @contextmanager
-def of_source(source: str) -> Iterator[None]:
+def errors_name_source(source: str) -> Iterator[None]:
     """Put the source's section before the message of an error of the user."""
     try:
         yield
@@ -78,25 +78,27 @@ def open_tasks(config: Config) -> TaskSources:
         ConfigError, UnknownNameError: there are none, or the source is not valid.
 
     """
-    opened: dict[str, TaskSet] = {}
-    by_source = config.by_source()
-    for name, each in by_source.items():
-        same = (other for other in opened if _tasks_of(by_source[other]) == _tasks_of(each))
-        with of_source(name):
-            other = next(same, None)
-            opened[name] = _open(each) if other is None else opened[other]
-    return opened
+    tasksets: dict[str, TaskSet] = {}
+    configs = config.by_source()
+    settings = {name: _taskset_settings(source_config) for name, source_config in configs.items()}
+    for name, source_config in configs.items():
+        with errors_name_source(name):
+            same = next((earlier for earlier in tasksets if settings[earlier] == settings[name]), None)
+            tasksets[name] = _open(source_config) if same is None else tasksets[same]
+    return tasksets
 
 
-def _tasks_of(config: Config) -> tuple[object, ...]:
-    own = config.env.name if config.tasks.name is None else None
-    return config.data, config.tasks.name, config.tasks.options, own
+def _taskset_settings(config: Config) -> tuple[object, ...]:
+    """Return the settings that a taskset depends on."""
+    env_name = config.env.name if config.tasks.name is None else None
+    return config.data, config.tasks.name, config.tasks.options, env_name
 
 
 def _open(config: Config) -> TaskSet:
     data, tasks = config.data, config.tasks
     if data.path is not None or data.eval_path is not None:
-        return FileTasks.of_run(config)
+        limit = data.max_prompt_tokens
+        return FileTasks(data, None if limit is None else PromptLimit(limit, config.model, config.render))
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
     cls = env_class(config.env.name)
@@ -108,22 +110,13 @@ def _open(config: Config) -> TaskSet:
     return EnvTasks(cls, config.run.seed)
 
 
-class _OfSource(MadeTasks):
-    """Tasks whose ids begin with the source's name."""
-
-    def __init__(self, source: str, tasks: Sequence[Task]) -> None:
-        super().__init__(source, len(tasks))
-        self._tasks = tasks
-
-    def make(self, index: int) -> Task:
-        """Return a task under its id in the run."""
-        task = self._tasks[index]
-        return replace(task, id=task_id(self.split, task.id))
-
-
-def named(source: str, tasks: Sequence[Task]) -> Sequence[Task]:
+def with_source_ids(source: str, tasks: Sequence[Task]) -> Sequence[Task]:
     """Return tasks with the ids that they have in the run."""
-    return _OfSource(source, tasks) if source else tasks
+    if not source:
+        return tasks
+    if isinstance(tasks, MadeTasks):
+        return tasks.with_source(source)
+    return [replace(task, id=task_id(source, task.id)) for task in tasks]
 
 
 class MixedOrder(DataSource):
@@ -143,19 +136,19 @@ class MixedOrder(DataSource):
         exact = {name: Fraction(str(weights[name])) for name in orders}
         # The heaviest first: each source takes its share of the positions that those before it leave.
         self._names = sorted(orders, key=lambda name: -exact[name])
-        left = [sum(exact[name] for name in self._names[start:]) for start in range(len(self._names))]
-        self._shares = [exact[name] / rest for name, rest in zip(self._names, left, strict=True)]
+        weights_left = [sum(exact[name] for name in self._names[start:]) for start in range(len(self._names))]
+        self._shares = [exact[name] / weight for name, weight in zip(self._names, weights_left, strict=True)]
         self._orders = orders
         self._position = 0
         """Tasks taken since the run's start."""
 
-    def place(self, position: int) -> tuple[str, int]:
+    def source_at(self, position: int) -> tuple[str, int]:
         """Return the source of a position, and how many of its tasks come before."""
         for name, share in zip(self._names, self._shares, strict=True):
-            before, after = int(position * share), int((position + 1) * share)
-            if after > before:
-                return name, before
-            position -= before
+            index = int(position * share)
+            if int((position + 1) * share) > index:
+                return name, index
+            position -= index
         raise AssertionError("the last source takes every position that is left")
 
     def get_samples(self, num_samples: int) -> list[Task]:
@@ -165,24 +158,24 @@ class MixedOrder(DataSource):
             ConfigError: see `get_tasks`; or a data source returned a task of another source.
 
         """
-        names = [self.place(self._position + offset)[0] for offset in range(num_samples)]
-        found: dict[str, Iterator[Task]] = {}
+        names = [self.source_at(self._position + offset)[0] for offset in range(num_samples)]
+        taken: dict[str, Iterator[Task]] = {}
         for name, count in Counter(names).items():
-            with of_source(name):
+            with errors_name_source(name):
                 tasks = get_tasks(self._orders[name], count)
                 for task in tasks:
-                    if source_of(task.id) != name:
+                    if task_source_name(task.id) != name:
                         raise ConfigError(
                             f"tasks.data_source: the task {task.id!r} has no id that begins with '{name}/'"
                         )
-            found[name] = iter(tasks)
+            taken[name] = iter(tasks)
         self._position += num_samples
-        return [next(found[name]) for name in names]
+        return [next(taken[name]) for name in names]
 
     def on_trained(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Give each data source the results of its tasks."""
         for name, order in self._orders.items():
-            order.on_trained({task: some for task, some in rewards.items() if source_of(task) == name})
+            order.on_trained({task: values for task, values in rewards.items() if task_source_name(task) == name})
 
     def state(self) -> dict[str, Any]:
         """Return the position, and the states of the data sources."""
@@ -224,7 +217,7 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
     """
     call = tasks.call(name) if isinstance(tasks, EnvTasks) else f"{type(tasks).__name__}.split({name!r})"
     try:
-        found = tasks.split(name)
+        split = tasks.split(name)
     except AgentrlError:
         raise
     except Exception as error:
@@ -232,18 +225,18 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
             f"{key}={name}: {call} raised {describe(error)}; it must return the tasks of the split, or () if it has none. "
             f"{key} names another split"
         ) from error
-    if isinstance(found, MadeTasks):
-        return found
-    fits = hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | Mapping)
-    if not fits or (wrong := [task for task in found if not isinstance(task, Task)]):
-        what = f"one with {wrong[0]!r:.100} in it" if fits else f"{found!r:.100}"
-        raise ConfigError(f"{key}={name}: {call} must return a sequence of Tasks, it returned {what}")
-    places: dict[str, list[int]] = {}
-    for number, task in enumerate(found):
-        places.setdefault(task.id, []).append(number)
-    if len(places) < len(found):
-        raise same_ids(call, {name: numbers for name, numbers in places.items() if len(numbers) > 1})
-    return found
+    if isinstance(split, MadeTasks):
+        return split
+    fits = hasattr(split, "__len__") and hasattr(split, "__getitem__") and not isinstance(split, str | Mapping)
+    if not fits or (wrong := [task for task in split if not isinstance(task, Task)]):
+        returned = f"one with {wrong[0]!r:.100} in it" if fits else f"{split!r:.100}"
+        raise ConfigError(f"{key}={name}: {call} must return a sequence of Tasks, it returned {returned}")
+    numbers: dict[str, list[int]] = {}
+    for number, task in enumerate(split):
+        numbers.setdefault(task.id, []).append(number)
+    if len(numbers) < len(split):
+        raise same_ids(call, {task: equal for task, equal in numbers.items() if len(equal) > 1})
+    return split
 
 
 def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eval"] = "train") -> dict[str, Split]:
@@ -255,16 +248,16 @@ def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eva
         UserError: as in `read_split`.
 
     """
-    found: dict[str, Split] = {}
-    for name, each in config.by_source().items():
-        with of_source(name):
-            split = each.tasks.train_split if which == "train" else each.tasks.eval_split
-            of_files = tasks[name]
-            if isinstance(of_files, FileTasks) and of_files.stream is not None and split == "train":
-                found[name] = of_files.stream.of_source(name)
+    splits: dict[str, Split] = {}
+    for name, source_config in config.by_source().items():
+        with errors_name_source(name):
+            section, taskset = source_config.tasks, tasks[name]
+            split = section.train_split if which == "train" else section.eval_split
+            if isinstance(taskset, FileTasks) and taskset.stream is not None and split == "train":
+                splits[name] = taskset.stream.with_source(name)
             else:
-                found[name] = named(name, read_split(of_files, split, f"tasks.{which}_split"))
-    return found
+                splits[name] = with_source_ids(name, read_split(taskset, split, f"tasks.{which}_split"))
+    return splits
 
 
 def split_size(split: Split) -> int | None:
@@ -272,7 +265,7 @@ def split_size(split: Split) -> int | None:
     return split.size if isinstance(split, TaskStream) else len(split)
 
 
-def order_of(config: Config, splits: Mapping[str, Split]) -> DataSource:
+def make_order(config: Config, splits: Mapping[str, Split]) -> DataSource:
     """Return the data source that chooses among the tasks of `read_splits`.
 
     Raises:
@@ -280,12 +273,12 @@ def order_of(config: Config, splits: Mapping[str, Split]) -> DataSource:
 
     """
     orders = {}
-    for name, each in config.by_source().items():
-        with of_source(name):
-            orders[name] = make_data_source(each.tasks.data_source, splits[name], config.run.seed)
+    for name, source_config in config.by_source().items():
+        with errors_name_source(name):
+            orders[name] = make_data_source(source_config.tasks.data_source, splits[name], config.run.seed)
     if not config.sources:
         return orders[""]
-    return MixedOrder(orders, {name: source.weight for name, source in config.sources.items()})
+    return MixedOrder(orders, {name: section.weight for name, section in config.sources.items()})
 
 
 def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> DataSource:
@@ -300,7 +293,7 @@ def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> Data
     name, key = section.name, "tasks.data_source.name"
     if isinstance(tasks, TaskStream):
         if DATA_SOURCES.get(name) is TaskOrder and not section.options:
-            return tasks.order(seed)
+            return StreamOrder(tasks, seed)
         tasks = tasks.by_number(f"{key}={name}")
     if not is_reference(name) and name not in DATA_SOURCES:
         raise unknown_name("data source", name, DATA_SOURCES, key)

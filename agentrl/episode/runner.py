@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.lineup import Lineup
-from agentrl.core.task import Task, source_of
+from agentrl.core.task import Task, task_source_name
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Failure, Rollout, StopReason
 from agentrl.data.jobs import Job
@@ -84,7 +84,7 @@ class EpisodeRunner:
         self._slots = slots
 
     def _settings(self, job: Job) -> EpisodeSettings:
-        return self._by_source["" if "" in self._by_source else source_of(job.task.id)]
+        return self._by_source["" if "" in self._by_source else task_source_name(job.task.id)]
 
     @property
     def has_single_rollouts(self) -> bool:

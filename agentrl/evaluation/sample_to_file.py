@@ -16,10 +16,10 @@ from agentrl.config.evaluation import EvalSet
 from agentrl.config.schema import Config
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
-from agentrl.core.task import source_of
+from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
-from agentrl.data.task_sources import MixedOrder, Split, open_tasks, order_of, read_splits, split_size
+from agentrl.data.task_sources import MixedOrder, Split, make_order, open_tasks, read_splits, split_size
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.saved_policies import open_saved
@@ -65,14 +65,14 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     check_tools(config)
     check_engine(config)
     splits = read_splits(config, open_tasks(config), plan.split)
-    _check_number(plan, splits, order_of(config, splits))
+    _check_number(plan, splits, make_order(config, splits))
 
 
 def _check_number(plan: SamplePlan, splits: Mapping[str, Split], order: DataSource) -> None:
     """Check that there are as many tasks as are taken, of each source of a mixed run."""
     taken = Counter({"": plan.tasks})
     if isinstance(order, MixedOrder):
-        taken = Counter(order.place(position)[0] for position in range(plan.tasks))
+        taken = Counter(order.source_at(position)[0] for position in range(plan.tasks))
     for name, tasks in splits.items():
         size = split_size(tasks)
         if plan.tasks < 1 or (size is not None and taken[name] > size):
@@ -90,7 +90,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     """
     model = resolve_model(config.model.path)
     tasks = open_tasks(config)
-    episodes = TaskJobs(config, order_of(config, read_splits(config, tasks, plan.split)))
+    episodes = TaskJobs(config, make_order(config, read_splits(config, tasks, plan.split)))
     size = config.rollout.batch_size
     steps = [(start, min(size, plan.tasks - start)) for start in range(0, plan.tasks, size)]
     file = RolloutFile(plan.out)
@@ -108,8 +108,8 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 count.begin()
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                    for number, (start, step_size) in enumerate(steps, 1):
-                        jobs = episodes.step(number, range(start, start + step_size))
+                    for start, step_size in steps:
+                        jobs = episodes.groups(range(start, start + step_size))
                         async with interrupt.guard_episodes(services.check):
                             await runner.run_many(jobs, write)
     except RunStopped as stop:
@@ -117,7 +117,9 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     finally:
         episodes.close()
         _finish(config, file, done)
-    by_source = {name: [rollout for rollout in done if source_of(rollout.prompt_id) == name] for name in config.sources}
+    by_source = {
+        name: [rollout for rollout in done if task_source_name(rollout.prompt_id) == name] for name in config.sources
+    }
     summaries = [_summary(config, plan, name, rollouts) for name, rollouts in (by_source or {"samples": done}).items()]
     console.print(results_table(summaries, f"{config.label}: {config.model.path}"))
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)

@@ -12,8 +12,8 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
-from agentrl.data.task_sources import TaskSources, named, of_source, read_split
-from agentrl.data.tasks import read_tasks
+from agentrl.data.file_tasks import read_tasks
+from agentrl.data.task_sources import TaskSources, errors_name_source, read_split, with_source_ids
 from agentrl.self_play.opponents import eval_lineups
 
 
@@ -88,7 +88,7 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     eval_sets = []
     for name, plan in config.eval.named_sets(config.sources).items():
         source = plan.source or ""
-        with of_source("" if name in named_by_user else source):
+        with errors_name_source("" if name in named_by_user else source):
             if name in named_by_user or can_evaluate(sources[source], tasks[source]):
                 eval_sets.append(_load(sources[source], tasks[source], name, plan))
     if by_opponent := eval_lineups(config):
@@ -127,7 +127,7 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
                 f"which has: {', '.join(keys) or 'nothing'}"
             )
         plan = plan.model_copy(update={"group_by": None})
-    return EvalTasks(name, plan, named(plan.source or "", chosen), source, config.rollout.reset_seed)
+    return EvalTasks(name, plan, with_source_ids(plan.source or "", chosen), source, config.rollout.reset_seed)
 
 
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:

@@ -7,14 +7,17 @@ from pathlib import Path
 from agentrl.batch.group_filters import GroupFilters
 from agentrl.cluster.placement_check import gpus_here
 from agentrl.config.checks import check_context
+from agentrl.config.learner import LearnerConfig
+from agentrl.config.obs import ObsConfig
 from agentrl.config.schema import Config
+from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import AgentrlError, ConfigError, MissingError
 from agentrl.core.extras import install_command, is_installed, not_installed_error
 from agentrl.core.imports import describe
 from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.data.buffer import load_buffer_filter
-from agentrl.data.task_sources import of_source
+from agentrl.data.task_sources import errors_name_source
 from agentrl.inference.fleet.sglang_router_process import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
@@ -30,15 +33,15 @@ def check_episodes(config: Config) -> None:
         UserError: one does not exist or is not valid.
 
     """
-    for name, each in config.by_source().items():
-        with of_source(name):
-            _check_episodes(each)
-    load_buffer_filter(config)
+    for name, source_config in config.by_source().items():
+        with errors_name_source(name):
+            _check_episodes(source_config)
+    load_buffer_filter(config.rollout)
     GroupFilters(config.rollout.filter_groups)
 
 
 def _check_episodes(config: Config) -> None:
-    env = _make_env(config)
+    env = _make_env(config.env)
     cls = type(env)
     check_self_play(config, env)
     check_roles(config, env)
@@ -49,32 +52,32 @@ def _check_episodes(config: Config) -> None:
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
 
 
-def _make_env(config: Config) -> EnvBase:
+def _make_env(section: EnvConfig) -> EnvBase:
     try:
-        return make_any_env(config.env.name, config.env.options)
+        return make_any_env(section.name, section.options)
     except AgentrlError:
         raise
     except Exception as error:
-        what = f"{env_class(config.env.name).__name__}'s constructor raised {describe(error)}"
-        raise ConfigError(f"env.name={config.env.name} with env.options={config.env.options}: {what}") from error
+        failure = f"{env_class(section.name).__name__}'s constructor raised {describe(error)}"
+        raise ConfigError(f"env.name={section.name} with env.options={section.options}: {failure}") from error
 
 
-def check_packages(config: Config) -> None:
+def check_packages(learner: LearnerConfig, obs: ObsConfig) -> None:
     """Check that the packages of a run's outputs, and of its adapters, are installed.
 
     Raises:
         MissingError: one is not; a line for each.
 
     """
-    obs, lines = config.obs, []
-    for package, wanted, key in (
-        ("peft", config.learner.lora is not None, "learner.lora"),
+    lines = []
+    for package, is_used, key in (
+        ("peft", learner.lora is not None, "learner.lora"),
         ("tensorboard", obs.tensorboard is True, "obs.tensorboard=true"),
         ("wandb", obs.wandb != "off", f"obs.wandb={obs.wandb}"),
         ("opentelemetry", obs.otlp is not None, f"obs.otlp={obs.otlp}"),
         ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),
     ):
-        if wanted and not is_installed(package):
+        if is_used and not is_installed(package):
             lines.append(str(not_installed_error(package, key)))
     if lines:
         raise MissingError("\n".join(lines))

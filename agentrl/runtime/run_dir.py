@@ -67,8 +67,8 @@ def folder_to_resume(run_dir: str | None, env: str | None) -> Path:
         return _newest(env)
     folder = Path(run_dir).expanduser()
     if not (folder / CONFIG).is_file():
-        known = [str(run.parent) for run in sorted(folder.parent.glob(f"*/{CONFIG}"))]
-        hint = f"; runs there: {', '.join(known)}" if known else ""
+        runs = [str(run.parent) for run in sorted(folder.parent.glob(f"*/{CONFIG}"))]
+        hint = f"; runs there: {', '.join(runs)}" if runs else ""
         raise ConfigError(f"--resume: run.dir={folder} is no run, because it has no {CONFIG}{hint}")
     if latest_checkpoint(folder / "checkpoints") is None and has_results(folder) and not has_journal(folder):
         raise ConfigError(

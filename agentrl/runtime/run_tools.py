@@ -28,8 +28,11 @@ def run_services(config: Config) -> dict[str, ToolService]:
         UserError: one does not exist.
 
     """
-    each = config.by_source().values()
-    names = [name for one in each for name in needed_tools(one.rollout.generate, env_class(one.env.name))]
+    names = [
+        name
+        for source_config in config.by_source().values()
+        for name in needed_tools(source_config.rollout.generate, env_class(source_config.env.name))
+    ]
     return {name: find_service(name) for name in names}
 
 
@@ -60,12 +63,12 @@ def check_tools(config: Config) -> None:
 
     """
     services = run_services(config)
-    known = {*names(TOOLS), *services}
+    tool_names = {*names(TOOLS), *services}
     for name in config.tools:  # of a registered tool that this run does not use: a file may be for several runs
-        if name not in known and not is_reference(name):
-            raise unknown_name("tool", name, known, f"tools.{name}")
-    for each in config.by_source().values():
-        served_tools(each, run_services(each))
+        if name not in tool_names and not is_reference(name):
+            raise unknown_name("tool", name, tool_names, f"tools.{name}")
+    for source_config in config.by_source().values():
+        served_tools(source_config, run_services(source_config))
     for name, service in services.items():
         options, url = service_options(config, name, service), tool_url(config, name)
         if url is not None:
@@ -73,11 +76,11 @@ def check_tools(config: Config) -> None:
         else:
             service.check(options)
             if service.sandboxed:
-                for each in config.by_source().values():
-                    check_shown(config.sandbox, _files_of(each))
+                for source_config in config.by_source().values():
+                    check_shown(config.sandbox, _private_files(source_config))
 
 
-def _files_of(config: Config) -> dict[Path, str]:
+def _private_files(config: Config) -> dict[Path, str]:
     """Return the files of a run that code must not read, with what they are."""
     files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "run.dir": config.run.dir}
     references = {
@@ -116,5 +119,5 @@ def service_options(config: Config, name: str, service: ToolService) -> dict[str
 
 
 def tool_url(config: Config, name: str) -> str | None:
-    """Return the address of a running tool server, where the configuration names one."""
+    """Return the address of a running tool server, or None if the configuration names none."""
     return config.tools[name].url if name in config.tools else None

@@ -84,7 +84,7 @@ class Services:
             env_factory=partial(make_any_env, config.env.name, config.env.options),
             renderer=self.renderer,
             sampler=sampler or self.fleet.sampler,
-            tool_clients=self.tools.clients_of(source),
+            tool_clients=self.tools.source_clients(source),
             limits=limits,
             sampling=sampling,
             served=self.tools.offered[source],
@@ -149,12 +149,12 @@ async def open_services(
         tools = ToolServers(config, tasks, folder, logs)
         exits.push_async_callback(tools.aclose)
         frozen = frozen_fleets(config, logs, vocabulary)
-        for each in frozen.values():
-            exits.push_async_callback(each.aclose)
-        starts = [each.start() for each in (fleet, *frozen.values())]
-        for started in await asyncio.gather(tools.start(), *starts, return_exceptions=True):
-            if isinstance(started, BaseException):
-                raise started
+        for frozen_fleet in frozen.values():
+            exits.push_async_callback(frozen_fleet.aclose)
+        starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values())]
+        for error in await asyncio.gather(tools.start(), *starts, return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
         # Most objects that exist now stay: scanning them in every garbage collection would delay all episodes.
         gc.collect()
         gc.freeze()

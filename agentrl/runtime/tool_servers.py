@@ -41,19 +41,19 @@ class JoinedCorpora(TaskSet):
             ConfigError: two tasksets have a corpus of one name.
 
         """
-        found: dict[str, Iterable[Mapping[str, str]]] = {}
+        corpora: dict[str, Iterable[Mapping[str, str]]] = {}
         owners: dict[str, tuple[str, TaskSet]] = {}
         for source, tasks in self._tasks.items():
             for name, documents in tasks.corpora().items():
-                other, owner = owners.setdefault(name, (source, tasks))
+                owner_source, owner = owners.setdefault(name, (source, tasks))
                 if owner is not tasks:
                     raise ConfigError(
-                        f"sources.{other} and sources.{source} share the server of the tool {self._tool!r}, and the tasksets "
-                        f"of both have a corpus {name!r}: give them the same tasks.name and tasks.options, or set "
+                        f"sources.{owner_source} and sources.{source} share the server of the tool {self._tool!r}, and the "
+                        f"tasksets of both have a corpus {name!r}: give them the same tasks.name and tasks.options, or set "
                         f"tools.{self._tool}.options.corpus"
                     )
-                found.setdefault(name, documents)
-        return found
+                corpora.setdefault(name, documents)
+        return corpora
 
 
 @dataclass(slots=True)
@@ -121,10 +121,10 @@ class ToolServers:
     def __init__(self, config: Config, tasks: TaskSources, folder: Path, logs: Path) -> None:
         self._config, self._tasks, self._folder, self._logs = config, tasks, folder, logs
         self._services = run_services(config)
-        self._of_sources = {name: run_services(each) for name, each in config.by_source().items()}
+        self._source_services = {name: run_services(source) for name, source in config.by_source().items()}
         self._started: list[StartedServer] = []
         self.offered: Mapping[str, Mapping[str, Tool]] = {
-            name: served_tools(config, services) for name, services in self._of_sources.items()
+            name: served_tools(config, services) for name, services in self._source_services.items()
         }
         """What a policy may call at the servers in the episodes of each source, by the tool's name."""
         self.clients: dict[str, ToolClient] = {}
@@ -164,13 +164,13 @@ class ToolServers:
         with waiting("start", f"of the tool server {name}"):
             return StartedServer(name, launch(tool.port), launch, tool.max_restarts)
 
-    def clients_of(self, source: str) -> dict[str, ToolClient]:
+    def source_clients(self, source: str) -> dict[str, ToolClient]:
         """Return the clients of the tools that a source needs, by registered name."""
-        return {name: self.clients[name] for name in self._of_sources[source]}
+        return {name: self.clients[name] for name in self._source_services[source]}
 
     def _tasks_for(self, tool: str) -> TaskSet:
         """Return the tasks of the sources that need a tool, for its server."""
-        needing = {name: tasks for name, tasks in self._tasks.items() if tool in self._of_sources.get(name, ())}
+        needing = {name: tasks for name, tasks in self._tasks.items() if tool in self._source_services.get(name, ())}
         distinct = list({id(tasks): tasks for tasks in needing.values()}.values())
         return distinct[0] if len(distinct) == 1 else JoinedCorpora(tool, needing)
 

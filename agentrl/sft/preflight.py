@@ -33,7 +33,7 @@ def check_sft(config: Config) -> None:
         raise ConfigError("tasks.name is not set: demonstrations come from a taskset's demonstrator()")
     make_tasks(config.tasks.name, config.tasks.options)
     make_env(config.env.name, config.env.options)
-    check_packages(config)
+    check_packages(config.learner, config.obs)
     if config.sft.out is not None:
         check_free(config.sft.out, "sft.out=")
     make_backend(config.learner).check(config.algo, [])

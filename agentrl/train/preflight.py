@@ -13,8 +13,16 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.data.streams import TaskStream
-from agentrl.data.task_sources import Split, TaskSources, of_source, open_tasks, order_of, read_splits, split_size
+from agentrl.data.file_tasks import TaskStream
+from agentrl.data.task_sources import (
+    Split,
+    TaskSources,
+    errors_name_source,
+    make_order,
+    open_tasks,
+    read_splits,
+    split_size,
+)
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
@@ -72,7 +80,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _listed(missing):
         check_episodes(config)
     with _listed(missing):
-        check_packages(config)
+        check_packages(config.learner, config.obs)
     make_backend(config.learner).check(config.algo, [])
     warm = warm_start_config(config, Path())
     sets: list[EvalTasks] | None = None
@@ -118,7 +126,7 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
     """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
     for name, source_config in config.by_source().items():
-        with of_source(name):
+        with errors_name_source(name):
             empty = split_size(splits[name]) == 0
             if empty and source_config.data.eval_path is not None:
                 raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
@@ -126,7 +134,7 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
                 raise ConfigError(
                     f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
                 )
-    order_of(config, splits)
+    make_order(config, splits)
     return splits
 
 
@@ -134,7 +142,7 @@ def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) ->
     """Return what `check_chat_template` says, once for each source that differs."""
     sources_by_text: dict[str, list[str]] = {}
     for name, source_config in config.by_source().items():
-        with of_source(name):
+        with errors_name_source(name):
             split = train.get(name, ())
             tasks = split.sample(TRIED) if isinstance(split, TaskStream) else split
             sources_by_text.setdefault(check_chat_template(source_config, model, tasks), []).append(name)

@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
-from agentrl.data.jobs import Job, TaskJobs
-from agentrl.data.task_sources import TaskSources, order_of, read_splits
+from agentrl.data.jobs import TaskJobs
+from agentrl.data.task_sources import TaskSources, make_order, read_splits
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
@@ -54,7 +54,8 @@ async def open_sampling(
         services.reserved += self_play.engines.fleets
         opponents = {group.position: group.opponent for group in records.journal.pending}
         self_play.restore(run.state["source"].get("self_play"), opponents)
-    jobs = TaskJobs(config, order_of(config, read_splits(config, tasks)))
+    data_source = make_order(config, read_splits(config, tasks))
+    jobs = TaskJobs(config, data_source, records.journal.first_settings["batch_size"])
     sampling = Sampling(config, services, jobs, weights, records, interrupt, self_play)
     await weights.open()
     exits.push_async_callback(sampling.aclose)
@@ -174,7 +175,7 @@ class Sampling:
             position,
             self.records.journal,
             runner=self.services.runner(),
-            group_jobs=self._group_jobs,
+            group_jobs=self.tasks.group,
             guard=self._guard_episodes,
             on_done=self._write_finished,
             self_play=self.self_play,
@@ -201,14 +202,6 @@ class Sampling:
     def _write_finished(self, rollout: Rollout) -> None:
         if self._writes_finished:
             self.records.recorder.write(self.weights.version + 1, rollout)
-
-    def _group_jobs(self, position: int) -> list[Job]:
-        """Return the episodes of a group, named as if each step took the next tasks.
-
-        The batch size is that with which the run began: another one would give names again that earlier groups have.
-        """
-        step, offset = divmod(position, self.records.journal.first_settings["batch_size"])
-        return self.tasks.group(position, f"{step + 1}/{offset}")
 
     async def aclose(self) -> None:
         """Cancel all episodes, and close the data source."""

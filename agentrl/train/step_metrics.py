@@ -8,7 +8,7 @@ import numpy as np
 
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.sequences import RowValues, sequences_of
-from agentrl.core.task import source_of
+from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import mean
 from agentrl.evaluation.metrics import rollout_means
@@ -84,11 +84,13 @@ def source_metrics(sources: Collection[str], rollouts: Sequence[Rollout], advant
     """Return the metrics of each source of a mixed run that has rollouts in the step, such as ``train/NAME/reward``."""
     metrics: dict[str, float] = {}
     for source in sources:
-        source_rollouts = [rollout for rollout in rollouts if source_of(rollout.prompt_id) == source]
+        source_rollouts = [rollout for rollout in rollouts if task_source_name(rollout.prompt_id) == source]
         if not source_rollouts:
             continue
         groups = group_rollouts(source_rollouts)
-        source_advantages = {key: values for key, values in advantages.items() if source_of(key.prompt_id) == source}
+        source_advantages = {
+            key: values for key, values in advantages.items() if task_source_name(key.prompt_id) == source
+        }
         step_metrics = rollout_metrics(source_rollouts, groups, None)
         step_metrics["batch/live_share"] = live_share(groups, source_advantages)
         for key, value in step_metrics.items():

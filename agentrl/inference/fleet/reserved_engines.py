@@ -42,10 +42,9 @@ def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[st
         ModelError: a model does not exist; the message names the key.
 
     """
-    found = resolve_frozen(config).items()
     return {
         name: reserved_fleet(config, folder, logs / f"frozen-{number}", number, vocabulary)
-        for number, (name, folder) in enumerate(found)
+        for number, (name, folder) in enumerate(resolve_frozen(config).items())
     }
 
 

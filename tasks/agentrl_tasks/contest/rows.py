@@ -127,10 +127,10 @@ def _refuse_functions(row: Row, column: str, value: Any) -> None:
     if function_names or has_function_type:
         name = f" ({function_names[0]})" if function_names else ""
         raise FunctionStyle(
-            f"{row.place} has tests in {column!r} that call a function{name}, but the judge tests programs by standard input "
+            f"{row.location} has tests in {column!r} that call a function{name}, but the judge tests programs by standard input "
             "and output; tasks.options.functions=skip skips such rows"
         )
 
 
 def _fault(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")
+    return ConfigError(f"{row.location} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

@@ -113,4 +113,4 @@ def _text(row: Row, key: str, value: Any, expected: str) -> str:
 
 
 def _fault(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")
+    return ConfigError(f"{row.location} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

@@ -103,5 +103,5 @@ def _documents(path: Path) -> Iterator[Mapping[str, str]]:
     for row in read_rows(path, "tasks.options.corpus"):
         for field in ("id", "contents"):
             if field not in row.values:
-                raise ConfigError(f"{row.place} has no {field!r}; it has: {', '.join(row.columns) or 'nothing'}")
+                raise ConfigError(f"{row.location} has no {field!r}; it has: {', '.join(row.columns) or 'nothing'}")
         yield {"id": str(row.values["id"]), "contents": row.values["contents"]}

@@ -97,4 +97,4 @@ def _at(values: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _fault(row: Row, problem: str) -> ConfigError:
-    return ConfigError(f"{row.place} {problem}; it has: {', '.join(row.columns) or 'nothing'}")
+    return ConfigError(f"{row.location} {problem}; it has: {', '.join(row.columns) or 'nothing'}")

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from agentrl.config.load import read_yaml
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import AgentrlError, ConfigError
-from agentrl.data.tasks import read_tasks
+from agentrl.data.file_tasks import read_tasks
 from agentrl.learner.checkpoints import Checkpoints, read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, restore_random

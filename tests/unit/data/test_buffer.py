@@ -16,7 +16,7 @@ from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
 from agentrl.data.buffer import DataBuffer, load_buffer_filter
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.order import TaskOrder
-from agentrl.data.task_sources import make_data_source, order_of
+from agentrl.data.task_sources import make_data_source, make_order
 
 TASKS = [Task(f"t{number}", (Message("user", "?"),), answer=number, metadata={"n": number}) for number in range(7)]
 
@@ -115,11 +115,11 @@ def rollout(task: Task, kind: FailureKind | None, reward: float = 1.0) -> Rollou
 
 def test_a_task_that_an_outage_lost_comes_back_once() -> None:
     tasks = TaskJobs(load_config(None, ["rollout.n_samples_per_prompt=2"]), Newest(TASKS, 0))
-    first, second = (tasks.group(position, "1/0")[0].task for position in range(2))
+    first, second = (tasks.group(position)[0].task for position in range(2))
     tasks.on_trained([0], [rollout(first, FailureKind.SANDBOX), rollout(first, FailureKind.TOOL)])
     tasks.on_trained([1], [rollout(second, FailureKind.SAMPLER), rollout(second, None)])
     assert tasks.buffer[2] is first
-    assert tasks.buffer.source.state() == {"taken": 2, "results": 1}, "a lost task has no result"
+    assert tasks.buffer.data_source.state() == {"taken": 2, "results": 1}, "a lost task has no result"
     tasks.on_trained([2], [rollout(first, FailureKind.TOOL)])
     assert tasks.buffer[3] not in (first, second), "lost again, it waits for its next turn"
     third = tasks.buffer[3]
@@ -133,7 +133,7 @@ def test_a_filtered_group_is_a_result() -> None:
     solved, broken = (rollout(tasks.buffer[0], kind) for kind in (None, FailureKind.SANDBOX))
     solved.dropped, solved.filtered = True, "all_solved"
     tasks.on_trained([0], [solved, broken])
-    assert tasks.buffer.source.state()["results"] == 1
+    assert tasks.buffer.data_source.state()["results"] == 1
     assert tasks.buffer.metrics()["data/buffer"] == 0, "and not given back"
 
 
@@ -163,7 +163,7 @@ def test_a_data_source_of_a_file_and_its_options() -> None:
     section = DataSourceConfig(name=f"{__file__}:Newest", options={"step": 2})
     assert [task.id for task in make_data_source(section, TASKS, 0).get_samples(3)] == ["t6", "t4", "t2"]
     config = load_config(None, [f"rollout.buffer_filter={__file__}:newest"])
-    assert load_buffer_filter(config)(TASKS, 2) == [TASKS[6], TASKS[5]]
+    assert load_buffer_filter(config.rollout)(TASKS, 2) == [TASKS[6], TASKS[5]]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_what_a_data_source_raises_is_said_in_one_line() -> None:
 def test_each_source_of_a_mixed_run_has_its_data_source() -> None:
     names = {name: [Task(f"{name}/{task.id}", task.prompt) for task in TASKS] for name in "ab"}
     config = load_config(None, ["sources.a.weight=1", f"sources.b.tasks.data_source.name={__file__}:Newest"])
-    order = order_of(config, names)
+    order = make_order(config, names)
     assert [task.id for task in order.get_samples(4) if task.id[0] == "b"] == ["b/t6", "b/t5"]
     order.on_trained({"a/t0": [1.0], "b/t1": [1.0], "b/t2": [0.0]})
     assert order.state()["sources"]["b"] == {"taken": 2, "results": 2}

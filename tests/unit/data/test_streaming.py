@@ -12,12 +12,11 @@ from pyarrow import parquet
 
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.data import row_table
+from agentrl.data import rows
+from agentrl.data.file_tasks import FileTasks, read_tasks
 from agentrl.data.order import TaskOrder
-from agentrl.data.row_table import JsonlTable, open_table
-from agentrl.data.rows import read_rows
+from agentrl.data.rows import JsonlTable, open_table, read_rows
 from agentrl.data.task_sources import read_split
-from agentrl.data.tasks import FileTasks, read_tasks
 
 ROWS = [
     {"prompt": f"{n} + 1?", "label": str(n + 1), "facts": {"n": n}, "name": f"r{n}", "more": "x" * n}
@@ -85,7 +84,7 @@ def test_a_split_and_a_limit_of_a_dataset_of_the_hub(folder: Path) -> None:
     assert [task.id for task in read_tasks(test, DataConfig())] == ["hub:test:1", "hub:test:2", "hub:test:3"]
     [row, *_] = read_rows(test, "data.path", {"prompt"})
     assert row.values == {"prompt": "0 + 1?"}
-    assert (row.place, row.columns) == (f"{test}, row 1", ("prompt", "label", "facts", "name", "more"))
+    assert (row.location, row.columns) == (f"{test}, row 1", ("prompt", "label", "facts", "name", "more"))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_lines_are_found_wherever_chunks_end(
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
     path.write_bytes(("\n".join(text) + "\n" * ends).encode())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(row_table, "_CHUNK", chunk)
+        patched.setattr(rows, "_CHUNK", chunk)
         table = JsonlTable(path, "data.path")
         found = [table[index] for index in range(len(table))]
     assert found == [*read_rows(path, "data.path")]

@@ -20,10 +20,9 @@ from agentrl.config.tasks import DataConfig, DataSourceConfig
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, DataError
 from agentrl.core.task import Task
+from agentrl.data.file_tasks import FileTasks, StreamOrder
 from agentrl.data.order import TaskOrder
-from agentrl.data.streams import StreamOrder
-from agentrl.data.task_sources import make_data_source, open_tasks, order_of, read_splits
-from agentrl.data.tasks import FileTasks
+from agentrl.data.task_sources import make_data_source, make_order, open_tasks, read_splits
 
 ROWS = [{"prompt": f"{n} + 1?", "label": n + 1, "name": f"r{n}"} for n in range(90)]
 KEYS: dict[str, Any] = {"label_key": "label", "id_key": "name"}
@@ -167,11 +166,11 @@ RUN = """
 import os, signal, sys, time
 from pathlib import Path
 from agentrl.config.tasks import DataConfig
-from agentrl.data.tasks import FileTasks
+from agentrl.data.file_tasks import FileTasks, StreamOrder
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    order = FileTasks(DataConfig(path=Path(sys.argv[1]), streaming=True, workers=1)).stream.order(0)
+    order = StreamOrder(FileTasks(DataConfig(path=Path(sys.argv[1]), streaming=True, workers=1)).stream, 0)
     order.get_samples(1)
     print("ready", flush=True)
     time.sleep(600)
@@ -207,7 +206,7 @@ def test_rows_with_long_prompts_are_left_out(folder: Path) -> None:
     def orders(most: int) -> DataSource:
         changes = ["model.path=multihop-warm", f"data.path={folder / 'long.jsonl'}", f"data.max_prompt_tokens={most}"]
         config = load_config(None, [*changes, "data.streaming=true"])
-        return order_of(config, read_splits(config, open_tasks(config)))
+        return make_order(config, read_splits(config, open_tasks(config)))
 
     (folder / "long.jsonl").write_text("".join(json.dumps({"prompt": "Who ? " * n}) + "\n" for n in (1, 200, 2, 300)))
     source = orders(100)
@@ -273,10 +272,10 @@ def test_a_stream_of_a_mixed_run_has_the_name_of_its_source(folder: Path) -> Non
             f"sources.b.data={{path: '{jsonl}', streaming: true, id_key: name}}",
         ],
     )
-    source = order_of(config, read_splits(config, open_tasks(config)))
+    source = make_order(config, read_splits(config, open_tasks(config)))
     tasks = source.get_samples(20)
     assert {name.partition("/")[0] for name in names(tasks)} == {"a", "b"}
-    resumed = order_of(config, read_splits(config, open_tasks(config)))
+    resumed = make_order(config, read_splits(config, open_tasks(config)))
     resumed.load_state(json.loads(json.dumps(source.state())))
     assert resumed.get_samples(9) == source.get_samples(9)
     source.close()

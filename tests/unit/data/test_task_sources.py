@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from agentrl import Message, Task
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.core.task import MadeTasks, TaskSet, source_of
+from agentrl.core.task import MadeTasks, TaskSet, task_source_name
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.order import TaskOrder
-from agentrl.data.task_sources import MixedOrder, named, of_source, open_tasks, order_of, read_splits
+from agentrl.data.task_sources import (
+    MixedOrder,
+    errors_name_source,
+    make_order,
+    open_tasks,
+    read_splits,
+    with_source_ids,
+)
 from agentrl.runtime.tool_servers import JoinedCorpora
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 3.0, 7.5]), min_size=1, max_size=4)
@@ -25,10 +32,10 @@ def tasks(count: int) -> list[Task]:
     return [Task(f"t{number}", (Message("user", "?"),)) for number in range(count)]
 
 
-def make_order(weights: Sequence[float], seed: int = 0) -> MixedOrder:
+def mixed_order(weights: Sequence[float], seed: int = 0) -> MixedOrder:
     """An order over sources ``s0``, ``s1``, …, which have 3, 4, … tasks."""
     names = {f"s{number}": weight for number, weight in enumerate(weights)}
-    orders = {name: TaskOrder(named(name, tasks(3 + number)), seed) for number, name in enumerate(names)}
+    orders = {name: TaskOrder(with_source_ids(name, tasks(3 + number)), seed) for number, name in enumerate(names)}
     return MixedOrder(orders, names)
 
 
@@ -36,19 +43,19 @@ def make_order(weights: Sequence[float], seed: int = 0) -> MixedOrder:
 def test_the_order_depends_on_position_and_seed_alone(
     weights: list[float], position: int, count: int, seed: int
 ) -> None:
-    order = make_order(weights, seed)
+    order = mixed_order(weights, seed)
     order.get_samples(position)
     state = json.loads(json.dumps(order.state()))
     whole = order.get_samples(count + 5)
-    resumed = make_order(weights, seed)
+    resumed = mixed_order(weights, seed)
     resumed.load_state(state)
     assert resumed.get_samples(count) + resumed.get_samples(5) == whole, "a resumed run goes on with the same"
 
 
 @given(weights=WEIGHTS, position=st.integers(0, 10_000), count=st.integers(1, 200))
 def test_every_step_has_its_share_of_every_source(weights: list[float], position: int, count: int) -> None:
-    order = make_order(weights)
-    found = Counter(order.place(position + offset)[0] for offset in range(count))
+    order = mixed_order(weights)
+    found = Counter(order.source_at(position + offset)[0] for offset in range(count))
     total = sum(Fraction(str(weight)) for weight in weights)
     shares = {f"s{number}": count * Fraction(str(weight)) / total for number, weight in enumerate(weights)}
     for name, share in shares.items():
@@ -60,16 +67,16 @@ def test_every_step_has_its_share_of_every_source(weights: list[float], position
 
 @given(weights=WEIGHTS)
 def test_a_source_takes_its_tasks_one_after_the_other(weights: list[float]) -> None:
-    order = make_order(weights)
+    order = mixed_order(weights)
     taken: dict[str, int] = {}
     for position in range(300):
-        name, index = order.place(position)
+        name, index = order.source_at(position)
         assert index == taken.get(name, 0)
         taken[name] = index + 1
 
 
 def test_sources_alternate_within_a_step() -> None:
-    assert [task.id.partition("/")[0] for task in make_order([3, 1]).get_samples(8)] == ["s1", "s0", "s0", "s0"] * 2
+    assert [task.id.partition("/")[0] for task in mixed_order([3, 1]).get_samples(8)] == ["s1", "s0", "s0", "s0"] * 2
 
 
 def test_ids_begin_with_the_source() -> None:
@@ -79,19 +86,19 @@ def test_ids_begin_with_the_source() -> None:
             return Task(f"m/{index}", ())
 
     made: list[int] = []
-    found = named("math", Made("train", 10**9))
+    found = with_source_ids("math", Made("train", 10**9))
     assert (found[7].id, made) == ("math/m/7", [7]), "tasks are made on access still"
-    assert source_of("math/m/7") == "math"
+    assert task_source_name("math/m/7") == "math"
     plain = tasks(3)
-    assert named("", plain) is plain
+    assert with_source_ids("", plain) is plain
 
 
 def test_each_source_resets_by_its_own_rule() -> None:
     config = load_config(
         None, ["rollout.n_samples_per_prompt=2", "sources.s0={}", "sources.s1.rollout.reset_seed=episode"]
     )
-    jobs = TaskJobs(config, make_order([1, 1])).step(1, range(4))
-    resets = {source_of(job.task.id): job.reset_seed for job in jobs}
+    jobs = TaskJobs(config, mixed_order([1, 1])).groups(range(4))
+    resets = {task_source_name(job.task.id): job.reset_seed for job in jobs}
     assert resets["s0"] is not None
     assert resets["s1"] is None
     assert len({job.seed for job in jobs}) == len({job.rollout_id for job in jobs}) == 8
@@ -110,8 +117,8 @@ def test_sources_with_the_same_tasks_share_them() -> None:
     opened = open_tasks(config)
     assert opened["a"] is opened["b"]
     assert opened["a"] is not opened["c"]
-    order = order_of(config, read_splits(config, opened))
-    assert Counter(source_of(task.id) for task in order.get_samples(10)) == {"a": 2, "b": 6, "c": 2}
+    order = make_order(config, read_splits(config, opened))
+    assert Counter(task_source_name(task.id) for task in order.get_samples(10)) == {"a": 2, "b": 6, "c": 2}
 
 
 def test_errors_name_the_source() -> None:
@@ -121,7 +128,7 @@ def test_errors_name_the_source() -> None:
     config = load_config(None, ["tasks.name=multihop", "sources.a.tasks.train_split=trian"])
     with pytest.raises(Exception, match=r"^sources\.a: .*'trian'"):
         read_splits(config, open_tasks(config))
-    with pytest.raises(MissingError, match=r"^sources\.a: x\nsources\.a: y$"), of_source("a"):
+    with pytest.raises(MissingError, match=r"^sources\.a: x\nsources\.a: y$"), errors_name_source("a"):
         raise MissingError("x\ny")
 
 

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from agentrl import Message
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, UnknownNameError
-from agentrl.data.tasks import FileTasks, read_tasks
+from agentrl.data.file_tasks import FileTasks, read_tasks
 
 ROWS = [
     {"prompt": "2 + 2?", "label": "4", "meta": {"hops": 1}, "name": "a"},

@@ -118,7 +118,7 @@ class Plain(World):
 
     async def get_rollouts(self, step: int, position: TaskPosition, consume: Any = None) -> StepRollouts:
         positions = list(islice(position.untrained(), self.config.rollout.batch_size))
-        rollouts = await self.services.runner().run_many(self.tasks.step(step, positions))
+        rollouts = await self.services.runner().run_many(self.tasks.groups(positions))
         self.records.recorder.write(step, rollouts)
         self._batch = StepRollouts(rollouts, position.after(positions))
         return self._batch
@@ -188,7 +188,7 @@ def make_source(
 
     fleet, sync = fleet_of(engines), sync_of(engines)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
-    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed))
+    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed), records.journal.first_settings["batch_size"])
     weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
     return kind(config, services, tasks, weights, records, Interrupt(print))
 

@@ -15,6 +15,7 @@ import torch
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopped
 from agentrl.core.types import Rollout
+from agentrl.data.jobs import Job, TaskJobs
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
 from agentrl.train.evaluations import Evaluator
@@ -190,15 +191,17 @@ def test_an_evaluation_has_the_newest_weights(tmp_path: Path) -> None:
     assert max(ages(tmp_path)) <= 3
 
 
-def test_a_failure_in_the_background_reaches_the_trainer(tmp_path: Path) -> None:
-    class Stops(World):
-        def _group_jobs(self, position: int) -> Any:
-            if position == 13:
-                raise RunStopped("the task stream has ended")
-            return World._group_jobs(self, position)
+def test_a_failure_in_the_background_reaches_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = TaskJobs.group
 
+    def group_until_13(jobs: TaskJobs, position: int) -> list[Job]:
+        if position == 13:
+            raise RunStopped("the task stream has ended")
+        return group(jobs, position)
+
+    monkeypatch.setattr(TaskJobs, "group", group_until_13)
     with pytest.raises(RunStopped, match="has ended"):
-        train(tmp_path, make_config("train.steps=12", "async.max_staleness=2"), kind=Stops)
+        train(tmp_path, make_config("train.steps=12", "async.max_staleness=2"))
     assert 0 < len(steps(tmp_path)) < 12
     assert (tmp_path / "checkpoints" / f"step_{len(steps(tmp_path)):06d}").exists()
 

@@ -51,7 +51,7 @@ def test_episode_seeds_differ_and_stay() -> None:
 def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     config = load_config(None, ["rollout.batch_size=7", "rollout.n_samples_per_prompt=3"])
     tasks = TaskJobs(config, TaskOrder(TASKS, 3))
-    jobs = [job for step in (1, 2) for job in tasks.step(step, range(7 * step - 7, 7 * step))]
+    jobs = [job for step in (1, 2) for job in tasks.groups(range(7 * step - 7, 7 * step))]
     resets: dict[str, set[int | None]] = {}
     for job in jobs:
         resets.setdefault(job.task.id, set()).add(job.reset_seed)
@@ -59,7 +59,7 @@ def test_a_task_has_one_reset_seed_and_each_episode_its_own_samples() -> None:
     assert len(set.union(*resets.values())) == len(TASKS)
     assert len({job.seed for job in jobs}) == len(jobs) == 42
     config = load_config(None, ["rollout.n_samples_per_prompt=3", "rollout.reset_seed=episode"])
-    jobs = TaskJobs(config, TaskOrder(TASKS, 3)).step(1, range(7))
+    jobs = TaskJobs(config, TaskOrder(TASKS, 3)).groups(range(7))
     assert {job.reset_seed for job in jobs} == {None}, "each has that of its samples"
 
 
