@@ -297,4 +297,4 @@ def test_sglang_on_a_gpu_never_holds_a_float32_model_in_float16(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described))
     spec = EngineSpec(SamplerConfig(backend="sglang", sglang=options), tmp_path, tmp_path, 0)
-    assert spec._sglang_options().get("dtype") == dtype
+    assert spec.sglang_options().get("dtype") == dtype
