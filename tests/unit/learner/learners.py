@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -83,6 +84,12 @@ def make_rows(lengths: Sequence[int], seed: int = 0) -> list[Row]:
             )
         )
     return rows
+
+
+def contract_rows() -> list[Row]:
+    """Rows of two rollouts, for `check_learner`."""
+    rows = enumerate(make_rows((30, 21, 12)))
+    return [replace(row, key=replace(row.key, rollout_id=f"r{number % 2}", row=number)) for number, row in rows]
 
 
 def make_batch(

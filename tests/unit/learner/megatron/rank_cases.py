@@ -12,8 +12,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from agentrl.learner.base import RowScores
+from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.megatron.rank import MegatronRank
 from agentrl.learner.registry import make_backend
+from agentrl.testing import check_learner
+from tests.algo_config import make_algo
+from tests.unit.learner.learners import contract_rows
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
     ONE,
@@ -33,6 +37,13 @@ from tests.unit.learner.megatron.rank_work import (
 def one_rank(folder: Path) -> dict[str, Found]:
     """One rank."""
     return {name: _computed(folder / "qwen3", name, options) for name, options in ONE.items()}
+
+
+def contract(folder: Path) -> bool:
+    """Check one rank against the contract of learners."""
+    model, config = folder / "qwen3", learner_config("megatron")
+    check_learner(lambda: LocalLearnerGroup(model, config, make_algo(), seed=0), contract_rows(), folder / "contract")
+    return True
 
 
 def new_head(folder: Path) -> RowScores:

@@ -45,8 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, preloaded_children: str) -> forked.Found:
-    functions = {"one_rank": 1, "new_head": 1, "two_ranks": 2, "resumed": 2, "four_ranks": 4}
+    functions = {"one_rank": 1, "new_head": 1, "contract": 1, "two_ranks": 2, "resumed": 2, "four_ranks": 4}
     return forked.run_ranks(folder, preloaded_children, "rank_cases", **functions)
+
+
+def test_one_rank_keeps_the_contract_of_learners(found: forked.Found) -> None:
+    assert found["contract"]
 
 
 @pytest.fixture(scope="module")
