@@ -190,7 +190,7 @@ def _advantages(estimator: AdvantageEstimator, rollouts: Sequence[Rollout]) -> d
     """Return the checked advantages of every row at its trained tokens."""
     name, inputs = type(estimator).__name__, _make_inputs(rollouts)
     advantages: Advantages = call_author_code(f"{name}.advantages", lambda: estimator.advantages(inputs))
-    by_key: dict[object, object] = dict(advantages)
+    by_key: dict[object, object] = {**advantages}  # type: ignore[dict-item]
     trained = {}
     for row in inputs.groups.rows:
         advantage = by_key.get(row.key, by_key.get(row.key.rollout_id))

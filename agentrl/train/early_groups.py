@@ -84,11 +84,8 @@ class EarlyGroups:
 
     def last_batch(self, training_step: TrainingStep, optimizer_step: OptimizerStep) -> GlobalBatch:
         """Return the batch that completes an optimizer step, with the rows that were not computed."""
-        remaining_rows = [row for row in optimizer_step.rows if row.key.rollout_id not in self._computed]
-        units = count_units(optimizer_step.rows, self.settings.packing.aggregation)
-        batch = training_step.policy_batch(
-            replace(optimizer_step, rows=remaining_rows), StepPart(units=1, gradient_scale=1 / units)
-        )
+        units = count_units(training_step.rows(optimizer_step.counted), self.settings.packing.aggregation)
+        batch = training_step.policy_batch(optimizer_step, StepPart(units=1, gradient_scale=1 / units), self._computed)
         early_tokens = sum(metrics[_TRAINED] for metrics in self._batch_metrics)
         metrics = merge_metrics([*self._batch_metrics, batch.metrics])
         del metrics["train/optimizer_steps"]

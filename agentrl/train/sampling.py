@@ -140,18 +140,7 @@ class Sampling:
         """Return a step's rollouts. The journal has those of a step that is trained again."""
         if self.records.journal.batch(step) is not None:
             self._batch = await self._read_journal(step)
-        else:
-            self._batch = await self._sample_step(step, position, consume)
-        return self._batch
-
-    async def _read_journal(self, step: int) -> StepRollouts:
-        """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""
-        self.interrupt.check()
-        await asyncio.to_thread(self.tasks.buffer.draw, self.records.journal.drawn_positions(step))
-        return await asyncio.to_thread(self.records.read_step, step)
-
-    async def _sample_step(self, step: int, position: TaskPosition, consume: Consumer | None) -> StepRollouts:
-        """Return the groups that the scheduler has for ``step``."""
+            return self._batch
         if self._scheduler is None:
             self._scheduler = self._open_scheduler(step, position)
         if not self._scheduler.overlaps_training:
@@ -166,7 +155,14 @@ class Sampling:
         await self.records.journal.record_taken(step, groups.positions, after, groups.filtered_positions)
         unwritten = groups.filtered if self._writes_finished else [*groups.rollouts, *groups.filtered]
         await asyncio.to_thread(self.records.recorder.write, step, unwritten)
-        return StepRollouts(groups.rollouts, after, groups.filtered)
+        self._batch = StepRollouts(groups.rollouts, after, groups.filtered)
+        return self._batch
+
+    async def _read_journal(self, step: int) -> StepRollouts:
+        """Return the rollouts with which ``step`` was trained before the run was resumed, once their tasks are drawn again."""
+        self.interrupt.check()
+        await asyncio.to_thread(self.tasks.buffer.draw, self.records.journal.drawn_positions(step))
+        return await asyncio.to_thread(self.records.read_step, step)
 
     def _open_scheduler(self, step: int, position: TaskPosition) -> GroupScheduler:
         scheduler = open_scheduler(

@@ -114,7 +114,11 @@ class Trainer:
         """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
         watch, start = Stopwatch(), time.perf_counter()
         early = EarlyGroups(self.settings, self.estimators, self.learner, self.step) if self._streams else None
-        batch = await self._sample(early, watch)
+        self.view.phase("rollout")
+        with watch("rollout"), waiting(PHASE, f"step {self.step + 1}", "rollout"):
+            batch = await self.source.get_rollouts(self.step + 1, self.position, early.add if early else None)
+        self._show_best(batch.rollouts)
+        self.view.phase("learn")
         training_step = TrainingStep(self.settings, self.estimators, self.step, batch.rollouts)
         training_step.scores = await self._score(training_step, early, watch)
         metrics = await self._train(training_step, early, watch)
@@ -133,15 +137,6 @@ class Trainer:
     @property
     def _streams(self) -> bool:
         return self.settings.config.asynchronous.streaming
-
-    async def _sample(self, early: EarlyGroups | None, watch: Stopwatch) -> StepRollouts:
-        """Return the rollouts of the step; ``early`` computes groups while others are sampled."""
-        self.view.phase("rollout")
-        with watch("rollout"), waiting(PHASE, f"step {self.step + 1}", "rollout"):
-            batch = await self.source.get_rollouts(self.step + 1, self.position, early.add if early else None)
-        self._show_best(batch.rollouts)
-        self.view.phase("learn")
-        return batch
 
     async def _score(self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch) -> StepScores:
         """Return the scores of the rollouts before the first optimizer step: the learner's, then the teachers'."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,10 +27,10 @@ from agentrl.train.step_settings import StepSettings
 class OptimizerStep:
     """Rollouts of one of the optimizer steps of a training step."""
 
-    rows: list[Row]
-    """Rows that count in the denominators of the loss."""
+    counted: set[str]
+    """Ids of the rollouts whose rows count in the denominators of the loss."""
     trained: set[str]
-    """Ids of the rollouts whose rows are trained; not empty."""
+    """Ids of the rollouts whose rows are trained; not empty, and among those that count."""
     policy: str = "main"
     """Which of several policies is trained; all rows are of this one."""
     index: int = 0
@@ -98,31 +98,29 @@ class TrainingStep:
         }
         steps = []
         for policy, groups in groups_by_policy(self.groups).items():
+            with_tokens = {row.key.rollout_id for row in groups.rows if row.mask.any()}
             index = 0
-            for rollouts in self._split(groups):
-                with_tokens = {
-                    rollout.rollout_id for rollout in rollouts if any(row.mask.any() for row in rollout.rows)
-                }
-                trained = with_tokens & live
+            for rollout_ids in self._split(groups):
+                trained = rollout_ids & with_tokens & live
                 if trained:
-                    counts_all = config.batch.denominator == "all"
-                    rows = [
-                        row
-                        for rollout in rollouts
-                        if counts_all or rollout.rollout_id in trained
-                        for row in rollout.rows
-                    ]
-                    steps.append(OptimizerStep(rows, trained, policy, index))
+                    counted = rollout_ids if config.batch.denominator == "all" else trained
+                    steps.append(OptimizerStep(counted, trained, policy, index))
                     index += 1
         return steps
 
-    def _split(self, groups: RolloutGroups) -> Iterator[list[Rollout]]:
-        """Yield the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
+    def rows(self, rollout_ids: Collection[str]) -> list[Row]:
+        """Return the rows of rollouts."""
+        return [row for row in self.groups.rows if row.key.rollout_id in rollout_ids]
+
+    def _split(self, groups: RolloutGroups) -> Iterator[set[str]]:
+        """Yield the ids of the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
         numbers = np.arange(len(groups.prompt_ids_G))
         for chosen in np.array_split(numbers, self.settings.config.train.steps_per_rollout):
-            yield [
-                rollout for rollout, number in zip(groups.rollouts_N, groups.groups_N, strict=True) if number in chosen
-            ]
+            yield {
+                rollout.rollout_id
+                for rollout, number in zip(groups.rollouts_N, groups.groups_N, strict=True)
+                if number in chosen
+            }
 
     @cached_property
     def signals(self) -> RowSignals:
@@ -133,10 +131,19 @@ class TrainingStep:
             correction=self.scores.correction(self.settings.algo.correction, self.groups),
         )
 
-    def policy_batch(self, optimizer_step: OptimizerStep, step_part: StepPart = WHOLE_STEP) -> GlobalBatch:
-        """Return the batch of an optimizer step of the policy, or a part of it."""
+    def policy_batch(
+        self, optimizer_step: OptimizerStep, step_part: StepPart = WHOLE_STEP, computed: Collection[str] = ()
+    ) -> GlobalBatch:
+        """Return the batch of an optimizer step of the policy, or a part of it.
+
+        Args:
+            optimizer_step: of this training step.
+            step_part: which part of it the batch is.
+            computed: ids of rollouts that are left out, as other parts have them.
+
+        """
         return pack(
-            optimizer_step.rows,
+            [row for row in self.groups.rows if row.key.rollout_id in optimizer_step.counted.difference(computed)],
             self.settings.packing,
             self.signals,
             policy=optimizer_step.policy,
@@ -161,8 +168,8 @@ class TrainingStep:
         """
         signals = RowSignals(values=self.scores.values, returns=self.returns)
         rows_by_step = [
-            [row for rollout in rollouts for row in rollout.rows if row.key in self.returns]
-            for rollouts in self._split(self.groups)
+            [row for row in self.rows(rollout_ids) if row.key in self.returns]
+            for rollout_ids in self._split(self.groups)
         ]
         trained_rows = [rows for rows in rows_by_step if any(row.mask.any() for row in rows)]
         return [

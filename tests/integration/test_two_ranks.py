@@ -84,7 +84,7 @@ def batch_of(
     (step,) = training.optimizer_steps()
     old_logprobs = learner if config.algo.old_logprobs == "learner" else None
     signals = RowSignals(advantages, old_logprobs, correction)
-    made = pack(step.rows, pack_options(config, 0), signals, trained=step.trained, lr_scale=0.0)
+    made = pack(training.rows(step.counted), pack_options(config, 0), signals, trained=step.trained, lr_scale=0.0)
     return config.algo, made
 
 

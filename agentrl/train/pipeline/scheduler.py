@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -136,15 +136,26 @@ class GroupScheduler:
             AgentrlError: a server died.
 
         """
-        positions = await self._finished_groups(consume)
+        async with self._running_episodes():
+            positions = await self._finished_groups(consume)
         groups = {position: self._results.pop(position) for position in positions}
         filtered = self.filtering.take()
         self._length_bias.add(groups, trained=True)
         self._length_bias.add(filtered, trained=False)
-        step_groups = StepGroups(positions, [*filtered], _rollouts(groups), _rollouts(filtered))
+        step_groups = StepGroups(
+            positions,
+            [*filtered],
+            [rollout for group in groups.values() for rollout in group],
+            [rollout for group in filtered.values() for rollout in group],
+        )
         rollouts = (*step_groups.rollouts, *step_groups.filtered)
         self._measure(step_groups.rollouts, sum(rollout.sampled_tokens for rollout in rollouts))
         return step_groups
+
+    @asynccontextmanager
+    async def _running_episodes(self) -> AsyncIterator[None]:
+        """Let episodes run in the body; these also run after it."""
+        yield
 
     async def _finished_groups(self, consume: Consumer | None) -> list[int]:
         """Wait until a step may take groups, and return their positions; the episodes are started if they do not run."""
@@ -160,7 +171,7 @@ class GroupScheduler:
                     self._main.result()
                     raise AssertionError("episodes run until they are closed or raise")
                 if consume is not None and (early := self.admission.commit(in_order=self._in_order)):
-                    await consume(_rollouts({position: self._results[position] for position in early}))
+                    await consume([rollout for position in early for rollout in self._results[position]])
                     continue
                 self._changed.clear()
                 await self._changed.wait()
@@ -277,11 +288,12 @@ class SynchronousScheduler(GroupScheduler):
 
     overlaps_training = False
 
-    async def take(self, consume: Consumer | None = None) -> StepGroups:
-        """Run the groups of the next step, and return them; see `GroupScheduler.take`."""
+    @override
+    @asynccontextmanager
+    async def _running_episodes(self) -> AsyncIterator[None]:
         self.version, self._last_take = self.admission.step, asyncio.get_running_loop().time()
         try:
-            return await super().take(consume)
+            yield
         finally:
             await self.aclose()
 
@@ -345,7 +357,3 @@ def open_scheduler(  # everything that the scheduler of a run needs
     )
     scheduler.restore(pending)
     return scheduler
-
-
-def _rollouts(groups: Mapping[int, list[Rollout]]) -> list[Rollout]:
-    return [rollout for group in groups.values() for rollout in group]

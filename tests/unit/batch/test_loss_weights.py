@@ -54,10 +54,13 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
         )
         advantages = RunEstimators(config.algo.by_source).advantages("", AdvantageInput(data.groups))
         seen: set[str] = set()
-        parts = training_step(config, data.groups).optimizer_steps()
+        training = training_step(config, data.groups)
+        parts = training.optimizer_steps()
         assert len(parts) == steps
         for part, groups in zip(parts, np.array_split(data.groups.prompt_ids_G, steps), strict=True):
-            packed = pack(part.rows, pack_options(config, 0), RowSignals(advantages), trained=part.trained)
+            packed = pack(
+                training.rows(part.counted), pack_options(config, 0), RowSignals(advantages), trained=part.trained
+            )
             found = {
                 (key, place): float(micro.weight_L[at])
                 for share in packed.micro

@@ -27,13 +27,11 @@ from agentrl.algo.estimate import mean_advantages
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import FinishReason, Generation, MaskReason, Rollout, StopReason, Turn
 from agentrl.episode.trajectory import Trajectory
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.step_settings import pack_options
 from tests.batches import training_step
 from tests.unit.learner.learners import VOCAB, Learners, gradients, make_model, models
 
@@ -145,9 +143,9 @@ def gradient(
 
 def packed(config: Config, groups: RolloutGroups) -> GlobalBatch:
     """Return the batch of the only optimizer step."""
-    advantages = training_step(config, groups).advantages
-    (step,) = training_step(config, groups).optimizer_steps()
-    return pack(step.rows, pack_options(config, 0), RowSignals(advantages), trained=step.trained)
+    step = training_step(config, groups)
+    (optimizer_step,) = step.optimizer_steps()
+    return step.policy_batch(optimizer_step)
 
 
 def advantages_of(config: Config, groups: RolloutGroups) -> dict[str, float]:

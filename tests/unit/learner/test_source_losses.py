@@ -12,7 +12,7 @@ import torch
 from agentrl.algo.losses.gspo import Gspo
 from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import group_rollouts
-from agentrl.batch.packing import RowSignals, pack
+from agentrl.batch.packing import pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
@@ -132,10 +132,10 @@ def test_sources_with_one_loss_are_one_call() -> None:
 def test_rows_have_the_numbers_of_their_sources() -> None:
     mixed = config("token_mean", ALGORITHMS, tokens_per_micro=8)
     groups = group_rollouts([rollout_of(script) for script in scripts()])
-    advantages = training_step(mixed, groups).advantages
-    (step,) = training_step(mixed, groups).optimizer_steps()
-    batch = pack(step.rows, pack_options(mixed, 0), RowSignals(advantages), trained=step.trained)
+    step = training_step(mixed, groups)
+    (optimizer_step,) = step.optimizer_steps()
+    batch = step.policy_batch(optimizer_step)
     for micro in batch.micro[0]:
         assert micro.sources == tuple("ab".index(key.prompt_id[0]) for key in micro.keys)
-    plain = pack(step.rows, pack_options(config("token_mean", {}), 0), RowSignals(advantages))
+    plain = pack(step.rows(optimizer_step.counted), pack_options(config("token_mean", {}), 0), step.signals)
     assert all(micro.sources == () for micro in plain.micro[0])

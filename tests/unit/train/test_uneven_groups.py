@@ -47,7 +47,9 @@ def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     groups = group_rollouts(rollouts)
     step = training_step(config, groups)
     for optimizer_step in step.optimizer_steps():
-        batch = pack_rows(optimizer_step.rows, step.advantages, data_parallel_size=1, tokens_per_micro=64, pad_id=0)
+        batch = pack_rows(
+            step.rows(optimizer_step.counted), step.advantages, data_parallel_size=1, tokens_per_micro=64, pad_id=0
+        )
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_L[(micro.row_L == number) & micro.mask_L].tolist())
