@@ -3,13 +3,13 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
+from deadlines import wait_until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -67,9 +67,8 @@ def server() -> Iterator[tuple[Server, str]]:
         running = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=running.run, args=([listener],))
         thread.start()
-        while not running.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: running.started or not thread.is_alive())
+        assert running.started
         yield state, f"http://127.0.0.1:{listener.getsockname()[1]}"
         running.should_exit = True
         thread.join()

@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 import torch
+from deadlines import wait_until
 
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
@@ -52,8 +53,7 @@ def test_leaving_ends_a_broadcast_at_once() -> None:
     with ThreadPoolExecutor() as pool:
         sending = pool.submit(group.broadcast, [torch.ones(2)])
         begun = time.monotonic()
-        while not sending.running():
-            time.sleep(0.001)
+        wait_until(sending.running)
         group.close()
         with pytest.raises(EngineError, match="the group was left"):
             sending.result(timeout=30)

@@ -9,6 +9,7 @@ import pytest
 from agentrl_envs.search_r1 import SearchR1Env
 from agentrl_envs.search_r1.protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse
 from agentrl_tools.search import SearchService
+from deadlines import until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -326,9 +327,11 @@ class Slow(ScriptedSampler):
     """Never ends its second turn."""
 
     aborted = ()
+    in_second_turn = False
 
     async def generate(self, prompt, params, **names):
         if len(self.requests) == 1:
+            self.in_second_turn = True
             await asyncio.sleep(60)
         return await super().generate(prompt, params, **names)
 
@@ -349,8 +352,7 @@ def test_when_time_is_up_the_function_still_rewards_what_there_is(renderer):
     async def slow(task, agent):
         chat = agent.chat(task.prompt)
         reply = await chat.sample()
-        while agent.clock.left > 0:  # noqa: ASYNC110 - the clock is what is tested
-            await asyncio.sleep(0.01)
+        await until(lambda: agent.clock.left <= 0)
         chat.add(Message("user", "go on"))
         assert await chat.sample() is None
         return chat.rollout(reward=0.5 * (reply.content == "a"))
@@ -405,8 +407,7 @@ def test_an_aborted_chat_is_dropped(renderer):
         runner, sampler, _ = build(renderer, ["abcd"], talk)
         sampler.gate = asyncio.Event()
         running = asyncio.ensure_future(runner.run(TASK, 1, "e"))
-        while not sampler.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: sampler.running)
         await sampler.abort("e/0")
         return await running
 
@@ -420,9 +421,7 @@ def test_cancelling_aborts_and_closes(renderer):
     async def run():
         runner, sampler, _ = build(renderer, ["a"], talk, cls=Slow)
         running = asyncio.ensure_future(runner.run_many([Job(TASK, 1, "e")]))
-        while len(sampler.requests) < 1 or sampler.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
+        await until(lambda: sampler.in_second_turn)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

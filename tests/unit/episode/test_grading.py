@@ -15,6 +15,7 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
+from agentrl.testing.virtual_time import run_virtual
 
 
 class RecordingGrader:
@@ -41,7 +42,7 @@ def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
 
     async def generate(task, agent):
         name = agent.episode_id
-        await asyncio.sleep(0.01 * order.index(name))
+        await asyncio.sleep(order.index(name))
         rollouts = [agent.chat(task.prompt).rollout(-1.0) for _ in range((chats or {}).get(name, 1))]
         for rollout in rollouts:
             rollout.dropped = name in dropped
@@ -69,7 +70,7 @@ def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
         made = [Job(Task(name[0], (Message("user", "hi"),)), 0, name) for name in jobs]
         return await runner.run_many(made, lambda one: done.append((one.rollout_id, one.reward)))
 
-    rollouts = asyncio.run(play())
+    rollouts = run_virtual(play())
     assert [rollout.rollout_id[:2] for rollout in rollouts if "." not in rollout.rollout_id] == jobs
     return done
 

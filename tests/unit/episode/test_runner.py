@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from deadlines import until
 
 from agentrl.batch.provenance import check_rows
 from agentrl.config.rollout import FailureConfig
@@ -87,7 +88,7 @@ class Client:
     async def call(self, call, *, episode_id):
         self.running += 1
         self.most_running = max(self.running, self.most_running)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         self.running -= 1
         if self.error is not None:
             raise self.error
@@ -357,8 +358,11 @@ def test_calls_of_one_turn_run_side_by_side_and_come_back_in_order(renderer):
     async def meet(name: str) -> str:
         """Wait for the other call."""
         await barrier.wait()
-        await asyncio.sleep(0.05 if name == "first" else 0)
+        if name == "first":
+            await third_ended.wait()
         ended.append(name)
+        if name == "third":
+            third_ended.set()
         return f"{name} is here"
 
     class Meeting(Guess):
@@ -372,11 +376,11 @@ def test_calls_of_one_turn_run_side_by_side_and_come_back_in_order(renderer):
     runner, sampler = build(renderer, script, Meeting, sampling=long, max_new_tokens=512)
 
     async def run():
-        nonlocal barrier
-        barrier = asyncio.Barrier(2)
+        nonlocal barrier, third_ended
+        barrier, third_ended = asyncio.Barrier(2), asyncio.Event()
         return await runner.run(task(), 1, "e")
 
-    barrier = None
+    barrier = third_ended = None
     (rollout,) = asyncio.run(run())
     assert ended == ["third", "first"]
     fault = 'the call is not a JSON object with a "name"'
@@ -518,8 +522,7 @@ def test_an_aborted_episode_is_dropped(renderer):
         gate = asyncio.Event()
         runner, sampler = build(renderer, ["abcd"], gate=gate)
         running = asyncio.ensure_future(runner.run(task(), 1, "e"))
-        while not sampler.running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: sampler.running)
         await sampler.abort("e/0")
         return await running
 
@@ -549,8 +552,7 @@ def test_cancelling_aborts_requests_and_closes_sessions(renderer):
     async def run():
         runner, sampler = build(renderer, ["a"], cls=Noting, gate=asyncio.Event())
         running = asyncio.ensure_future(runner.run_many([Job(task(i), i, f"e{i}") for i in range(20)]))
-        while sampler.running < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: sampler.running >= 8)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

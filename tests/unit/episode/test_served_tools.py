@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from deadlines import until
 
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import FailureConfig
@@ -395,9 +396,7 @@ def test_ctrl_c_closes_sessions_of_playing_and_of_waiting_episodes(renderer, tmp
     async def run():
         runner, sampler = build(renderer, script, client, grader=grader, cls=Stuck)
         running = asyncio.create_task(runner.run_many([Job(task(), 1, "e0"), Job(task(), 1, "e1")]))
-        async with asyncio.timeout(20):
-            while (sampler.closed, sampler.stuck) != (["e0"], True):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: (sampler.closed, sampler.stuck) == (["e0"], True))
         assert sorted(client.sessions) == ["e0", "e1"]
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

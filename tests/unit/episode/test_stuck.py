@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+from deadlines import until
+
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
@@ -74,9 +76,8 @@ def reports(renderer, script, *, generate=None, reward=None, silent=False):
         with Watchdog(STUCK_S, said.append):
             job = Job(Task("t", (Message("user", "task"),)), 0, "3/0/1")
             running = asyncio.create_task(runner.run_many([job]))
-            while not said:
-                await asyncio.sleep(0.01)
-                assert not running.done()
+            await until(lambda: said or running.done())
+            assert not running.done()
             Talk.go_on.set()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

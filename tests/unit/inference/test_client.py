@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import uvicorn
+from deadlines import run_ready_tasks, until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -127,11 +128,6 @@ def fake() -> Iterator[FakeSGLang]:
         state.held.set()
         server.should_exit = True
         thread.join()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - set in another thread's loop
-        await asyncio.sleep(0.005)
 
 
 async def sample(client: SGLangClient, count: int = 4, name: str = "r") -> Any:
@@ -344,7 +340,7 @@ def test_an_abort_while_the_engine_is_paused_comes_back_at_once(fake: FakeSGLang
     async def play(client: SGLangClient) -> Any:
         await client.pause("abort")
         task = asyncio.create_task(sample(client))
-        await asyncio.sleep(0.02)
+        await run_ready_tasks()
         await client.abort("r")
         return await task
 

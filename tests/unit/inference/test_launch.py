@@ -3,13 +3,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from deadlines import wait_for_exit, wait_until
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError, PortInUseError
@@ -87,10 +86,7 @@ def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch:
 
 
 def wait_for_number(path: Path) -> int:
-    deadline = time.monotonic() + 20
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
@@ -186,7 +182,7 @@ def test_a_start_that_takes_too_long_is_ended_and_reports_its_phase(
     with pytest.raises(EngineError, match=r"after 3 s, capturing CUDA graphs; raise sampler\.start_timeout_s"):
         launch_sglang(tmp_path, log=tmp_path / "log", timeout_s=3)
     assert "SGLang is not healthy after 1 s: capturing CUDA graphs" in caplog.text
-    wait_until_gone(int((tmp_path / "log").read_text().split()[-1]))
+    wait_for_exit(int((tmp_path / "log").read_text().split()[-1]))
 
 
 FAMILY = """
@@ -207,24 +203,14 @@ def test_the_whole_group_ends_when_its_parent_is_killed(tmp_path: Path, monkeypa
     install_stand_in(tmp_path, monkeypatch, FAMILY)
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
     try:
-        deadline = time.monotonic() + 30
-        while "FAMILY" not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: (tmp_path / "log").exists() and "FAMILY" in (tmp_path / "log").read_text())
         pids = [int(word) for word in (tmp_path / "log").read_text().split()[1:3]]
         assert os.getpgid(pids[1]) == pids[0], "the server keeps the process id that leads the group"
     finally:
         parent.kill()
         parent.wait()
     for pid in pids:
-        wait_until_gone(pid)
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        wait_for_exit(pid)
 
 
 def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import run_ready_tasks
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import TensorSpec, WeightGroup
@@ -145,7 +146,7 @@ def test_a_broken_update_bars_generations_unless_the_engine_keeps_its_weights_wh
             await updates.wait_ready()
         await from_tensors(updates, 2, last=False)
         waiting = asyncio.ensure_future(updates.wait_ready())
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         assert not waiting.done()
         await from_tensors(updates, 2, last=True)
         await waiting

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 
 import pytest
+from deadlines import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,10 +173,8 @@ def test_a_killed_run_leaves_a_readable_file(tmp_path, monkeypatch):
     hung = waiting(TOOL, "search", "call 1.0")
     with hung:
         [path] = trace_files(tmp_path)
-        deadline = time.monotonic() + 10
-        while not (events := [event for event in read_trace(path) if event["ph"] == "B"]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any(event["ph"] == "B" for event in read_trace(path)))
+        events = [event for event in read_trace(path) if event["ph"] == "B"]
         assert events[0]["args"] == {"of": "search, call 1.0"}
         with pytest.raises(json.JSONDecodeError):
             json.loads(path.read_text())

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from deadlines import until
 
 from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
 from agentrl.obs.watchdog import Watchdog
@@ -36,13 +37,6 @@ def watch(stall_warning_s, run, log=None):
 
     asyncio.run(watched())
     return reports
-
-
-async def until(condition, timeout_s=10.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 def test_the_innermost_waits_are_named_with_those_they_are_in(waits):

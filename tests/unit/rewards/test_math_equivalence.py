@@ -2,11 +2,11 @@ r"""Whether expressions mean the same, in worker processes that end."""
 
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from deadlines import wait_for_exit
 
 from agentrl.rewards import math_equivalence
 from agentrl.rewards.math_equivalence import WorkerPool
@@ -111,12 +111,9 @@ def test_workers_end_with_a_process_that_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdin is not None
-    worker = psutil.Process(int(parent.stdout.readline()))
+    worker = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    end = time.monotonic() + 20
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_for_exit(worker)

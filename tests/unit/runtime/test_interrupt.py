@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from deadlines import run_ready_tasks
 
 from agentrl.core.errors import RunStopped
 from agentrl.runtime.interrupt import SIGNALS, Interrupt, handled_signals, leave_terminals
@@ -58,7 +59,7 @@ def test_only_a_second_ctrl_c_ends_at_once(first: signal.Signals, second: signal
             os.kill(os.getpid(), first)
             await interrupt.requested.wait()
             os.kill(os.getpid(), second)
-            await asyncio.sleep(0.01)
+            await run_ready_tasks()
             saved.append(True)
 
     if first == second == signal.SIGINT:
@@ -77,7 +78,7 @@ def test_nohup_is_respected() -> None:
     async def main() -> None:
         with Interrupt(print) as interrupt:
             os.kill(os.getpid(), signal.SIGHUP)
-            await asyncio.sleep(0.01)
+            await run_ready_tasks()
             interrupt.check()
 
     asyncio.run(main())

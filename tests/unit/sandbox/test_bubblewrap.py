@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from deadlines import until, wait_until
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
@@ -109,8 +109,9 @@ def test_nothing_is_left_when_it_is_closed(bubblewrap: Bubblewrap) -> None:
     async def use(sandbox: Sandbox) -> None:
         assert own_groups(os.getpid())
         await sandbox.run(Job("1", code="a = 1", stateful=True))
+        idle = len(descendants(os.getpid()))
         call = asyncio.create_task(sandbox.run(Job("2", code="import time; time.sleep(99)")))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(descendants(os.getpid())) > idle)
         await asyncio.gather(sandbox.close(), sandbox.close())
         with pytest.raises(SandboxFailure):
             await call
@@ -125,7 +126,7 @@ def test_a_runner_killed_from_outside_is_a_failure(bubblewrap: Bubblewrap) -> No
     async def use(sandbox: Sandbox) -> None:
         assert isinstance(sandbox, BubblewrapSandbox)
         call = asyncio.create_task(sandbox.run(Job("1", code="import time; time.sleep(99)")))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(descendants(sandbox.process.pid)) == 2)  # the runner and the snippet
         (runner,) = Path(f"/proc/{sandbox.process.pid}/task/{sandbox.process.pid}/children").read_text().split()
         os.kill(int(runner), signal.SIGKILL)
         with pytest.raises(SandboxFailure, match="exit status"):
@@ -139,8 +140,9 @@ def test_a_runner_killed_from_outside_is_a_failure(bubblewrap: Bubblewrap) -> No
 
 def test_a_cancelled_call_ends_the_sandbox(bubblewrap: Bubblewrap) -> None:
     async def use(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, BubblewrapSandbox)
         call = asyncio.create_task(sandbox.run(Job("1", code="import time; time.sleep(99)")))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(descendants(sandbox.process.pid)) == 2)  # the runner and the snippet
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -200,16 +202,11 @@ def test_a_killed_server_leaves_no_process_and_the_next_start_removes_the_rest(b
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 20
-        while len(processes := descendants(server.pid)) < 6:  # of each sandbox bubblewrap, the runner and a snippet
-            assert time.monotonic() < deadline, processes
-            time.sleep(0.01)
+        wait_until(lambda: len(descendants(server.pid)) >= 6)  # of each sandbox bubblewrap, the runner and a snippet
+        processes = descendants(server.pid)
         assert own_groups(server.pid)
         server.kill()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in processes):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
 
     async def main() -> None:
         async with other_backend() as backend:

@@ -6,11 +6,11 @@ import errno
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import wait_until
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
@@ -234,10 +234,7 @@ def test_members_are_killed_and_the_group_goes(tree: CgroupTree) -> None:
         assert not group.remove()
         group.kill()
         assert child.wait(10) == -9
-    deadline = time.monotonic() + 10
-    while not group.remove():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(group.remove)
 
 
 def test_remains_of_a_server_are_killed(tree: CgroupTree) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import run_ready_tasks
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
@@ -72,7 +73,7 @@ def test_a_send_that_nobody_reads_ends_with_the_containers_output() -> None:
         reader, writer = await open_stream(ours)
         writer.write(bytes(2**24))
         sending = asyncio.create_task(writer.drain())
-        await asyncio.sleep(0.05)
+        await run_ready_tasks()
         assert not sending.done()
         daemons.shutdown(socket.SHUT_WR)
         await asyncio.wait_for(asyncio.gather(sending, return_exceptions=True), 5)

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from deadlines import run_ready_tasks, until
 
 from agentrl.core.types import ToolStatus
 from agentrl.sandbox import egress
@@ -170,7 +171,7 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
         await proxy.start(listener)
         port, before = listener.getsockname()[1], len(os.listdir("/proc/self/fd"))
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-        await asyncio.sleep(0.1)
+        await run_ready_tasks()
         assert len(os.listdir("/proc/self/fd")) - before - len(idle) <= egress.CONNECTIONS
         for _, writer in idle[: egress.CONNECTIONS + 50]:
             writer.transport.abort()
@@ -182,11 +183,7 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
         writer.transport.abort()
         await proxy.close()
         # Closed transports, and the web server's thread, give their descriptors back a moment later.
-        for _ in range(1000):
-            if len(os.listdir("/proc/self/fd")) < before:
-                break
-            await asyncio.sleep(0.01)
-        assert len(os.listdir("/proc/self/fd")) < before
+        await until(lambda: len(os.listdir("/proc/self/fd")) < before)
 
     asyncio.run(main())
 
@@ -255,7 +252,8 @@ def test_a_close_ends_connections_that_are_open(echo: int) -> None:
         connect = "import socket\ns = socket.create_connection(('127.0.0.1', 3128))\n"
         tunnel = f"s.send(b'CONNECT 127.0.0.1:{echo} HTTP/1.1\\r\\n\\r\\n')\nprint(s.recv(99))\ns.recv(99)"
         call = asyncio.create_task(sandbox.run(Job("1", code=connect + tunnel)))
-        await asyncio.sleep(0.3)
+        # The proxy copies in both directions: the tunnel is open.
+        await until(lambda: sum("_copy" in repr(task.get_coro()) for task in asyncio.all_tasks()) == 2)
         await asyncio.wait_for(sandbox.close(), 5)
         await asyncio.gather(call, return_exceptions=True)
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import until
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.core.errors import CheckpointError, LearnerError, SamplerError
@@ -77,8 +78,7 @@ def test_a_gate_holds_requests_and_abort_gives_half() -> None:
             asyncio.create_task(sampler.generate(PROMPT, SamplingParams(), session_id=name, request_id=name))
             for name in ("a", "b")
         ]
-        await asyncio.sleep(0.01)
-        assert sampler.running == 2
+        await until(lambda: sampler.running == 2)
         await sampler.abort("a")
         aborted = await waiting[0]
         gate.set()

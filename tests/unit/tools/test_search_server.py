@@ -5,7 +5,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from agentrl_tools.search import SearchOptions, SearchService, SearchTool
 from agentrl_tools.search.bm25 import bm25_corpora
 from agentrl_tools.search.corpora import open_corpora
+from deadlines import wait_until
 from mcp import Client
 
 from agentrl.config.toolserver import ServerConfig
@@ -277,10 +277,7 @@ def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path
             await client.aclose()
 
         asyncio.run(scenario())
-        deadline = time.monotonic() + 10
-        while server.alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not server.alive()
+        wait_until(lambda: not server.alive())
 
 
 def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -> None:
@@ -298,8 +295,5 @@ def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -
         while "building" not in child.log_tail():
             child.check()
         os.kill(child.pid, signal.SIGTERM)
-        for _ in range(1000):
-            if not child.alive():
-                break
-            time.sleep(0.02)
+        wait_until(lambda: not child.alive())
         assert child.exit_code() == 0, child.log_tail()

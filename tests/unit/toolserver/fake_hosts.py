@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from deadlines import until
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
@@ -37,13 +38,6 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(bounded())
 
     return run
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Let others run until something holds."""
-    async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110  what is waited for is another's state
-            await asyncio.sleep(0.001)
 
 
 class FakeSandbox(Sandbox):
@@ -186,8 +180,7 @@ async def served(app: ASGIApp) -> AsyncIterator[str]:
     with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, **UVICORN))
         serving = asyncio.create_task(server._serve(sockets=[listener]))
-        while not server.started:  # noqa: ASYNC110  uvicorn has no event for it
-            await asyncio.sleep(0.001)
+        await until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         await serving

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import httpx
 import pytest
+from deadlines import until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +29,6 @@ from tests.unit.toolserver.fake_hosts import (
     in_sandbox,
     make_sessions,
     served,
-    until,
 )
 from tests.unit.toolserver.many_sessions import play_at_once
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from deadlines import run_ready_tasks
 
 from agentrl.core.errors import ToolFailure
 from agentrl.toolserver.batcher import Batcher
@@ -36,7 +37,7 @@ async def test_calls_that_wait_share_a_batch_and_get_their_own_results() -> None
     work = Doubling()
     batcher = Batcher(work, max_batch=8, concurrent=2)
     calls = [batcher.submit(number) for number in range(30)]
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     assert [len(batch) for batch in work.batches] == [8, 8]
     work.gate.set()
     assert await asyncio.gather(*calls) == [2 * number for number in range(30)]
@@ -78,7 +79,7 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_alone() -> None:
     work = Doubling()
     batcher = Batcher(work, max_batch=2, concurrent=1)
     calls = [batcher.submit(number) for number in range(5)]
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     calls[0].cancel()
     calls[3].cancel()
     work.gate.set()
@@ -92,7 +93,7 @@ async def test_closing_answers_every_caller() -> None:
     work = Doubling()
     batcher = Batcher(work, max_batch=2, concurrent=1)
     calls = [batcher.submit(number) for number in range(5)]
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     await batcher.close(ToolFailure("closed"))
     for result in await asyncio.gather(*calls, return_exceptions=True):
         with pytest.raises(ToolFailure, match="closed"):

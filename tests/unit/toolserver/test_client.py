@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from deadlines import until
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import ConfigError, EnvironmentFailure, SandboxFailure, ToolFailure
@@ -13,7 +14,7 @@ from agentrl.toolserver.client import client as client_module
 from agentrl.toolserver.client import pool
 from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.client import ToolServerClient
-from tests.unit.toolserver.fake_hosts import in_loop, until
+from tests.unit.toolserver.fake_hosts import in_loop
 from tests.unit.toolserver.fake_server import fake_servers
 
 KEY = "tools.python.url"

@@ -11,6 +11,7 @@ import httpx
 import httpx2
 import pytest
 import uvicorn
+from deadlines import until
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
@@ -111,13 +112,6 @@ async def say(client: Client, text: str, tool: str = "echo") -> tuple[bool, str,
     (content,) = result.content
     assert result.meta is not None
     return result.is_error, result.meta[STATUS], content.text
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in 5 s"
-        await asyncio.sleep(0.01)
 
 
 def test_any_client_sees_the_tools_and_has_a_session_of_its_own() -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import mcp.types as types
 import pytest
+from deadlines import wait_for_exit, wait_until
 
 from agentrl.config.toolserver import ServerConfig, ToolServerConfig
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
@@ -68,13 +68,6 @@ async def say(session: Session, tool: str, **arguments: Any) -> ToolResult:
 
 def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
-
-
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come true in {seconds} s"
-        time.sleep(0.01)
 
 
 def test_tools_of_a_command_answer_as_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,8 +131,9 @@ def test_a_process_that_dies_between_calls_is_a_failure_of_the_next() -> None:
     async def main() -> None:
         async with hosted(command=BARE) as sessions:
             session = await sessions.open()
-            os.kill(int((await say(session, "pid")).content), signal.SIGKILL)
-            await asyncio.sleep(0.1)
+            pid = int((await say(session, "pid")).content)
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_for_exit, pid)
             assert (await say(session, "count")).status is ToolStatus.UNAVAILABLE
 
     run(main)
@@ -178,7 +172,7 @@ def test_the_process_is_gone_when_the_tool_server_is_killed() -> None:
     finally:
         server.kill()
         server.communicate()  # which waits for the end of the pipe, and thus of both
-    until(lambda: gone(int(pid)))
+    wait_until(lambda: gone(int(pid)))
 
 
 def test_a_servers_file_may_hold_several_under_names_of_ones_own() -> None:

@@ -5,10 +5,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from deadlines import wait_for_exit, wait_until
 
 from agentrl.core.child_process import ChildProcess, reserve_port
 from agentrl.core.errors import PortInUseError, ToolServerError
@@ -37,19 +37,6 @@ def start(code: str, folder: Path) -> ChildProcess:
     return ChildProcess.start([sys.executable, "-c", code], log=folder / "log.txt", name="child", error=ToolServerError)
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys, time\n"
@@ -57,24 +44,20 @@ def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     child = start(code, tmp_path)
-    while not child.log_tail().strip():
-        child.check()
-        time.sleep(0.02)
+    wait_until(lambda: child.log_tail().strip() or not child.alive())
     grandchild = int(child.log_tail())
     assert child.alive()
     child.stop()
     child.stop()
     assert not child.alive()
     assert child.exit_code() == -signal.SIGTERM
-    assert gone(grandchild)
+    wait_for_exit(grandchild)
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on', flush=True)\ntime.sleep(60)"
     with start(code, tmp_path) as child:
-        while "on" not in child.log_tail():
-            child.check()
-            time.sleep(0.02)
+        wait_until(lambda: "on" in child.log_tail() or not child.alive())
         child.stop(timeout_s=0.2)
         assert child.exit_code() == -signal.SIGKILL
 
@@ -133,7 +116,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert gone(pid)
+    wait_for_exit(pid)
 
 
 LIMITS = """
@@ -159,7 +142,7 @@ def test_a_worker_whose_result_is_never_read_ends_with_the_main_process(tmp_path
     script.write_text(MAIN_OF_WORKERS)
     worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=True, timeout=30).stdout)
     try:
-        assert gone(worker)
-    finally:
-        if not gone(worker, 0.1):
-            os.kill(worker, signal.SIGKILL)
+        wait_for_exit(worker)
+    except AssertionError:
+        os.kill(worker, signal.SIGKILL)
+        raise

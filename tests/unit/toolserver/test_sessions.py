@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from deadlines import run_ready_tasks, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from tests.unit.toolserver.fake_hosts import (
     in_loop,
     in_sandbox,
     make_sessions,
-    until,
 )
 
 
@@ -78,7 +78,7 @@ async def test_room_is_free_only_once_the_sandbox_is_gone() -> None:
     backend.opened[0].close = slow_close  # type: ignore[method-assign]
     closing = asyncio.create_task(sessions.close(session.id))
     waiting = asyncio.create_task(sessions.open())
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     assert sessions.waiting == 1
     released.set()
     await asyncio.gather(closing, waiting)
@@ -238,7 +238,7 @@ async def test_draining_lets_calls_end_and_begins_nothing() -> None:
     with pytest.raises(Draining):
         await session.call(ToolCall("2", "quick", {}))
     again = asyncio.create_task(session.call(ToolCall("1", "fake", {})))
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     assert not draining.done()
     gate.open.set()
     await draining

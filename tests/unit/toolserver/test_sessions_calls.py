@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import pytest
+from deadlines import run_ready_tasks, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from tests.unit.toolserver.fake_hosts import (
     in_loop,
     in_sandbox,
     make_sessions,
-    until,
 )
 
 
@@ -57,7 +57,7 @@ async def test_a_retry_waits_for_the_call_that_runs_even_if_the_first_caller_has
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     second = asyncio.create_task(say(sessions, session, call))
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     assert not second.done()
     gate.open.set()
     assert (await second).content == "c {}"
@@ -259,7 +259,7 @@ async def test_so_many_calls_run_code_at_once_and_no_more_and_others_do_not_wait
     ]
     for done in range(5):
         await until(lambda: sum(sandbox.running for sandbox in backend.opened) == 2 if done < 4 else True)  # noqa: B023
-        await asyncio.sleep(0.002)
+        await run_ready_tasks()
         busy = [sandbox for sandbox in backend.opened if sandbox.running]
         assert len(busy) == min(2, 5 - done)
         assert (await say(sessions, opened[4], ToolCall(f"free{done}", "fake", {}))).status is ToolStatus.OK
@@ -300,7 +300,7 @@ async def test_few_sandboxes_are_made_at_once() -> None:
         async def open(self, session_id: str) -> Sandbox:
             self.now += 1
             self.most = max(self.most, self.now)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
             self.now -= 1
             return await super().open(session_id)
 
