@@ -1,27 +1,13 @@
-"""Estimate of the memory that a learner rank needs, from a model without weights.
-
-The peak is that of the moment of an optimizer step that needs most. Before the backward pass all activations are there, and
-the gradients of earlier micro-batches. In the backward pass gradients appear while activations are freed.
-"""
+"""Memory that a learner rank needs: what an estimate depends on and what it has, whatever the backend."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from torch import nn
+from agentrl.config.learner import Recompute
 
-from agentrl.config.learner import LearnerConfig, Recompute
-from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
-from agentrl.learner.layers import decoder_layers
-from agentrl.models.load import value_head
-
-_MASTER = 4
+FLOAT32 = 4
 """Bytes of a float32 number: weights, gradients, moments, logits."""
-_LOGITS, _LOGITS_EAGER = 2, 5
-"""Arrays of a chunk's logits at the same time: with compilation they and their gradient, else intermediate results too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +59,12 @@ class MemoryOptions:
     @property
     def size(self) -> int:
         """Bytes of a factor of a product."""
-        return 2 if self.bfloat16 else _MASTER
+        return 2 if self.bfloat16 else FLOAT32
 
     @property
     def hidden_size(self) -> int:
         """Bytes of a number of the hidden states between layers: sums with the embeddings, which autocast leaves in float32."""
-        return self.size if self.ranks > 1 else _MASTER
+        return self.size if self.ranks > 1 else FLOAT32
 
 
 def with_critic(policy: LearnerMemory, critic: LearnerMemory, *, keeps_gradients: bool) -> LearnerMemory:
@@ -90,188 +76,5 @@ def with_critic(policy: LearnerMemory, critic: LearnerMemory, *, keeps_gradients
         keeps_gradients: whether ranks at rest have gradients, which are zeros.
 
     """
-    resting = [each.weights + each.optimizer + keeps_gradients * each.gradients for each in (policy, critic)]
+    resting = [memory.weights + memory.optimizer + keeps_gradients * memory.gradients for memory in (policy, critic)]
     return replace(policy, critic=max(resting[1], resting[0] + policy.reference + critic.total - policy.total))
-
-
-def learner_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
-    """Return the memory of one rank at the moment of an optimizer step that needs most.
-
-    Args:
-        hf: a model of transformers, such as `agentrl.models.load.empty_model` returns; its weights are not read. With a
-            value head it is a critic.
-            Those without ``requires_grad`` are not trained.
-        config: optimizer, sharding and chunk of logits.
-        options: all else.
-
-    """
-    return max(_moments(hf, config, options), key=lambda moment: moment.total)
-
-
-def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
-    """Yield the memory at the head, at each layer of the backward pass, at the embeddings, the last of it, and in the update."""
-    size, several, tokens = options.size, options.ranks > 1, options.tokens
-    layers = decoder_layers(hf)
-    units = [_count(layer) for layer in layers]
-    rest = _count(hf) - sum(units)
-    shards, adapters = (
-        _shards(hf, options.ranks, trained=False),
-        sum(_adapters(layer, config, options) for layer in layers),
-    )
-    trained = _shards(hf, options.ranks, trained=True) + adapters
-    states = _optimizer(hf, config, options.ranks) + 2 * adapters
-    state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
-    state |= {"reference": shards if options.reference else 0}
-    # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
-    # gradient of a unit: there are a whole one, and its float32 copy.
-    head = _output(hf)
-    tied = hf.get_input_embeddings().weight is head.weight
-    whole = _MASTER * _trained(hf.get_input_embeddings()) if not several else 0
-    reduced = (size + _MASTER) if several else 0
-    gradients = trained if options.accumulates else 0
-    hidden = hf.config.get_text_config().hidden_size
-    widths = [_widths(layer, hf.config, config, options.compiled) for layer in layers]
-    kept = [tokens * _kept(one, options) for one in widths]
-    # The final norm keeps its input and what it scales; its result is float32 where its input is.
-    last = tokens * hidden * (2 * options.hidden_size + _MASTER)
-    there = _gathered(units, rest, config, options)
-
-    yield LearnerMemory(
-        **state, gradients=gradients, gathered=there, activations=sum(kept) + last, logits=_head(hf, config, options)
-    )
-    below = sum(kept)
-    grown = whole if tied else _shards(head, options.ranks, trained=True)
-    for layer, unit, own, width in reversed(list(zip(layers, units, kept, widths, strict=True))):
-        now = max(gradients + (whole if tied else 0), grown) + reduced * unit
-        casts = size * unit if options.bfloat16 and not several and options.compiled else 0
-        again = tokens * _computed(width, options)
-        yield LearnerMemory(**state, gradients=now, gathered=there + casts, activations=below + again)
-        below -= own
-        grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
-    added = whole * (1 + (tied and options.accumulates)) + reduced * rest
-    yield LearnerMemory(**state, gradients=trained + added, gathered=size * rest if several else 0)
-    if config.cpu_offload == "optimizer":
-        largest = max(2 * _MASTER * _shard(parameter, options.ranks) for parameter in hf.parameters())
-        yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
-
-
-def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
-    moments = 2 * _shards(hf, ranks, trained=True)
-    if config.optimizer.name == "muon":
-        matrices = [p for layer in decoder_layers(hf) for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
-        moments -= _MASTER * sum(_shard(matrix, ranks) for matrix in matrices)
-    return moments
-
-
-def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -> int:
-    """Return the bytes of the first rank's shards of a layer's LoRA adapters, as if every linear layer had one."""
-    if config.lora is None:
-        return 0
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    numbers = (
-        len(config.lora.policies)
-        * config.lora.rank
-        * sum(linear.in_features + linear.out_features for linear in linears)
-    )
-    return _MASTER * math.ceil(numbers / options.ranks)
-
-
-def _gathered(units: list[int], rest: int, config: LearnerConfig, options: MemoryOptions) -> int:
-    if options.ranks > 1:
-        return options.size * (rest + (2 * max(units) if config.reshard_after_forward else sum(units)))
-    # Without compilation autocast keeps its copies until the end of the pass.
-    return options.size * (sum(units) + rest) if options.bfloat16 and not options.compiled else 0
-
-
-def _output(hf: Any) -> nn.Linear:
-    """Return the language head, or the value head."""
-    head: nn.Linear | None = hf.get_output_embeddings()
-    return value_head(hf) if head is None else head
-
-
-def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
-    """Return the bytes at the gradient of the second chunk's logits, or at the product of it with hidden states."""
-    head = _output(hf)
-    chunk = min(config.logits_chunk, options.tokens)
-    array: int = chunk * head.weight.shape[0]
-    of_weight, copy = _MASTER * _trained(head), options.size * head.weight.numel() if options.bfloat16 else 0
-    several = of_weight if options.tokens > chunk else 0
-    derived = _MASTER * array * (_LOGITS if options.compiled else _LOGITS_EAGER) + several
-    return max(derived, options.size * array + several + max(of_weight, copy))
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _trained(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-
-
-def _shards(module: nn.Module, ranks: int, *, trained: bool) -> int:
-    """Return the bytes of the first rank's shards of all weights in float32, or of those that are trained."""
-    return _MASTER * sum(_shard(p, ranks) for p in module.parameters() if p.requires_grad or not trained)
-
-
-def _shard(parameter: nn.Parameter, ranks: int) -> int:
-    """Return the numbers of a weight that FSDP gives to the first rank."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return math.ceil(rows / ranks) * (parameter.numel() // max(rows, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """Numbers of a layer for each token."""
-
-    hidden: int
-    attention: int
-    """Of all heads."""
-    results: int
-    """Of products, without the last, which is only added."""
-    inputs: int
-    """Of products; products with the same input have one if the layer is compiled."""
-    widest: int
-    """Of a result."""
-
-
-def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool) -> _Widths:
-    text = model.get_text_config()
-    hidden = int(text.hidden_size)
-    heads = int(text.num_attention_heads)
-    attention = heads * int(getattr(text, "head_dim", None) or hidden // heads)
-    products = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)]
-    active = int(getattr(text, "num_experts_per_tok", None) or 0)
-    # Experts, fused: each of the active ones has its own results.
-    products += [(p.shape[2], p.shape[1]) for p in layer.parameters() if p.ndim == 3 for _ in range(active)]
-    if compiled:
-        inputs = 2 * hidden + attention + sum(width for width, _ in products if width not in (hidden, attention))
-    else:
-        inputs = sum(width for width, _ in products)
-    results = [width for _, width in products]
-    if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
-        results += [width for _, out in products for width in (config.lora.rank, out)]
-    return _Widths(hidden, attention, sum(results) - hidden, inputs, max(results))
-
-
-def _kept(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes that a layer keeps for each token until its backward pass: always its input."""
-    own = options.hidden_size * widths.hidden
-    if options.recompute == "full":
-        return own
-    products = options.size * (widths.results + widths.attention)
-    return own + products if options.recompute == "selective" else _all(widths, options)
-
-
-def _all(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes that a layer keeps for each token if nothing is computed again."""
-    own = options.hidden_size * widths.hidden
-    if options.compiled:
-        return own + options.size * (widths.results + widths.inputs)
-    # Also what the two norms keep, and what activations and rotations make of the products' results.
-    return 2 * (own + _MASTER * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
-
-
-def _computed(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes for each token in a layer's backward pass, without what it has kept: computed again, and gradients."""
-    gradients = 2 * options.hidden_size * widths.hidden + 2 * options.size * widths.widest
-    return _all(widths, options) - _kept(widths, options) + gradients

@@ -14,10 +14,11 @@ from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, NoLayoutError
 from agentrl.learner.fsdp.backend import FsdpBackend
+from agentrl.learner.fsdp.memory import fsdp_memory
 from agentrl.learner.megatron.backend import MegatronBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
-from agentrl.learner.memory import LearnerMemory, learner_memory, with_critic
+from agentrl.learner.memory import LearnerMemory, with_critic
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.planner.gpus import MACHINE
 from agentrl.planner.training_summary import critic_memory, memory_options
@@ -114,7 +115,7 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
             continue
         has_layout = True
         options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
-        policy = learner_memory(request.model, config.learner, options)
+        policy = fsdp_memory(request.model, config.learner, options)
         critic = None if request.critic is None else critic_memory(config, request.critic, options)
         yield _candidate(request, "fsdp", settings, policy, critic)
     if not has_layout:

@@ -131,13 +131,14 @@ def estimate_memory(
         ModelError: the model's configuration cannot be loaded.
 
     """
-    from agentrl.learner.memory import learner_memory, with_critic
+    from agentrl.learner.fsdp.memory import fsdp_memory
+    from agentrl.learner.memory import with_critic
 
     options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
     if is_megatron := config.learner.backend == "megatron":
         found = _of_megatron(config, folder, options)
     else:
-        found = learner_memory(trained_model(config.learner, folder), config.learner, options)
+        found = fsdp_memory(trained_model(config.learner, folder), config.learner, options)
     if critic is not None and config.placement.shares_gpus:
         of_critic = critic_memory(config, critic, options)
         found = with_critic(found, of_critic, keeps_gradients=is_megatron)
@@ -146,13 +147,13 @@ def estimate_memory(
 
 def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
     """Return the memory that a rank of the critic in ``folder`` needs, with the options of the policy; see `estimate_memory`."""
-    from agentrl.learner.memory import learner_memory
+    from agentrl.learner.fsdp.memory import fsdp_memory
 
     options = replace(options, reference=False)
     if config.learner.backend == "megatron":
         return _of_megatron(config, folder, options, values=True)
     learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
-    return learner_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
+    return fsdp_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
 
 
 def _of_megatron(config: Config, folder: Path, options: MemoryOptions, *, values: bool = False) -> LearnerMemory:

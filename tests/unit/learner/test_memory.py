@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
-from agentrl.learner.memory import LearnerMemory, MemoryOptions, learner_memory
+from agentrl.learner.fsdp.memory import fsdp_memory
+from agentrl.learner.memory import LearnerMemory, MemoryOptions
 from agentrl.models.load import empty_model
 from agentrl.models.random_models import SHAPES, model_config
 from tests.unit.learner.learners import Learners, make_batch
@@ -33,7 +34,7 @@ def of_7b(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_a_7b_policy_on_8_ranks(of_7b):
-    found = learner_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
+    found = fsdp_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
     assert found.weights == pytest.approx(4 * WEIGHTS_7B / 8, rel=1e-3)
     assert found.gradients == found.weights
     assert found.optimizer == 2 * found.weights
@@ -58,13 +59,13 @@ def test_the_estimate_is_what_an_h200_had_allocated(size: str, options: dict[str
     defaults: dict[str, Any] = {"ranks": 1, "bfloat16": True, "recompute": "selective", "compiled": True}
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(model_config(SHAPES[size]))
-    found = learner_memory(hf, LearnerConfig(), MemoryOptions(**defaults | options)).total / GIB
+    found = fsdp_memory(hf, LearnerConfig(), MemoryOptions(**defaults | options)).total / GIB
     assert 1.0 < found / measured_gib < 1.08
 
 
 def test_what_needs_more_memory_is_estimated_to(of_7b):
     def total(options: dict[str, Any] | None = None, **learner: Any) -> int:
-        return learner_memory(of_7b, LearnerConfig(**learner), replace(OF_8, **options or {})).total
+        return fsdp_memory(of_7b, LearnerConfig(**learner), replace(OF_8, **options or {})).total
 
     usual = total()
     assert total({"recompute": "full"}) < usual < total({"recompute": "none"})
@@ -75,23 +76,23 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
     assert total({"ranks": 1}) > 4 * usual / 3
     assert total({"accumulates": False}) < usual
     assert total({"compiled": False}) > usual
-    plain = learner_memory(of_7b, LearnerConfig(), OF_8)
+    plain = fsdp_memory(of_7b, LearnerConfig(), OF_8)
     assert total(cpu_offload="optimizer") == plain.total - plain.optimizer
 
 
 def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):
     """The peak is less than the sum of both, and not less than what the state or the activations need."""
     one, several = (
-        learner_memory(of_7b, LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
+        fsdp_memory(of_7b, LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
     )
     assert several.gradients == several.weights
     assert several.total - several.weights <= one.total < several.total
 
 
 def test_lora_trains_adapters_alone(of_7b):
-    whole = learner_memory(of_7b, LearnerConfig(), OF_8)
+    whole = fsdp_memory(of_7b, LearnerConfig(), OF_8)
     frozen = copy.deepcopy(of_7b).requires_grad_(False)
-    found = learner_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
+    found = fsdp_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
     adapters = 28 * 8 * sum((4 * 3584, 2 * (3584 + 512), 3 * (3584 + 18944))) * 4 // 8
     assert found.weights - whole.weights == pytest.approx(adapters, rel=1e-3)
     assert found.optimizer == 2 * found.gradients == 2 * (found.weights - whole.weights)
@@ -103,7 +104,7 @@ def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     rank = learners.open(name).rank
     learners.current.train_step(make_batch([20, 30]))
     options = MemoryOptions(ranks=1, tokens=64, bfloat16=False, recompute="none", compiled=False)
-    found: LearnerMemory = learner_memory(rank.model.hf, rank.config, options)
+    found: LearnerMemory = fsdp_memory(rank.model.hf, rank.config, options)
     assert found.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
     moments = [t for one in rank.optimizers.values() for state in one.state.values() for t in state.values() if t.ndim]
     assert found.optimizer == sum(tensor.nbytes for tensor in moments)
