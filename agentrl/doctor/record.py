@@ -14,7 +14,7 @@ from agentrl.config.layers import load_layers
 from agentrl.config.saved import CONFIG, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
-from agentrl.learner.checkpoints import whole_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.run_end import RunEnd, read_end
@@ -111,7 +111,7 @@ def read_record(folder: Path) -> RunRecord:
         open_spans=_open_spans(traces[-1]) if traces else (),
         logs=dict(_logs(folder / "logs")),
         journal=read_journal(folder),
-        checkpoints=whole_checkpoints(folder / "checkpoints"),
+        checkpoints=complete_checkpoints(folder / "checkpoints"),
     )
 
 

@@ -126,7 +126,7 @@ def _groups(flat: torch.Tensor, row: torch.Tensor, device: torch.device) -> RowG
     return RowGroups(tuple(groups), to_device(back, device))
 
 
-def separated(
+def unpack_rows(
     token_ids_L: torch.Tensor, position_ids_L: torch.Tensor, row_L: torch.Tensor, at_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a micro-batch with one row a bin, padded at its end, for layers that would mix the rows of a bin.

@@ -149,14 +149,14 @@ class SequenceRatios:
         return [means_S[sequence_N] for sequence_N in self._numbers]
 
 
-def at_mask(micro: MicroBatch) -> torch.Tensor:
+def mask_positions(micro: MicroBatch) -> torch.Tensor:
     """Return the positions at the loss mask, int64 ``[N]`` on the CPU."""
     at_N = micro.mask_L.nonzero()[:, 0]
     assert bool((micro.position_ids_L[at_N] > 0).all()), "a row's first token cannot be trained on"
     return at_N
 
 
-def scored(micro: MicroBatch) -> torch.Tensor:
+def score_positions(micro: MicroBatch) -> torch.Tensor:
     """Return the positions of tokens that have a score: all but the first of each row, int64 on the CPU."""
     return ((micro.row_L >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
 

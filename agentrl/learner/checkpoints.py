@@ -144,10 +144,10 @@ class Checkpoints:
 
     def best_score(self) -> float:
         """Return the highest score of a complete checkpoint, or minus infinity."""
-        return max(map(_score, whole_checkpoints(self.folder)), default=float("-inf"))
+        return max(map(_score, complete_checkpoints(self.folder)), default=float("-inf"))
 
     def _drop_old(self) -> None:
-        whole = whole_checkpoints(self.folder)
+        whole = complete_checkpoints(self.folder)
         best = max(reversed(whole), key=_score)
         kept = {*whole[-self.keep :], self.began_with} | ({best} if _score(best) > float("-inf") else set())
         kept |= set() if self.candidate is None else {self._path(self.candidate)}
@@ -183,7 +183,7 @@ def _score(checkpoint: Path) -> float:
     return float("-inf") if score is None else float(score)
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
@@ -200,7 +200,7 @@ def checkpoint_step(folder: Path) -> int:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None."""
-    found = whole_checkpoints(folder)
+    found = complete_checkpoints(folder)
     return found[-1] if found else None
 
 

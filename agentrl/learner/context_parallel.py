@@ -31,18 +31,18 @@ class Context:
     rank: int
     """The number of this rank among them."""
 
-    def part(self, length: int) -> slice:
+    def token_slice(self, length: int) -> slice:
         """Return this rank's part of a sequence; ``size`` divides its length."""
         each = length // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def has(self, places_N: torch.Tensor, length: int) -> torch.Tensor:
         """Return, as bools ``[N]``, which places of a sequence are in this rank's part."""
-        part = self.part(length)
+        part = self.token_slice(length)
         inside_N: torch.Tensor = (places_N >= part.start) & (places_N < part.stop)
         return inside_N
 
-    def add_up(self, rows: RowScores) -> RowScores:
+    def sum_over_ranks(self, rows: RowScores) -> RowScores:
         """Return the sums of rows over the ranks, which have the same rows, on the first of them; none elsewhere. Collective."""
         if not rows:
             return {}
@@ -61,7 +61,7 @@ class Context:
 
         """
         parts = exchange(torch.cat([self._by_heads(each) for each in states], -1), self.group).flatten(0, 1)
-        sizes = [self._repeated(each.shape[1]) // self.size * each.shape[3] for each in states]
+        sizes = [self._divisible_heads(each.shape[1]) // self.size * each.shape[3] for each in states]
         return [
             found.view(found.shape[0], -1, each.shape[3]).transpose(0, 1)[None].to(each.dtype)
             for found, each in zip(torch.split(parts, sizes, -1), states, strict=True)
@@ -70,11 +70,11 @@ class Context:
     def _by_heads(self, states: torch.Tensor) -> torch.Tensor:
         """Return states ``[1, H, T, D]`` by the rank that gets the heads, ``[P, T, H/P·D]``."""
         _, heads, tokens, size = states.shape
-        if self._repeated(heads) > heads:
-            states = states.repeat_interleave(self._repeated(heads) // heads, 1)
+        if self._divisible_heads(heads) > heads:
+            states = states.repeat_interleave(self._divisible_heads(heads) // heads, 1)
         return states.reshape(self.size, -1, tokens, size).transpose(1, 2).flatten(2)
 
-    def _repeated(self, heads: int) -> int:
+    def _divisible_heads(self, heads: int) -> int:
         """Return the least multiple of ``heads`` that the ranks can divide."""
         return math.lcm(heads, self.size)
 

@@ -53,7 +53,7 @@ def compiles(config: LearnerConfig) -> bool:
     return resolve_device(config) == "cuda" if config.compile == "auto" else config.compile
 
 
-def recomputed(config: LearnerConfig) -> Recompute:
+def recompute_mode(config: LearnerConfig) -> Recompute:
     """Return what is computed again in the backward pass: as configured, or for ``auto`` all but products on GPUs."""
     if config.recompute != "auto":
         return config.recompute

@@ -22,12 +22,12 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
 
 
 def prepare_layers(layers: Iterable[nn.Module], *, compiled: bool, recompute: Recompute) -> None:
-    """Have every decoder layer compiled, and computed again in the backward pass; see `prepared`."""
+    """Have every decoder layer compiled, and computed again in the backward pass; see `prepare_forward`."""
     for layer in layers:
-        layer.forward = prepared(layer.forward, compiled=compiled, recompute=recompute)
+        layer.forward = prepare_forward(layer.forward, compiled=compiled, recompute=recompute)
 
 
-def prepared(run: Callable[..., Any], *, compiled: bool, recompute: Recompute) -> Callable[..., Any]:
+def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recompute) -> Callable[..., Any]:
     """Return what a layer computes, compiled, and computed again in the backward pass.
 
     Layers are compiled one by one: they share their code, so that it is compiled once.

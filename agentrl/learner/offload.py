@@ -24,7 +24,7 @@ class CpuOffload:
         return bool(self._storages)
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the contents to the CPU, for `copy_of`. Contents that are offloaded are there already."""
+        """Copy the contents to the CPU, for `cpu_copy`. Contents that are offloaded are there already."""
         storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
         self._contents = {key: kept for key, kept in self._contents.items() if key in storages or key in self._storages}
         for key, storage in storages.items():
@@ -75,7 +75,7 @@ class CpuOffload:
         """Return whether the last `copy` or `offload` copied a tensor, which must exist since then."""
         return _key(tensor) in self._contents
 
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the read-only copy of a tensor on the CPU, as of the last `copy` or `offload`."""
         flat = self._contents[_key(tensor)].view(tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -15,7 +15,7 @@ def by_layer(experts_L: torch.Tensor, part: slice, device: torch.device) -> torc
     return to_device(experts_L[part].transpose(0, 1).contiguous(), device)
 
 
-def replayed(given_T_K: torch.Tensor, own_T_K: torch.Tensor, scores_T_E: torch.Tensor) -> torch.Tensor:
+def replay_experts(given_T_K: torch.Tensor, own_T_K: torch.Tensor, scores_T_E: torch.Tensor) -> torch.Tensor:
     """Return int64 experts ``[T, K]``: those given, and the router's choice where they are no numbers of experts."""
     known = given_T_K < scores_T_E.shape[1]
     return torch.where(known, given_T_K.to(own_T_K.dtype), own_T_K)

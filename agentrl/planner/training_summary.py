@@ -190,7 +190,7 @@ def trained_model(learner: LearnerConfig, folder: Path) -> Any:
 
 def memory_options(config: Config, folder: Path, *, accumulates: bool = True) -> MemoryOptions:
     """Return what the memory of a rank depends on besides model and configuration; see `estimate_memory`."""
-    from agentrl.learner.device import recomputed, uses_bfloat16
+    from agentrl.learner.device import recompute_mode, uses_bfloat16
     from agentrl.learner.memory import MemoryOptions
 
     learner = config.learner
@@ -200,7 +200,7 @@ def memory_options(config: Config, folder: Path, *, accumulates: bool = True) ->
         ranks=learner.ranks,
         tokens=-(-config.batch.tokens_per_micro // learner.context_parallel),
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
-        recompute=of_gpus if on_gpu else recomputed(learner),
+        recompute=of_gpus if on_gpu else recompute_mode(learner),
         compiled=on_gpu if learner.compile == "auto" else learner.compile,
         reference=_has_second_model(config, folder),
         accumulates=accumulates,

@@ -15,7 +15,7 @@ from agentrl.config.learner import LoraConfig
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.checkpoints import STATE, whole_checkpoints
+from agentrl.learner.checkpoints import STATE, complete_checkpoints
 from agentrl.obs.waiting import waiting
 from agentrl.self_play.pool import snapshot_name, step_of
 from agentrl.weight_sync.adapter import load_adapters, write_adapters
@@ -69,7 +69,7 @@ class SnapshotFolder:
     def remove_all_except(self, names: Collection[str]) -> None:
         """Remove snapshots, but those of ``names`` and those that a checkpoint needs to resume."""
         needed_names = set(names)
-        for checkpoint in whole_checkpoints(self.run_folder / "checkpoints"):
+        for checkpoint in complete_checkpoints(self.run_folder / "checkpoints"):
             needed_names |= snapshots_in_state(json.loads((checkpoint / STATE).read_bytes()))
         for folder in self.path.iterdir():
             if folder.name not in needed_names:

@@ -19,7 +19,7 @@ from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunS
 from agentrl.data.task_sources import TaskSources, open_tasks
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
+from agentrl.learner.checkpoints import Checkpoints, begin_random, complete_checkpoints, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
@@ -183,7 +183,7 @@ async def run_training(
 
 def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:
     """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
-    older = [path for path in whole_checkpoints(folder / "checkpoints") if path != checkpoint]
+    older = [path for path in complete_checkpoints(folder / "checkpoints") if path != checkpoint]
     if checkpoint is None or str(checkpoint) not in str(error) or not older:
         return error
     again = resume_command(folder, replay)

@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from agentrl.config.layers import differences
 from agentrl.config.load import validate
-from agentrl.learner.checkpoints import whole_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints
 from agentrl.models.weight_checksum import tensor_checksum
 from agentrl.obs.journal import read_journal
 
@@ -222,7 +222,7 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     assert status == -signal.SIGKILL, output
     folder, other = tmp_path / "run", unkilled_replay / "run"
     trained = len(metrics(folder))
-    checkpoints = whole_checkpoints(folder / "checkpoints")
+    checkpoints = complete_checkpoints(folder / "checkpoints")
     assert checkpoints, "the first was complete"
     at_kill = learner_state(checkpoints[-1])
     monkeypatch.delenv(KILL_AT)
@@ -244,7 +244,7 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     assert {step: {*lines} for step, lines in batches(folder).items()} == {
         step: {*lines} for step, lines in batches(other).items()
     }
-    ours, theirs = (whole_checkpoints(run / "checkpoints")[-1] for run in (folder, other))
+    ours, theirs = (complete_checkpoints(run / "checkpoints")[-1] for run in (folder, other))
     assert learner_state(ours) == learner_state(theirs)
     assert trainer_state(ours) == trainer_state(theirs)
     repeated = sum(len(lines) - 1 for lines in batches(folder).values())

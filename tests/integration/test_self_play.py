@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from shared_runs import ONE_THREAD, Running, agentrl, gone, here, metrics
 
-from agentrl.learner.checkpoints import STATE, whole_checkpoints
+from agentrl.learner.checkpoints import STATE, complete_checkpoints
 
 STEPS = 4
 EPISODES = 8
@@ -38,7 +38,7 @@ class Resumed:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Return the state of the newest checkpoint."""
-    state: dict[str, Any] = json.loads((whole_checkpoints(folder / "checkpoints")[-1] / STATE).read_text())
+    state: dict[str, Any] = json.loads((complete_checkpoints(folder / "checkpoints")[-1] / STATE).read_text())
     return state
 
 

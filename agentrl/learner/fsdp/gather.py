@@ -17,7 +17,15 @@ from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.lora import activate
-from agentrl.learner.fsdp.weights import adapter_name, hf_name, hub_tensors_of, is_adapter, local, of_policy, peft_name
+from agentrl.learner.fsdp.weights import (
+    adapter_name,
+    hf_name,
+    is_adapter,
+    is_policy_adapter,
+    local,
+    model_hub_tensors,
+    peft_name,
+)
 from agentrl.models.hub_tensors import HubTensor
 
 _PART_BYTES = 256 << 20
@@ -146,11 +154,11 @@ class MergedWeights:
             for name in named
             if policies == [MAIN] and not is_adapter(name) and adapter_name(name, "A", policies[0]) in self.adapters
         }
-        self.tensors = {tensor.name: tensor for tensor in hub_tensors_of(hf)}
+        self.tensors = {tensor.name: tensor for tensor in model_hub_tensors(hf)}
         """The tensors of a Hugging Face folder, by name: those of `base`, and buffers."""
         self._scale = config.alpha / config.rank if config is not None else 0.0
         self.exported = {
-            policy: {peft_name(name, policy): name for name in self.adapters if of_policy(name, policy)}
+            policy: {peft_name(name, policy): name for name in self.adapters if is_policy_adapter(name, policy)}
             for policy in policies
         }
         """By policy: the names of its adapters in the model, by those in a PEFT folder."""

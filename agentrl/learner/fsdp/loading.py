@@ -20,11 +20,11 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.context_parallel import Context, join_context
-from agentrl.learner.device import compiles, recomputed, resolve_device, uses_bfloat16
+from agentrl.learner.device import compiles, recompute_mode, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.experts import use_grouped_products
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.routing import divide_experts, take_experts
+from agentrl.learner.fsdp.routing import accept_replayed_experts, pass_experts_by_layer
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.layers import decoder_layers, prepare_layers
@@ -125,9 +125,9 @@ def _load(
         from agentrl.learner.fsdp.fp8 import convert_linears
 
         convert_linears(layers)
-    take_experts(model.hf)
-    prepare_layers(layers, compiled=model.compiled, recompute=recomputed(config))
-    divide_experts(model.hf)
+    accept_replayed_experts(model.hf)
+    prepare_layers(layers, compiled=model.compiled, recompute=recompute_mode(config))
+    pass_experts_by_layer(model.hf)
     if resolve_device(config) == "cuda" and model.autocast:
         model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)
     if mesh is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
-from agentrl.learner.fsdp.weights import LORA_KEY, is_adapter, local, of_policy, part_of, peft_adapter
+from agentrl.learner.fsdp.weights import LORA_KEY, is_adapter, is_policy_adapter, local, peft_adapter, shard_slices
 
 
 def add_adapters(hf: Any, config: LoraConfig) -> None:
@@ -80,11 +80,11 @@ def fill_adapters(hf: nn.Module, config: LoraConfig, seed: int) -> None:
     for policy in config.policies:
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in hf.named_parameters():
-            if not of_policy(name, policy):
+            if not is_policy_adapter(name, policy):
                 continue
             if ".lora_A." in name:
                 whole = nn.init.kaiming_uniform_(torch.empty(parameter.shape), math.sqrt(5), generator=generator)
-                local(parameter).copy_(whole[part_of(parameter)])
+                local(parameter).copy_(whole[shard_slices(parameter)])
             else:
                 local(parameter).zero_()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from agentrl.batch.microbatch import MicroBatch
-from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, separated
+from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions, token_scores, token_values
@@ -52,7 +52,7 @@ class PackedModel(nn.Module):
         Args:
             micro: token ids, positions and rows, on the CPU.
             places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU. With
-                a context, those of `own`.
+                a context, those of `local_positions`.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
 
@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         targets_N = to_device(token_ids_L[at_N], device)
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
-            token_ids_R_L, position_ids_R_L, row_R_L, at_N = separated(token_ids_L, position_ids_L, row_L, at_N)
+            token_ids_R_L, position_ids_R_L, row_R_L, at_N = unpack_rows(token_ids_L, position_ids_L, row_L, at_N)
         experts = self._experts(micro.experts_L, len(token_ids_L))
         rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
         token_ids_R_L, position_ids_R_L, before_N, packed = self._part(token_ids_R_L, position_ids_R_L, at_N - 1, rows)
@@ -77,7 +77,7 @@ class PackedModel(nn.Module):
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
             return self._score(hidden_N_H, targets_N, temperature, entropy)
 
-    def own(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
+    def local_positions(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
         """Return those of the tokens at ``at_N`` that this rank scores: those predicted from its part, without a context all."""
         if self.context is None:
             return at_N
@@ -101,7 +101,7 @@ class PackedModel(nn.Module):
         """Return this rank's tokens and positions, places ``before_N`` among them, and the rows for attention."""
         if self.context is None:
             return token_ids_R_L, position_ids_R_L, before_N, rows
-        part = self.context.part(token_ids_R_L.shape[1])
+        part = self.context.token_slice(token_ids_R_L.shape[1])
         divided = DividedRows(rows, self.context)
         return token_ids_R_L[:, part], position_ids_R_L[:, part], before_N - part.start, divided
 
@@ -126,7 +126,7 @@ class PackedModel(nn.Module):
         if experts_L is None or not self.replays_routing:
             return None
         assert not self.separates_rows, "models whose routing is replayed mix no rows"
-        part = slice(0, length) if self.context is None else self.context.part(length)
+        part = slice(0, length) if self.context is None else self.context.token_slice(length)
         return by_layer(experts_L, part, self.hf.device)
 
     def _hidden(

@@ -114,9 +114,9 @@ class OptimizerStates:
         """Return whether a tensor of the rank's state is offloaded."""
         return self._offload.holds(local(tensor))
 
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the contents of an offloaded tensor, or of the shard of one, on the CPU. The next step changes them."""
-        return self._offload.copy_of(local(tensor))
+        return self._offload.cpu_copy(local(tensor))
 
     def _by_chunks(
         self,

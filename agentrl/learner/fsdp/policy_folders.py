@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.learner import LoraConfig
 from agentrl.distributed.base import tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
-from agentrl.learner.fsdp.weights import local, part_of
+from agentrl.learner.fsdp.weights import local, shard_slices
 from agentrl.models.peft_folder import ADAPTERS, write_peft_config
 from agentrl.models.weight_writer import WeightWriter
 
@@ -51,4 +51,4 @@ class PolicyFolders:
         """Write this rank's part."""
         for writer, name, weight in self._parts:
             if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
-                writer.write(name, local(weight), part_of(weight)[0].start)
+                writer.write(name, local(weight), shard_slices(weight)[0].start)

@@ -19,7 +19,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
-from agentrl.learner.batch_loss import SequenceRatios, at_mask, by_row, scored
+from agentrl.learner.batch_loss import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
@@ -98,7 +98,7 @@ class FsdpRank(BackendRank):
         references = self._reference_logprobs(batch)
         ratios = self._sequence_ratios(batch)
         for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
-            at_N = self.model.own(micro, at_mask(micro))
+            at_N = self.model.local_positions(micro, mask_positions(micro))
             scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
             loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
@@ -116,7 +116,7 @@ class FsdpRank(BackendRank):
             return [None] * len(micros)
         ratios = SequenceRatios(batch, self.device)
         for micro in micros:
-            at_N = self.model.own(micro, at_mask(micro))
+            at_N = self.model.local_positions(micro, mask_positions(micro))
             logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
             ratios.add(*self.loss.log_ratio(batch, micro, at_N, logprobs_N))
         reshard(self.model)
@@ -130,7 +130,8 @@ class FsdpRank(BackendRank):
             return [None] * len(micros)
         with self._model("reference") as model:
             return [
-                model(micro, self.model.own(micro, at_mask(micro)).numpy(), batch.temperature)[0] for micro in micros
+                model(micro, self.model.local_positions(micro, mask_positions(micro)).numpy(), batch.temperature)[0]
+                for micro in micros
             ]
 
     def _model(self, name: str) -> AbstractContextManager[PackedModel]:
@@ -187,11 +188,11 @@ class FsdpRank(BackendRank):
         [micros] = batch.micro
         with self._model(name) as model:
             for micro in micros:
-                at_N = self.model.own(micro, scored(micro))
+                at_N = self.model.local_positions(micro, score_positions(micro))
                 scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
                 reshard(model)
                 found |= by_row(micro, at_N, scored_N)
-        return found if self._context is None else self._context.add_up(found)
+        return found if self._context is None else self._context.sum_over_ranks(found)
 
     @override
     def _copy_to_reference(self) -> None:
@@ -210,7 +211,7 @@ class FsdpRank(BackendRank):
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`."""
         copies = self.optimizer_states if self.optimizer_states.holds(tensor) else self._offload
-        copy = copies.copy_of(local(tensor))
+        copy = copies.cpu_copy(local(tensor))
         if not isinstance(tensor, DTensor):
             return copy
         return DTensor.from_local(

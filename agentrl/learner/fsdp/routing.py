@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from agentrl.learner.layers import decoder_layers
-from agentrl.learner.routing import replayed
+from agentrl.learner.routing import replay_experts
 from agentrl.models.routing import REPLAYED
 
 
-def take_experts(hf: Any) -> None:
+def accept_replayed_experts(hf: Any) -> None:
     """Have layers with experts take the argument ``experts``, ``[T, K]``. Before layers are compiled."""
     if hf.config.model_type in REPLAYED:
         for layer in decoder_layers(hf):
@@ -25,7 +25,7 @@ def take_experts(hf: Any) -> None:
                 layer.forward = MethodType(_forward, layer)
 
 
-def divide_experts(hf: Any) -> None:
+def pass_experts_by_layer(hf: Any) -> None:
     """Have each layer called with its part of ``[layers, T, K]``. After layers are compiled, once for all."""
     if hf.config.model_type in REPLAYED:
         for number, layer in enumerate(decoder_layers(hf)):
@@ -65,7 +65,7 @@ def _mixture(mixture: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> t
 def _routed(router: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return experts ``[T, K]``, and weights that the router's scores give them."""
     logits, weights, own = router(hidden)
-    index = replayed(experts_T_K, own, logits)
+    index = replay_experts(experts_T_K, own, logits)
     return index, _weights(router, logits.float(), index).to(weights.dtype)
 
 

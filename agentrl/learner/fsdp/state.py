@@ -45,7 +45,7 @@ from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
-from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, part_of
+from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
@@ -132,7 +132,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
 
 def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:
     """Write what this rank has of a tensor, which is made of ``weight``."""
-    part, here = part_of(weight), local(weight)
+    part, here = shard_slices(weight), local(weight)
     start = part[0].start if part else 0
     if tensor.is_whole:
         writer.write(tensor.name, here, start)

@@ -37,7 +37,7 @@ def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
     return found | buffers
 
 
-def hub_tensors_of(hf: nn.Module) -> list[HubTensor]:
+def model_hub_tensors(hf: nn.Module) -> list[HubTensor]:
     """Return the tensors of a Hugging Face folder that `named_tensors` are made of; see `hub_tensors`."""
     return hub_tensors(hf, {name: tuple(tensor.shape) for name, tensor in named_tensors(hf).items()})
 
@@ -67,7 +67,7 @@ def adapter_name(name: str, matrix: str, policy: str) -> str:
     return name.replace(_BASE, f".lora_{matrix}.{peft_adapter(policy)}.")
 
 
-def of_policy(name: str, policy: str) -> bool:
+def is_policy_adapter(name: str, policy: str) -> bool:
     """Return whether a weight is one of a policy's adapters."""
     return any(f"{part}{peft_adapter(policy)}." in name for part in _ADAPTERS)
 
@@ -80,7 +80,7 @@ def peft_name(name: str, policy: str) -> str:
     return f"base_model.model.{short}"
 
 
-def part_of(tensor: torch.Tensor) -> Part:
+def shard_slices(tensor: torch.Tensor) -> Part:
     """Return which part of the whole tensor this rank has."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
@@ -157,7 +157,7 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
     new = head if not head & shapes.keys() else set()
     converted = [name for name, tensor in wanted.items() if name not in new and shapes.get(name) != tuple(tensor.shape)]
     parts: dict[str, list[HubTensor]] = defaultdict(list)
-    for each in hub_tensors_of(hf) if converted else ():
+    for each in model_hub_tensors(hf) if converted else ():
         parts[each.weight].append(each)
     strange = [name for name in converted if not all(shapes.get(each.name) == each.shape for each in parts[name])]
     read = _through_transformers(folder, wanted, strange[0], values=values, key=key) if strange else files.read
@@ -166,9 +166,9 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
         if name in new and not strange:
             here.zero_()
         elif strange or (here.numel() and name not in converted):
-            here.copy_(read(name, part_of(tensor)))
+            here.copy_(read(name, shard_slices(tensor)))
         elif here.numel():
-            _read_parts(parts[name], part_of(tensor), here, files)
+            _read_parts(parts[name], shard_slices(tensor), here, files)
 
 
 def _read_parts(parts: Sequence[HubTensor], there: Part, here: torch.Tensor, files: WeightFiles) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from agentrl.config.learner import Recompute
 from agentrl.learner.attention import DividedRows, PackedRows, packed_attention
-from agentrl.learner.layers import prepared
+from agentrl.learner.layers import prepare_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +161,12 @@ def prepare_decoder(layers: Iterable[Any], *, compiled: bool, recompute: Recompu
     for layer in layers:
         compiled = compiled and not _gathers_heads(layer.config)
         if not layer.is_moe_layer:
-            layer.forward = prepared(layer.forward, compiled=compiled, recompute=recompute)
+            layer.forward = prepare_forward(layer.forward, compiled=compiled, recompute=recompute)
             continue
         within: Recompute = "none" if recompute == "full" else recompute
-        layer._forward_attention = prepared(layer._forward_attention, compiled=compiled, recompute=within)
+        layer._forward_attention = prepare_forward(layer._forward_attention, compiled=compiled, recompute=within)
         if recompute == "full":
-            layer.forward = prepared(layer.forward, compiled=False, recompute="full")
+            layer.forward = prepare_forward(layer.forward, compiled=False, recompute="full")
 
 
 def _gathers_heads(config: Any) -> bool:

@@ -170,7 +170,7 @@ def _routed_tokens(own: slice, sequence_parallel: bool) -> slice:
 def own_tokens(length: int) -> slice:
     """Return which tokens of a micro-batch this rank computes; ranks of context parallelism divide ``length``."""
     context = rank_context()
-    return slice(0, length) if context is None else context.part(length)
+    return slice(0, length) if context is None else context.token_slice(length)
 
 
 def rank_context() -> Context | None:

@@ -15,7 +15,7 @@ from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.learner import OptimizerConfig as OptimizerSection
 from agentrl.config.validation import nearest_key
 from agentrl.core.errors import ConfigError
-from agentrl.learner.device import recomputed
+from agentrl.learner.device import recompute_mode
 from agentrl.learner.megatron.families.base import Options
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 
@@ -125,7 +125,7 @@ def learner_options(config: LearnerConfig) -> Options:
 
 def recomputed_layers(config: LearnerConfig) -> Recompute:
     """Return what agentrl computes again in the backward pass: nothing, if Megatron-Core is to do it."""
-    return "none" if RECOMPUTE in config.megatron else recomputed(config)
+    return "none" if RECOMPUTE in config.megatron else recompute_mode(config)
 
 
 def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelConfig:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
-from agentrl.learner.batch_loss import SequenceRatios, at_mask, by_row, scored
+from agentrl.learner.batch_loss import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.device import compiles
 from agentrl.learner.megatron.cpu import computing_on
 from agentrl.learner.megatron.options import learner_options
@@ -65,7 +65,7 @@ class MegatronRank(BackendRank):
     @override
     def _add_gradients(self, batch: GlobalBatch, metrics: StepMetrics) -> None:
         [micros] = batch.micro
-        places = [self.trained.pipeline.own(micro, at_mask(micro)) for micro in micros]
+        places = [self.trained.pipeline.own(micro, mask_positions(micro)) for micro in micros]
         references = self._reference_logprobs(batch, places)
         ratios = self._sequence_ratios(batch, places)
 
@@ -147,7 +147,7 @@ class MegatronRank(BackendRank):
     def _score_rows(self, batch: GlobalBatch, name: str) -> RowScores:
         [micros] = batch.micro
         pipeline = self._loaded(name).pipeline
-        places = [pipeline.own(micro, scored(micro)) for micro in micros]
+        places = [pipeline.own(micro, score_positions(micro)) for micro in micros]
         found: RowScores = {}
         returns = parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -156,7 +156,7 @@ class MegatronRank(BackendRank):
                 found.update(by_row(micros[number], places[number], scores[0]))
 
         pipeline.run(micros, places, batch.temperature, keep)
-        return found if pipeline.context is None else pipeline.context.add_up(found)
+        return found if pipeline.context is None else pipeline.context.sum_over_ranks(found)
 
     @override
     def _copy_to_reference(self) -> None:
@@ -178,11 +178,11 @@ class MegatronRank(BackendRank):
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the rank's state in readable memory, while it sleeps on the CPU."""
         is_offloaded = bool(self._offload) and not tensor.untyped_storage().nbytes()
-        return self._offload.copy_of(tensor) if is_offloaded else tensor.detach()
+        return self._offload.cpu_copy(tensor) if is_offloaded else tensor.detach()
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`; others moved there."""
-        return self._offload.copy_of(tensor) if self._offload.has_copy(tensor) else tensor.cpu()
+        return self._offload.cpu_copy(tensor) if self._offload.has_copy(tensor) else tensor.cpu()
 
     @override
     def _settle_weights(self) -> None:

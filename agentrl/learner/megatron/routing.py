@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from agentrl.learner.megatron.layers import PackedTokens
-from agentrl.learner.routing import replayed
+from agentrl.learner.routing import replay_experts
 
 _Choice = tuple[torch.Tensor, torch.Tensor]
 """Scores and numbers ``[T, K]`` of experts."""
@@ -63,5 +63,5 @@ class _GivenExperts:
         scores, own = choose(scores_T_E, topk, groups, group_topk)
         if self.given is None:
             return scores, own
-        index = replayed(self.given, own, scores_T_E)
+        index = replay_experts(self.given, own, scores_T_E)
         return scores_T_E.gather(1, index), index

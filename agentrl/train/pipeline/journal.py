@@ -23,7 +23,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
 from agentrl.episode.experts import from_dict as experts_from_dict
 from agentrl.episode.experts import to_dict as experts_to_dict
-from agentrl.learner.checkpoints import checkpoint_step, whole_checkpoints
+from agentrl.learner.checkpoints import checkpoint_step, complete_checkpoints
 from agentrl.obs.journal import (
     JournaledBatch,
     JournaledGroup,
@@ -195,7 +195,7 @@ class Journal:
 
     def _prune(self) -> None:
         """Remove the rollouts of steps that all kept checkpoints have trained."""
-        checkpoints = whole_checkpoints(self._run / "checkpoints")[-self._keep :]
+        checkpoints = complete_checkpoints(self._run / "checkpoints")[-self._keep :]
         oldest = checkpoint_step(checkpoints[0]) if checkpoints else 0
         for step in [number for number in self._stored if number <= oldest]:
             for position in self._stored.pop(step):

@@ -18,7 +18,7 @@ from preloaded import Forked, Request
 
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
-from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, whole_checkpoints
+from agentrl.learner.checkpoints import Checkpoints, begin_random, complete_checkpoints, latest_checkpoint, read_state
 
 
 class FolderLearner:
@@ -47,7 +47,7 @@ def test_the_newest_stay_and_states_come_back(tmp_path):
     for step in (5, 10, 1_000_000):
         learner.number = step
         saved(checkpoints, step, learner, {"step": step, "position": 3 * step})
-    names = [path.name for path in whole_checkpoints(tmp_path / "checkpoints")]
+    names = [path.name for path in complete_checkpoints(tmp_path / "checkpoints")]
     assert names == ["step_000010", "step_1000000"]
     latest = latest_checkpoint(tmp_path / "checkpoints")
     assert (latest / "learner.json").read_text() == "1000000"
@@ -88,7 +88,7 @@ def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))
     for step in (2, 3, 4, 5):
         saved(checkpoints, step, FolderLearner(), {})
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000001", "step_000004", "step_000005"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000001", "step_000004", "step_000005"]
 
 
 def test_random_states_of_the_driver_come_back(tmp_path):
@@ -189,7 +189,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):
     slow.written.set()
     saving.result()
     checkpoints.finish()
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
 
 
 @pytest.mark.parametrize("act", ["check", "finish", "save", "save_state"])
@@ -218,7 +218,7 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert checkpoints.best_score() == float("-inf")
     for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, 0.1), (6, None)):
         saved(checkpoints, step, state={"score": score})
-    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step_000004", "step_000006"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000004", "step_000006"]
     assert checkpoints.best_score() == 0.7
 
 
@@ -250,7 +250,7 @@ def test_sigkill_at_any_moment_leaves_the_last_checkpoint_whole(tmp_path):
         assert latest.name == f"step_{step:06d}"
         for number in range(20):
             assert (latest / f"part_{number}").read_bytes() == bytes([number]) * 50_000
-        for path in [latest, *whole_checkpoints(tmp_path)]:
+        for path in [latest, *complete_checkpoints(tmp_path)]:
             if path.exists():
                 for part in path.iterdir():
                     part.unlink()

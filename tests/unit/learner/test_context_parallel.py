@@ -56,7 +56,7 @@ def test_every_token_is_scored_by_one_rank_which_has_the_position_before_it(size
     for rank in range(size):
         context = Context("", size, rank)
         own_N = at_N[context.has(at_N - 1, length)]
-        assert set((own_N - 1).tolist()) <= set(range(length)[context.part(length)])
+        assert set((own_N - 1).tolist()) <= set(range(length)[context.token_slice(length)])
         found += own_N.tolist()
     assert sorted(found) == at_N.tolist()
 
@@ -78,7 +78,7 @@ def test_attention_over_parts_is_that_over_whole_rows(
     wanted, _ = packed_attention(torch.nn.Module(), *states, None, packed=rows, sliding_window=window)
 
     def attend(context: Context) -> torch.Tensor:
-        own = [each[:, :, context.part(length)] for each in states]
+        own = [each[:, :, context.token_slice(length)] for each in states]
         packed = DividedRows(rows, context)
         return packed_attention(torch.nn.Module(), *own, None, packed=packed, sliding_window=window)[0]
 

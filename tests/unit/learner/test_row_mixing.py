@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError
-from agentrl.learner.attention import separated
+from agentrl.learner.attention import unpack_rows
 from agentrl.learner.fsdp.loading import load_policy
 from agentrl.learner.fsdp.model import PolicyModel
 
@@ -118,7 +118,7 @@ def test_separated_rows_are_those_that_were_packed(lengths: list[int], length: i
     if not rows:
         micro.row_L.fill_(-1)
     real = (micro.row_L >= 0).nonzero()[:, 0]
-    ids, positions, numbers, at = separated(micro.token_ids_L, micro.position_ids_L, micro.row_L, real)
+    ids, positions, numbers, at = unpack_rows(micro.token_ids_L, micro.position_ids_L, micro.row_L, real)
     assert torch.equal(ids.flatten()[at], micro.token_ids_L[real])
     assert [row[numbers[index] >= 0].tolist() for index, row in enumerate(ids)] == (rows or [[]])
     assert torch.equal(positions, torch.arange(ids.shape[1]).expand_as(positions))

@@ -14,7 +14,7 @@ from agentrl.config.checks import check_placement
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopped
-from agentrl.learner.checkpoints import read_state, whole_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints, read_state
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.rollouts import read_rollouts
 from agentrl.testing import FakeLearner
@@ -146,7 +146,7 @@ def test_the_checkpoint_of_the_best_policy_is_kept_until_its_result_and_after(tm
         "train.steps=8", "train.keep_best=rating", "train.eval_every=4" if best == 4 else "train.eval_every=2"
     )
     scripted(tmp_path, given, evaluator)
-    kept = whole_checkpoints(tmp_path / "checkpoints")
+    kept = complete_checkpoints(tmp_path / "checkpoints")
     assert {path.name for path in kept} == {f"step_{step:06d}" for step in {best, 7, 8}}
     assert [(state["score"], state["evaluated"]) for state in map(read_state, kept) if state["score"] == 5.0] == [
         (5.0, best)
@@ -156,7 +156,7 @@ def test_the_checkpoint_of_the_best_policy_is_kept_until_its_result_and_after(tm
 def test_the_policy_of_an_evaluation_is_saved_if_it_may_be_the_best(tmp_path: Path) -> None:
     given = background("train.steps=5", "train.keep_best=rating", "train.save_every=0")
     scripted(tmp_path, given, Scripted(1.0, {2: 5.0}))
-    assert [path.name for path in whole_checkpoints(tmp_path / "checkpoints")] == [
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == [
         f"step_{step:06d}" for step in (2, 4, 5)
     ]
 

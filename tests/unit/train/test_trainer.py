@@ -28,7 +28,7 @@ from agentrl.data.jobs import OnDone
 from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state, whole_checkpoints
+from agentrl.learner.checkpoints import Checkpoints, complete_checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
@@ -237,7 +237,10 @@ def test_the_checkpoint_with_the_best_rating_is_kept(tmp_path: Path) -> None:
     run = trainer(tmp_path, given, FakeLearner(), ratings=[5.0, 7.0, 6.0])
     run.checkpoints.keep = 1
     asyncio.run(run.run())
-    assert [path.name for path in whole_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000002", "step_000003"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        "step_000002",
+        "step_000003",
+    ]
 
 
 class Teaching:
