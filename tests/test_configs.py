@@ -42,7 +42,7 @@ def test_shipped_configuration(path: Path) -> None:
     assert validate(read_yaml(path)) == config
     check_algorithm(config)
     plan = plan_run(config)
-    for lack in plan.missing:
+    for lack in plan.missing_resources:
         assert lack.split("=")[0] in MACHINE, f"a mistake, and nothing that a machine could lack: {lack}"
 
 
@@ -125,7 +125,7 @@ def test_the_published_set_up() -> None:
     assert config.env.options == {"topk": 3, "max_searches": 4, "observation_max_chars": 2000}
     assert (rollout.max_turns, rollout.max_tokens) == (4 + 1, 4096 + 500)
     assert config.eval.group_by == "data_source"
-    lacks = "\n".join(plan_run(config).missing)
+    lacks = "\n".join(plan_run(config).missing_resources)
     for name in ("train.parquet", "test.parquet"):
         assert f"data/nq_hotpotqa_train/{name}: there is no such file" in lacks
 

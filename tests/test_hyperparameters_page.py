@@ -38,5 +38,5 @@ def test_the_table_of_learning_rates_is_that_of_auto() -> None:
     assert len(rows) == 3
     for size, policy, other, warmup in rows:
         rates = usual_rates(int(size) * 1_000_000)
-        assert (rates.policy, rates.other, rates.warmup_steps) == (float(policy), float(other), int(warmup))
+        assert (rates.policy, rates.critic_or_sft, rates.warmup_steps) == (float(policy), float(other), int(warmup))
         assert rates.size == int(size) * 1_000_000

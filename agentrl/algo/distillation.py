@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.algo.base import RowValues
-from agentrl.batch.sequences import sequences_of
+from agentrl.batch.sequences import group_sequences
 from agentrl.core.types import Row, RowKey
 
 
@@ -54,5 +54,5 @@ def teacher_metrics(
 
 
 def _mean(rows: Sequence[Row], values: RowValues) -> float:
-    tokens_N = np.concatenate([np.zeros(0), *(sequence.gather(values) for sequence in sequences_of(rows))])
+    tokens_N = np.concatenate([np.zeros(0), *(sequence.gather(values) for sequence in group_sequences(rows))])
     return float(tokens_N.mean()) if len(tokens_N) else 0.0

@@ -37,6 +37,6 @@ def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
     if not with_experts:
         return {}
     tokens = sum(int((batch.row_L >= 0).sum()) for batch in micro)
-    known = sum(int((~unknown_expert_mask(experts.numpy())).sum()) for _, experts in with_experts)
+    tokens_with_experts = sum(int((~unknown_expert_mask(experts.numpy())).sum()) for _, experts in with_experts)
     size = sum(experts.nbytes for _, experts in with_experts)
-    return {"batch/replayed_share": known / max(1, tokens), "batch/routing_mib": size / 2**20}
+    return {"batch/replayed_share": tokens_with_experts / max(1, tokens), "batch/routing_mib": size / 2**20}

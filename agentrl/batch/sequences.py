@@ -35,7 +35,7 @@ class SampledSequence:
     @property
     def size(self) -> int:
         """Number of tokens."""
-        return sum(int(_trained(row).sum()) for row in self.rows)
+        return sum(int(_trained_mask(row).sum()) for row in self.rows)
 
     @property
     def turns_S(self) -> NDArray[np.int64]:
@@ -44,7 +44,9 @@ class SampledSequence:
         turns: list[int] = []
         for row in self.rows:
             sampled = row.requests >= 0
-            for request, trained in zip(row.requests[sampled].tolist(), _trained(row)[sampled].tolist(), strict=True):
+            for request, trained in zip(
+                row.requests[sampled].tolist(), _trained_mask(row)[sampled].tolist(), strict=True
+            ):
                 turn = numbers.setdefault(row.request_ids[request], len(numbers))
                 if trained:
                     turns.append(turn)
@@ -53,7 +55,9 @@ class SampledSequence:
     def gather(self, values: RowValues) -> NDArray[np.float64]:
         """Return ``[S]`` values of the sequence's tokens; rows without values have zeros."""
         values_by_row = [
-            np.asarray(values[row.key] if row.key in values else np.zeros(len(row.mask)), np.float64)[_trained(row)]
+            np.asarray(values[row.key] if row.key in values else np.zeros(len(row.mask)), np.float64)[
+                _trained_mask(row)
+            ]
             for row in self.rows
         ]
         return np.concatenate(values_by_row) if values_by_row else np.zeros(0)
@@ -62,7 +66,7 @@ class SampledSequence:
         """Return ``[S]`` values as ``[T]`` values of each row, 0 at tokens that are not trained."""
         values_by_row, start = {}, 0
         for row in self.rows:
-            trained = _trained(row)
+            trained = _trained_mask(row)
             values_T = np.zeros(len(trained), np.float32)
             values_T[trained] = values_S[start : start + int(trained.sum())]
             start += int(trained.sum())
@@ -70,7 +74,7 @@ class SampledSequence:
         return values_by_row
 
 
-def _trained(row: Row) -> NDArray[np.bool_]:
+def _trained_mask(row: Row) -> NDArray[np.bool_]:
     """Return where a row is trained; never its first token, which nothing predicts."""
     trained = row.mask.astype(bool)
     trained[:1] = False
@@ -79,10 +83,10 @@ def _trained(row: Row) -> NDArray[np.bool_]:
 
 def sampled_sequences(rollout: Rollout) -> list[SampledSequence]:
     """Return the sequences of a rollout, one an agent."""
-    return sequences_of(rollout.rows)
+    return group_sequences(rollout.rows)
 
 
-def sequences_of(rows: Iterable[Row]) -> list[SampledSequence]:
+def group_sequences(rows: Iterable[Row]) -> list[SampledSequence]:
     """Return the sequences of any rows, in the order in which they first occur."""
     rows_by_sequence: dict[SequenceKey, list[Row]] = {}
     for row in rows:

@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
-    from agentrl.evaluation.checkpoint_model import checkpoint_model, run_of
+    from agentrl.evaluation.checkpoint_model import checkpoint_model, find_run_folder
 
     if not arguments.checkpoint:
         return resolve_config(arguments)
     model = {"model": {"path": checkpoint_model(arguments.checkpoint)}}
-    folder = None if arguments.env or arguments.config else run_of(arguments.checkpoint)
+    folder = None if arguments.env or arguments.config else find_run_folder(arguments.checkpoint)
     if folder is None:
         config = resolve_config(arguments, model)
     else:

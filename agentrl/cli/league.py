@@ -52,7 +52,7 @@ def _rating_table(ratings: Ratings, rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("player", "rating", "±", "rating - 3 ±", "change in 10 steps")
     earlier = Ratings.from_state(rows[max(0, len(rows) - 11)]["ratings"])
     for player in ratings.ranking():
-        rating = ratings.of(player)
+        rating = ratings.rating(player)
         change = f"{rating.mu - earlier.table[player].mu:+.2f}" if player in earlier.table else ""
         table.add_row(player, f"{rating.mu:.2f}", f"{rating.sigma:.2f}", f"{rating.low:.2f}", change)
     return table

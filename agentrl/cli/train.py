@@ -106,4 +106,4 @@ def _plan(config: Config, replay: Path | None) -> list[str]:
     from agentrl.train.preflight import plan_run
 
     plan = plan_run(config)
-    return [*plan.lines, *plan.warnings, *(f"missing here {lack}" for lack in plan.missing)]
+    return [*plan.lines, *plan.warnings, *(f"missing here {lack}" for lack in plan.missing_resources)]

@@ -49,17 +49,17 @@ class AecAdapter(AECEnv[str, View, Message | None]):
         self._clear_rewards()
         self._views[agent] = {"messages": ()}
         self._actions[agent] = action
-        waiting = [other for other in self.env.acting if other not in self._actions]
+        waiting = [agent_id for agent_id in self.env.acting if agent_id not in self._actions]
         if waiting:
             self.agent_selection = waiting[0]
             return
         views, rewards, terminations, truncations, infos = self.env.step(self._actions)
         self._actions = {}
-        for one in self.agents:
-            self._views[one] = _joined(self._views[one], views[one])
-            self.rewards[one] = rewards[one]
-            self.terminations[one], self.truncations[one] = terminations[one], truncations[one]
-            self.infos[one] = infos[one]
+        for agent_id in self.agents:
+            self._views[agent_id] = _join_views(self._views[agent_id], views[agent_id])
+            self.rewards[agent_id] = rewards[agent_id]
+            self.terminations[agent_id], self.truncations[agent_id] = terminations[agent_id], truncations[agent_id]
+            self.infos[agent_id] = infos[agent_id]
         self._accumulate_rewards()
         if self.env.acting:
             self.agent_selection = self.env.acting[0]
@@ -82,9 +82,9 @@ class AecAdapter(AECEnv[str, View, Message | None]):
         self.env.close()
 
 
-def _joined(before: View, new: View) -> View:
+def _join_views(previous: View, new: View) -> View:
     """Return two observations of an agent as one."""
-    first, second = before["messages"], new["messages"]
+    first, second = previous["messages"], new["messages"]
     if isinstance(second, Rewrite):
         return new
     if isinstance(first, Rewrite):

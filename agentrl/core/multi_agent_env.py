@@ -149,9 +149,9 @@ def multi_agent_fault(env: MultiAgentEnv, returned: object, form: str) -> str:
     for name, by_agent in zip(names, returned, strict=True):
         if not isinstance(by_agent, dict):
             return f"must return {form}, each a dict by agent, but {name} is {by_agent!r:.160}"
-        missing = [agent for agent in env.agents if agent not in by_agent]
-        if missing:
-            return f"returned {name} without the agent {missing[0]!r}"
+        absent = [agent for agent in env.agents if agent not in by_agent]
+        if absent:
+            return f"returned {name} without the agent {absent[0]!r}"
     for agent, view in returned[0].items():
         if fault := view_fault(view):
             return f"returned for {agent!r} the observation {fault}"

@@ -94,8 +94,8 @@ class TurnGame(MultiAgentEnv):
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Make the move of the player whose turn it is."""
         (agent,) = self.acting
-        said = actions.get(agent)
-        move = self.read_move(said.content) if said is not None else ""
+        message = actions.get(agent)
+        move = self.read_move(message.content) if message is not None else ""
         legal = move in self.legal_moves()
         self._moves[agent] += 1
         payoffs = self.play(agent, move) if legal else {**dict.fromkeys(self.agents, 0.0), **self.forfeit(agent)}
@@ -106,10 +106,11 @@ class TurnGame(MultiAgentEnv):
             return self._views(), dict.fromkeys(players, 0.0), still, dict(still), self._infos()
         self.agents, self.acting = [], ()
         infos: dict[str, Info] = {
-            one: {"metrics": self._metrics(one, payoffs, illegal=not legal and one == agent)} for one in players
+            player: {"metrics": self._metrics(player, payoffs, illegal=not legal and player == agent)}
+            for player in players
         }
-        views: dict[str, View] = {one: {"messages": ()} for one in players}
-        rewards = {one: float(payoffs[one]) for one in players}
+        views: dict[str, View] = {player: {"messages": ()} for player in players}
+        rewards = {player: float(payoffs[player]) for player in players}
         return views, rewards, dict.fromkeys(players, True), dict.fromkeys(players, False), infos
 
     def forfeit(self, agent: str) -> dict[str, float]:
@@ -117,7 +118,7 @@ class TurnGame(MultiAgentEnv):
         return {agent: self.worst_payoff - self.illegal_cost}
 
     def _metrics(self, agent: str, payoffs: Mapping[str, float], *, illegal: bool) -> dict[str, float]:
-        best = max(payoffs[other] for other in payoffs if other != agent)
+        best = max(payoffs[player] for player in payoffs if player != agent)
         return {
             "win": float(payoffs[agent] > best),
             "draw": float(payoffs[agent] == best),

@@ -33,12 +33,12 @@ def _late(run: RunRecord) -> Iterator[Finding]:
     groups = [group for group in run.journal.waiting if not group.finished]
     took = [group.finished_at - group.admitted for group in run.journal.groups.values() if group.finished][-RECENT:]
     limit = max(run.config.obs.stall_warning_s, LATE * median(took) if took else 0.0)
-    late = [group for group in groups if run.now - group.admitted > limit]
+    late = [group for group in groups if run.diagnosed_at - group.admitted > limit]
     if not run.runs or not late:
         return
     first = late[0]
     evidence = [
-        f"group {first.position}, admitted {age(run.now - first.admitted)} ago with policy version {first.version}, "
+        f"group {first.position}, admitted {age(run.diagnosed_at - first.admitted)} ago with policy version {first.version}, "
         "has not ended",
         f"{len(groups)} groups run, {len(late)} of them for more than {age(limit)}",
     ]

@@ -43,10 +43,10 @@ def process_findings(run: RunRecord) -> Iterator[Finding]:
 def _state(run: RunRecord) -> Finding:
     """Return whether the run is going on, hangs, has finished or is dead."""
     done = f"{run.step} of {run.config.train.steps} steps are finished"
-    ago = f"the last file was written {age(run.now - run.last_write)} ago"
+    ago = f"the last file was written {age(run.diagnosed_at - run.last_write)} ago"
     if run.runs:
         limit = _quiet_limit(run)
-        if run.now - run.last_write <= limit:
+        if run.diagnosed_at - run.last_write <= limit:
             return Finding("state", "the run is going on", (done, ago, *_process(run)))
         why = f"{ago}, more than {age(limit)}"
         return Finding("problem", "the run hangs", (done, why, *_process(run), *_waits(run)), _hang_advice(run))

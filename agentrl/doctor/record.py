@@ -47,7 +47,7 @@ class RunRecord:
     """Metrics of training steps, the oldest first."""
     evaluations: Sequence[Mapping[str, float]]
     """Metrics of evaluations."""
-    now: float
+    diagnosed_at: float
     """Time of the diagnosis, seconds since the epoch."""
     last_write: float
     """When the run wrote something, seconds since the epoch."""
@@ -102,7 +102,7 @@ def read_record(folder: Path) -> RunRecord:
         config=load_layers(saved_layers(folder)),
         steps=[row for row in rows if "time/step_s" in row],
         evaluations=[row for row in rows if "time/eval_s" in row],
-        now=time.time(),
+        diagnosed_at=time.time(),
         last_write=max((path.stat().st_mtime for path in _progress_files(folder)), default=0.0),
         free_bytes=shutil.disk_usage(folder).free,
         holder=holder,

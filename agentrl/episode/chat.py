@@ -71,7 +71,7 @@ class Agent:
         first, number = self._state, len(self.chats)
         name = f"{first.rollout_id}.{number}"
         state = EpisodeState(name, first.seed, first.attempt, first.reset_seed) if number else first
-        chat = Chat(self, Conversation(self._context, state, self._context.offered(tools)), messages)
+        chat = Chat(self, Conversation(self._context, state, self._context.resolve_tools(tools)), messages)
         self.chats.append(chat)
         return chat
 
@@ -87,9 +87,9 @@ class Agent:
         (result,) = await self.tools.run_environment_calls((call,), tools)
         return result
 
-    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
-        """Return ``tools`` as this run offers them to the policy; see `EpisodeContext.offered`."""
-        return self._context.offered(tools)
+    def resolve_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """Return ``tools`` as this run offers them to the policy; see `EpisodeContext.resolve_tools`."""
+        return self._context.resolve_tools(tools)
 
     @property
     def episode_id(self) -> str:
@@ -106,12 +106,12 @@ class Agent:
         """Wall time since the attempt began."""
         return time.monotonic() - self._began
 
-    def unfinished(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
+    def unfinished_rollouts(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
         """Return the rollouts of an attempt that did not finish: one for each chat, or a single empty one."""
         if not self.chats:
             empty = Conversation(self._context, self._state)
             return [self._as_rollout(empty, reason, failure)]
-        return [chat.unfinished(reason, failure) for chat in self.chats]
+        return [chat.unfinished_rollout(reason, failure) for chat in self.chats]
 
     def _as_rollout(self, conversation: Conversation, reason: StopReason, failure: Failure | None = None) -> Rollout:
         """Return one of the conversations as a rollout, with the times of the whole attempt."""
@@ -197,7 +197,7 @@ class Chat:
         """
         if messages is None and self._sampling:
             raise RuntimeError("this chat is sampling; branch it before or after, or give chat.branch(messages)")
-        tools = None if tools is None else self._agent.offered(tools)
+        tools = None if tools is None else self._agent.resolve_tools(tools)
         if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
             messages = self.messages  # every prompt lists the tools, so the conversation is rendered again
         chat = Chat(self._agent, self._conversation.branch(tools), self._new if messages is None else messages)
@@ -267,12 +267,12 @@ class Chat:
 
     async def _sample(self, stop: Sequence[str]) -> Message | None:
         conversation, clock = self._conversation, self._agent.clock
-        if conversation.stop_reason is None and clock.left <= 0:
+        if conversation.stop_reason is None and clock.seconds_left <= 0:
             conversation.stop_reason = StopReason.MAX_TIME
         if conversation.stop_reason is not None:
             return None
         self._prepare_turn()
-        with clock.stopped(), waiting(TURN, str(self.turns + 1)):
+        with clock.pause(), waiting(TURN, str(self.turns + 1)):
             self._reply = await conversation.sample(stop)
         return self._reply
 
@@ -329,7 +329,7 @@ class Chat:
         rollout.dropped = any(chat.stop_reason is StopReason.ABORTED for chat in self.all_chats())
         return rollout
 
-    def unfinished(self, reason: StopReason, failure: Failure | None) -> Rollout:
+    def unfinished_rollout(self, reason: StopReason, failure: Failure | None) -> Rollout:
         """Return the conversation as the rollout of an episode that did not finish."""
         self._record_last_turns()
         reason = self.stop_reason or reason if failure is None else reason

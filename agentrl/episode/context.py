@@ -15,7 +15,7 @@ from agentrl.core.sampler import Sampler
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import SamplingParams
 from agentrl.episode.limits import Limits
-from agentrl.episode.tool_calls import client_of
+from agentrl.episode.tool_calls import find_client
 from agentrl.render.base import Renderer
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class EpisodeContext:
     logged: set[tuple[str, int]] = field(default_factory=set)
     """File and line of exceptions whose traceback was logged."""
 
-    def offered(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    def resolve_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return ``tools`` with those of servers replaced by the ones with the run's options.
 
         Raises:
@@ -53,7 +53,7 @@ class EpisodeContext:
         """
         for tool in tools:
             if tool.server:
-                client_of(self.tool_clients, tool.server, tool.name)
+                find_client(self.tool_clients, tool.server, tool.name)
         return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)
 
     def author_failure(self, function: str, error: Exception) -> EnvironmentFailure:

@@ -82,9 +82,13 @@ class Conversation:
 
     def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
         """Return another conversation of the same episode that continues from here; both may be sampled concurrently."""
-        other = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
-        other._generation, other._recorded, other.stop_reason = self._generation, True, self.stop_reason
-        return other
+        conversation = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
+        conversation._generation, conversation._recorded, conversation.stop_reason = (
+            self._generation,
+            True,
+            self.stop_reason,
+        )
+        return conversation
 
     def rewrite(self, messages: Sequence[Message], reason: ForkReason = ForkReason.CONTEXT) -> None:
         """Continue from other messages, rendered from scratch; rows that begin here are forks for ``reason``.

@@ -58,7 +58,7 @@ def load_generate(reference: str) -> Generate:
     return function  # type: ignore[no-any-return]
 
 
-def needed_tools(reference: str | None, env: type[EnvBase]) -> tuple[str, ...]:
+def required_tools(reference: str | None, env: type[EnvBase]) -> tuple[str, ...]:
     """Return the names of a run's registered tools: those of its generate function, otherwise those of its environment."""
     named = getattr(load_generate(reference), "tool_names", None) if reference is not None else None
     return tuple(named) if named is not None else env.tool_names
@@ -76,13 +76,13 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
     try:
         async with agent.clock:
             returned = await _run(generate, context, agent)
-        return _checked(returned, agent)
+        return _check_rollouts(returned, agent)
     except TimeoutError:
         if not agent.clock.expired:
             raise
-        return agent.unfinished(StopReason.MAX_TIME)
+        return agent.unfinished_rollouts(StopReason.MAX_TIME)
     except EpisodeError as error:
-        return agent.unfinished(StopReason.FAILED, error.as_failure())
+        return agent.unfinished_rollouts(StopReason.FAILED, error.as_failure())
     finally:
         await agent.close()
 
@@ -97,7 +97,7 @@ async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> obj
         raise context.author_failure(f"{KEY}: {_name(generate)}", error) from error
 
 
-def _checked(returned: object, agent: Agent) -> list[Rollout]:
+def _check_rollouts(returned: object, agent: Agent) -> list[Rollout]:
     rollouts = [returned] if isinstance(returned, Rollout) else returned
     prefix = f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}"
     if (

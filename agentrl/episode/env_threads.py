@@ -128,7 +128,7 @@ class ThreadedEnv(_Threaded[Env]):
         started = await self._guard("reset", self._thread(build))
         if isinstance(self._env, AsyncEnv):
             started = await self._guard("areset", self._env.areset(seed=seed, options=options))
-        result: tuple[Observation, Info] = self._checked("reset", started, RESET_FORM)
+        result: tuple[Observation, Info] = self._check_returned("reset", started, RESET_FORM)
         return result
 
     async def step(self, action: Action) -> Step:
@@ -138,10 +138,10 @@ class ThreadedEnv(_Threaded[Env]):
             stepped = await self._guard("astep", env.astep(action))
         else:
             stepped = await self._guard("step", self._thread(lambda: env.step(action)))
-        result: Step = self._checked("step", stepped, STEP_FORM)
+        result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
 
-    def _checked(self, method: str, returned: Any, form: str) -> Any:
+    def _check_returned(self, method: str, returned: Any, form: str) -> Any:
         """Return what a method returned if it has the form."""
         if fault := returned_fault(returned, form):
             raise EnvironmentFailure(f"{self.name}.{method} {fault}")

@@ -87,12 +87,12 @@ class Episode:
         return self._as_dict(await self._env.get_state())
 
     def _as_dict(self, env_state: dict[str, object]) -> dict[str, object]:
-        counted = self._context.limits.max_seconds - self._clock.left
+        counted = self._context.limits.max_seconds - self._clock.seconds_left
         return replace(self.state, seconds=self.seconds, counted_seconds=counted).to_dict(env_state)
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.env_seed)
-        self.conversation.tools = self._context.offered(self._env.env.tools)
+        self.conversation.tools = self._context.resolve_tools(self._env.env.tools)
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
@@ -143,7 +143,7 @@ class Episode:
         return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
 
     async def _sample(self) -> Message | None:
-        with self._clock.stopped():
+        with self._clock.pause():
             return await self.conversation.sample(self._env.env.stop)
 
     def _check(self, observation: Observation) -> None:

@@ -17,7 +17,7 @@ def fill(experts: Experts, source: Experts) -> None:
     experts[unknown_tokens] = source[unknown_tokens]
 
 
-def joined(parts: Sequence[Experts | None], sizes: Sequence[int]) -> Experts | None:
+def concatenate(parts: Sequence[Experts | None], sizes: Sequence[int]) -> Experts | None:
     """Return the experts of nodes that follow each other, of so many tokens; None if none are known."""
     like = next((node_experts for node_experts in parts if node_experts is not None), None)
     if like is None:

@@ -49,11 +49,11 @@ class EpisodeClock:
         self._timeout = asyncio.timeout_at(self._end + grace)
         self._entered = False
         self._stops = 0
-        """Concurrent `stopped` sections."""
+        """Concurrent `pause` sections."""
         self._stopped_at = self._counted = 0.0
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds left; 0 or less: time is up."""
         return self._end - (self._stopped_at if self._stops else self._loop.time())
 
@@ -63,7 +63,7 @@ class EpisodeClock:
         return self._timeout.expired()
 
     @contextmanager
-    def stopped(self, counted: float = 0.0) -> Iterator[None]:
+    def pause(self, counted: float = 0.0) -> Iterator[None]:
         """Stop the clock; of the time until the exit at most ``counted`` seconds count. Sections may overlap."""
         if not self._stops:
             self._stopped_at, self._counted = self._loop.time(), 0.0

@@ -101,8 +101,8 @@ class MultiAgentEpisode:
         if not players:  # the environment was never built
             reason = StopReason.FAILED if failure is not None else StopReason.MAX_TIME
             return [Rollout(self._task.id, self._state.rollout_id, [], 0.0, reason, failure=failure)]
-        trained = [one for one in players if self._is_trained(one.agent)]
-        return [self._rollout(one, failure) for one in trained or players]
+        trained = [player for player in players if self._is_trained(player.agent)]
+        return [self._rollout(player, failure) for player in trained or players]
 
     def _rollout(self, player: Participant, failure: Failure | None) -> Rollout:
         env, agent = self._env.env, player.agent
@@ -113,8 +113,8 @@ class MultiAgentEpisode:
         if isinstance(seat, PolicySeat):
             rollout.policy = seat.policy
         rollout.opponent, rollout.episode = self._lineup.opponent, self._state.rollout_id
-        rollout.seat_rewards = tuple(other.state.reward for other in self._participants.values())
-        rollout.seats = tuple(self._seat_record(other) for other in self._participants.values())
+        rollout.seat_rewards = tuple(participant.state.reward for participant in self._participants.values())
+        rollout.seats = tuple(self._seat_record(participant) for participant in self._participants.values())
         return rollout
 
     def _seat_record(self, player: Participant) -> SeatRecord:
@@ -129,7 +129,7 @@ class MultiAgentEpisode:
 
     @property
     def _turns(self) -> str:
-        turns = (f"{one.agent} {len(one.state.turns)}" for one in self._participants.values())
+        turns = (f"{player.agent} {len(player.state.turns)}" for player in self._participants.values())
         return ", ".join(turns)
 
     async def _begin(self) -> None:
@@ -163,9 +163,9 @@ class MultiAgentEpisode:
         """Let the agents act, and step the environment; return whether the episode goes on."""
         actions = await self._act(self._env.env.acting)
         self._steps += 1
-        missing = [agent for agent, action in actions.items() if action is None]
-        if missing:
-            await self._forfeit(missing)
+        silent = [agent for agent, action in actions.items() if action is None]
+        if silent:
+            await self._forfeit(silent)
             return False
         taken = {agent: action for agent, action in actions.items() if action is not None}
         views, rewards, terminations, truncations, self._infos = await self._env.step(taken)
@@ -201,8 +201,8 @@ class MultiAgentEpisode:
                 player.over = StopReason.ABORTED
         else:
             for agent in agents:
-                for other, reward in (await self._env.forfeit(agent)).items():
-                    self._receive(self._participants[other], reward, {})
+                for name, reward in (await self._env.forfeit(agent)).items():
+                    self._receive(self._participants[name], reward, {})
         self._end(StopReason.TRUNCATED)
 
     def _end(self, reason: StopReason) -> None:

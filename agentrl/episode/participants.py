@@ -170,7 +170,7 @@ class EndpointParticipant(Participant):
         elif self._reply is not None:
             self._messages.append(self._reply)
         self._messages.extend(self._take_new())
-        with self._clock.stopped():
+        with self._clock.pause():
             text = await self._endpoint.reply(self._messages, stop=self._stop, seed=self.state.seed)
         return Message("assistant", text)
 
@@ -199,7 +199,7 @@ class PolicyParticipant(Participant):
         clock: EpisodeClock,
     ) -> None:
         super().__init__(agent, state)
-        self.conversation = Conversation(context, state, context.offered(env.tools))
+        self.conversation = Conversation(context, state, context.resolve_tools(env.tools))
         self._task = task
         self._env = env
         self._tools = tools
@@ -239,7 +239,7 @@ class PolicyParticipant(Participant):
         self._new.clear()
 
     async def _sample(self) -> Message | None:
-        with self._clock.stopped():
+        with self._clock.pause():
             return await self.conversation.sample(self._env.stop)
 
     def _record(self, reply: Message, reason: FinishReason) -> None:

@@ -87,13 +87,13 @@ class EpisodeState:
 
     def branch(self) -> EpisodeState:
         """Return the state of another conversation of the rollout, which continues from here."""
-        other = EpisodeState(self.rollout_id, self.seed, self.attempt, self.reset_seed, counters=self.counters)
-        other.trajectory = self.trajectory.branch()
-        other.prompt_ids, other.added, other.fork = self.prompt_ids, self.added, self.fork
-        other.messages, other.prompt = list(self.messages), self.prompt
-        other.first_messages = self.first_messages
-        self.branches.append(other)
-        return other
+        state = EpisodeState(self.rollout_id, self.seed, self.attempt, self.reset_seed, counters=self.counters)
+        state.trajectory = self.trajectory.branch()
+        state.prompt_ids, state.added, state.fork = self.prompt_ids, self.added, self.fork
+        state.messages, state.prompt = list(self.messages), self.prompt
+        state.first_messages = self.first_messages
+        self.branches.append(state)
+        return state
 
     def to_dict(self, env_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state as JSON-able data; ``env_state`` is the return value of ``Env.get_state``."""

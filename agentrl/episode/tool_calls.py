@@ -119,8 +119,8 @@ class ToolRunner:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         else:
             image = self._task.sandbox_image
-            client = self._sessions[tool.server] = client_of(self._clients, tool.server, call.name)
-            stopped = nullcontext() if self.clock is None else self.clock.stopped(counted=tool.timeout_s)
+            client = self._sessions[tool.server] = find_client(self._clients, tool.server, call.name)
+            stopped = nullcontext() if self.clock is None else self.clock.pause(counted=tool.timeout_s)
             with stopped, waiting(TOOL, call.name, f"call {call.id}", f"server {tool.server}"):
                 if image is not None and isinstance(client, SandboxImageClient):
                     await client.open_session(self._episode_id, image=image)
@@ -150,7 +150,7 @@ class ToolRunner:
             _log.warning("tool %s: session %s was not closed: %s", name, self._episode_id, error)
 
 
-def client_of(clients: Mapping[str, ToolClient], server: str, tool: str) -> ToolClient:
+def find_client(clients: Mapping[str, ToolClient], server: str, tool: str) -> ToolClient:
     """Return the client of a tool's server.
 
     Raises:

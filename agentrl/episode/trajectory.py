@@ -111,7 +111,7 @@ class _TokenGraph:
     def experts(self, path: Sequence[int]) -> Experts | None:
         """Return the experts of the tokens of a path; None if none are known."""
         nodes = [self.nodes[index] for index in path]
-        return experts.joined([node.experts for node in nodes], [len(node.token_ids) for node in nodes])
+        return experts.concatenate([node.experts for node in nodes], [len(node.token_ids) for node in nodes])
 
     def route(self, tip: int, start: int, routed: Experts) -> None:
         """Record the experts of the tokens from ``start`` on of the path to a node; those that are known stay."""
@@ -188,11 +188,12 @@ class Trajectory:
 
     def branch(self) -> Trajectory:
         """Return a trajectory of another conversation of the episode that starts at this tip; its rows fork as ``BRANCH``."""
-        other = Trajectory()
-        other._graph, other._tip, other._before, other._since = self._graph, self._tip, self._before, self._since
-        other._name, other._fork = (*self._name, len(self.branches)), ForkReason.BRANCH
-        self.branches.append(other)
-        return other
+        trajectory = Trajectory()
+        trajectory._graph, trajectory._tip = self._graph, self._tip
+        trajectory._before, trajectory._since = self._before, self._since
+        trajectory._name, trajectory._fork = (*self._name, len(self.branches)), ForkReason.BRANCH
+        self.branches.append(trajectory)
+        return trajectory
 
     def append_demonstrated(self, token_ids: Sequence[int]) -> None:
         """Add tokens of a scripted expert. Their mask is 1; only supervised fine-tuning accepts them."""
@@ -387,8 +388,8 @@ def _node_from_dict(data: dict[str, Any]) -> _Node:
     )
 
 
-def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
+def _common_prefix(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
     """Return the number of leading values that two arrays have in common."""
-    size = min(len(left), len(right))
-    different = left[:size] != right[:size]
+    size = min(len(first), len(second))
+    different = first[:size] != second[:size]
     return int(different.argmax()) if different.any() else size

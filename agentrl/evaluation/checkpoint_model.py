@@ -29,7 +29,7 @@ def checkpoint_model(name: str) -> str:
     return str(checkpoint / "model")
 
 
-def run_of(name: str) -> Path | None:
+def find_run_folder(name: str) -> Path | None:
     """Return the folder of the run that a folder is, or that a checkpoint belongs to, or None."""
     folder = Path(name).expanduser().resolve()
     for parent in (folder, *folder.parents[:3]):  # RUN/checkpoints/step_000012/model

@@ -15,7 +15,7 @@ from agentrl.evaluation.sets import EvalTasks
 OnDone = Callable[[Rollout], None]
 
 
-def jobs_of(eval_set: EvalTasks) -> list[Job]:
+def make_jobs(eval_set: EvalTasks) -> list[Job]:
     """Return the episodes of a set, those of a task next to each other.
 
     Seeds depend on set, task and sample alone: two evaluations differ only by the policy and its sampling. Against all
@@ -54,7 +54,7 @@ async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: On
         sampling = runner.with_sampling(
             temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
         )
-        rollouts = await sampling.run_many(jobs_of(eval_set), on_done)
+        rollouts = await sampling.run_many(make_jobs(eval_set), on_done)
         games = bool(eval_set.lineups)
         metrics = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
         return SetResult(eval_set, metrics, rollouts)

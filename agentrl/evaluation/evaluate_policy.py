@@ -69,7 +69,7 @@ async def evaluate_policy(
 
 async def _exploitability(services: Services) -> dict[str, float]:
     scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
-    return {} if scores is None else scores.metrics(await scores.strategy_of(services.fleet))
+    return {} if scores is None else scores.metrics(await scores.score_strategy(services.fleet))
 
 
 def open_eval_tasks(config: Config) -> TaskSources:

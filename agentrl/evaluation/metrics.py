@@ -51,7 +51,7 @@ def compute_metrics(
         games: report results of games (`game_metrics`), and all metrics for each seat too.
 
     """
-    groups = {} if group_by is None else _grouped(rollouts, group_by)
+    groups = {} if group_by is None else _group_by_metadata(rollouts, group_by)
     if games:
         for rollout in sorted(rollouts, key=lambda rollout: rollout.seat):
             groups.setdefault(f"seat={rollout.seat}", []).append(rollout)
@@ -95,7 +95,7 @@ def _by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(prompts.values())
 
 
-def _grouped(rollouts: Sequence[Rollout], key: str) -> dict[str, list[Rollout]]:
+def _group_by_metadata(rollouts: Sequence[Rollout], key: str) -> dict[str, list[Rollout]]:
     groups: dict[str, list[Rollout]] = {}
     for rollout in sorted(rollouts, key=lambda rollout: _order(rollout.metadata.get(key))):
         groups.setdefault(f"{key}={rollout.metadata.get(key)}", []).append(rollout)
@@ -121,7 +121,7 @@ def flat(metrics: SetMetrics, prefix: str) -> dict[str, float]:
     return row | {f"{prefix}{key}": value for key, value in counts.items()}
 
 
-def nested(metrics: SetMetrics) -> dict[str, object]:
+def metrics_to_dict(metrics: SetMetrics) -> dict[str, object]:
     """Return JSON-able data; the interval of fewer than two prompts is null."""
     return {
         "prompts": metrics.prompts,
@@ -134,5 +134,5 @@ def nested(metrics: SetMetrics) -> dict[str, object]:
             for key, metric in metrics.means.items()
         },
         "stops": metrics.stops,
-        "by": {value: nested(group) for value, group in metrics.groups.items()},
+        "by": {value: metrics_to_dict(group) for value, group in metrics.groups.items()},
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.core.types import Rollout
-from agentrl.evaluation.metrics import SetMetrics, flat, nested
+from agentrl.evaluation.metrics import SetMetrics, flat, metrics_to_dict
 from agentrl.evaluation.sets import EvalTasks
 
 
@@ -35,7 +35,7 @@ def report(results: Sequence[SetResult]) -> dict[str, object]:
             "sampling": result.eval_set.plan.model_dump(
                 mode="json", exclude={"source", "split", "path", "size", "sets"}
             ),
-            **nested(result.metrics),
+            **metrics_to_dict(result.metrics),
         }
         for result in results
     }

@@ -57,7 +57,7 @@ class EvalTasks:
         return self.full_name or "eval"
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """One line about the set."""
         return f"{self.label}: {len(self.tasks)} tasks of {self.source} x {self.samples}, {self.decoding}"
 

@@ -21,16 +21,16 @@ def results_table(results: Sequence[SetResult], title: str) -> Table:
     for name, cells in _plan_rows(results):
         table.add_row(name, *cells, style="dim")
     table.add_section()
-    for key in _merged([list(result.metrics.means) for result in results]):
+    for key in _merge_unique([list(result.metrics.means) for result in results]):
         table.add_row(Text(key), *(_cell(result.metrics, key) for result in results))
-        for value in _merged([list(result.metrics.groups) for result in results]):
+        for value in _merge_unique([list(result.metrics.groups) for result in results]):
             if any(key in result.metrics.groups[value].means for result in results if value in result.metrics.groups):
                 groups = [result.metrics.groups.get(value) for result in results]
                 table.add_row(Text(f"  {value}"), *(_cell(group, key) for group in groups), style="dim")
     table.add_section()
     for name, form in (("turns", "{:.2f}"), ("tokens", "{:.1f}"), ("failed", "{:.1%}")):
         table.add_row(name, *(form.format(getattr(result.metrics, name)) for result in results))
-    for reason in _merged([list(result.metrics.stops) for result in results]):
+    for reason in _merge_unique([list(result.metrics.stops) for result in results]):
         cells = [f"{result.metrics.stops.get(reason, 0.0):.1%}" for result in results]
         table.add_row(f"ended: {reason}", *cells)
     return table
@@ -44,7 +44,7 @@ def _plan_rows(results: Sequence[SetResult]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _merged(lists: Sequence[Sequence[str]]) -> list[str]:
+def _merge_unique(lists: Sequence[Sequence[str]]) -> list[str]:
     """Return the items of all lists once, in order of first appearance."""
     return list(dict.fromkeys(item for items in lists for item in items))
 

@@ -24,7 +24,7 @@ class UsualRates:
     """Weights of the smallest model."""
     policy: float
     """Learning rate in RL."""
-    other: float
+    critic_or_sft: float
     """Learning rate of critics and in SFT."""
     highest: float
     """Higher learning rates in RL are likely to be a mistake."""
@@ -32,9 +32,9 @@ class UsualRates:
 
 
 _USUAL = (
-    UsualRates(500_000_000, policy=1e-6, other=1e-5, highest=2e-5, warmup_steps=10),
-    UsualRates(50_000_000, policy=5e-5, other=5e-5, highest=2e-4, warmup_steps=3),
-    UsualRates(0, policy=3e-4, other=3e-4, highest=math.inf, warmup_steps=0),
+    UsualRates(500_000_000, policy=1e-6, critic_or_sft=1e-5, highest=2e-5, warmup_steps=10),
+    UsualRates(50_000_000, policy=5e-5, critic_or_sft=5e-5, highest=2e-4, warmup_steps=3),
+    UsualRates(0, policy=3e-4, critic_or_sft=3e-4, highest=math.inf, warmup_steps=0),
 )
 """The rates of policies are those of the shipped configurations."""
 
@@ -54,7 +54,7 @@ def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> Optimi
     if config.lr != "auto" and config.warmup_steps != "auto":
         return config
     usual = usual_rates(count_weights(folder))
-    lr = usual.policy if use == "policy" else usual.other
+    lr = usual.policy if use == "policy" else usual.critic_or_sft
     defaults = {"lr": lr, "warmup_steps": usual.warmup_steps}
     return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) == "auto"})
 

@@ -118,9 +118,9 @@ class ProgressView:
         else:
             columns = self._columns
             cells = "  ".join(f"{title} {form.format(metrics[key])}" for title, key, form in columns if key in metrics)
-            self.print_text(f"step {step}/{self.total}  {cells}  left {self._left()}")
+            self.print_text(f"step {step}/{self.total}  {cells}  left {self._time_left()}")
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         if not self._durations:
             return "–"
         mean = sum(self._durations) / len(self._durations)
@@ -140,7 +140,7 @@ class ProgressView:
         status = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(1, self.total), completed=self._done, width=30)
         status.add_row(
-            bar, Text(f"{self._done}/{self.total}"), Text(self._phase, "bold blue"), Text(f"left {self._left()}")
+            bar, Text(f"{self._done}/{self.total}"), Text(self._phase, "bold blue"), Text(f"left {self._time_left()}")
         )
         return Group(table, status)
 

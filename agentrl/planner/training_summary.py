@@ -36,8 +36,8 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     if critic is not None:
         lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
     if (lora := config.learner.lora) is not None:
-        each = f", each of the policies {', '.join(lora.policies)}" if len(lora.policies) > 1 else ""
-        lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank}{each} (learner.lora)")
+        per_policy = f", each of the policies {', '.join(lora.policies)}" if len(lora.policies) > 1 else ""
+        lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank}{per_policy} (learner.lora)")
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")
@@ -57,13 +57,15 @@ def describe_memory(config: Config, folder: Path, critic: Path | None = None) ->
     if config.learner.backend not in _BACKENDS:
         return []
     config, lines = with_recompute(config, folder, critic=critic is not None)
-    found, device = estimate_memory(config, folder, critic)
-    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(found).items() if size)
+    memory, device = estimate_memory(config, folder, critic)
+    parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(memory).items() if size)
     ranks = config.learner.ranks
-    line = f"about {found.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
-    if critic is not None and not found.critic:
-        own = critic_memory(config, critic, memory_options(config, folder))
-        lines.insert(0, f"{'memory':<13}about {own.total / 2**30:.1f} GiB on each of {ranks} ranks of the critic")
+    line = f"about {memory.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
+    if critic is not None and not memory.critic:
+        critic_rank = critic_memory(config, critic, memory_options(config, folder))
+        lines.insert(
+            0, f"{'memory':<13}about {critic_rank.total / 2**30:.1f} GiB on each of {ranks} ranks of the critic"
+        )
     return [f"{'memory':<13}{line}", *lines]
 
 
@@ -100,16 +102,16 @@ def with_recompute(
         config.model_copy(update={"learner": learner.model_copy(update={"recompute": choice})})
         for choice in ("selective", "full")
     )
-    of_critic = resolve_critic(config, folder, fetch=False) if critic else None
-    needed = estimate_memory(selective, folder, of_critic)[0].total
+    critic_folder = resolve_critic(config, folder, fetch=False) if critic else None
+    selective_bytes = estimate_memory(selective, folder, critic_folder)[0].total
     of_gpu = f"of the {gpu / 2**30:.1f} of a GPU"
-    line = f"(learner.recompute=auto): selective recomputation needs about {needed / 2**30:.1f} GiB {of_gpu}"
-    if needed <= FITS * gpu:
+    line = f"(learner.recompute=auto): selective recomputation needs about {selective_bytes / 2**30:.1f} GiB {of_gpu}"
+    if selective_bytes <= FITS * gpu:
         return selective, [f"{'recompute':<13}selective {line}"]
     lines = [f"{'recompute':<13}full {line}"]
-    if (least := estimate_memory(full, folder, of_critic)[0].total) > FITS * gpu:
+    if (full_bytes := estimate_memory(full, folder, critic_folder)[0].total) > FITS * gpu:
         lines.append(
-            f"warning: full recomputation needs about {least / 2**30:.1f} GiB {of_gpu}; learner.cpu_offload=optimizer, "
+            f"warning: full recomputation needs about {full_bytes / 2**30:.1f} GiB {of_gpu}; learner.cpu_offload=optimizer, "
             "more learner.ranks or a lower batch.tokens_per_micro need less"
         )
     return full, lines
@@ -136,13 +138,12 @@ def estimate_memory(
 
     options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
     if is_megatron := config.learner.backend == "megatron":
-        found = _of_megatron(config, folder, options)
+        memory = _megatron_memory(config, folder, options)
     else:
-        found = fsdp_memory(trained_model(config.learner, folder), config.learner, options)
+        memory = fsdp_memory(trained_model(config.learner, folder), config.learner, options)
     if critic is not None and config.placement.shares_gpus:
-        of_critic = critic_memory(config, critic, options)
-        found = with_critic(found, of_critic, keeps_gradients=is_megatron)
-    return found, device
+        memory = with_critic(memory, critic_memory(config, critic, options), keeps_gradients=is_megatron)
+    return memory, device
 
 
 def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
@@ -151,12 +152,12 @@ def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> Learn
 
     options = replace(options, reference=False)
     if config.learner.backend == "megatron":
-        return _of_megatron(config, folder, options, values=True)
+        return _megatron_memory(config, folder, options, values=True)
     learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
     return fsdp_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
 
 
-def _of_megatron(config: Config, folder: Path, options: MemoryOptions, *, values: bool = False) -> LearnerMemory:
+def _megatron_memory(config: Config, folder: Path, options: MemoryOptions, *, values: bool = False) -> LearnerMemory:
     from agentrl.learner.megatron.families.registry import read_family
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 

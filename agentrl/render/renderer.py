@@ -25,7 +25,7 @@ from agentrl.render.parsers.base import (
     unreadable_call,
 )
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
-from agentrl.render.text_arrival import ArrivalProof, message_places
+from agentrl.render.text_arrival import ArrivalProof, message_shapes
 
 _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
@@ -123,7 +123,7 @@ class ChatRenderer:
 
     def _require_arrival(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         try:
-            lost = self.arrival.lost(message_places(messages), bool(tools))
+            lost = self.arrival.lost(message_shapes(messages), bool(tools))
         except ValueError as error:
             lost = (f"something that probe messages do not show: {error}",)
         if lost:
@@ -268,15 +268,15 @@ class ChatRenderer:
 
     def _raw(self, messages: Sequence[Message]) -> Prompt:
         """Return a raw prompt with the assistant and inline messages that continue its text."""
-        first, *others = messages
-        turns = [message.role for message in others if not message.inline and message.role != "assistant"]
+        first, *continuation = messages
+        turns = [message.role for message in continuation if not message.inline and message.role != "assistant"]
         if turns:
             raise ConversationError(
                 f"the conversation starts with a raw prompt, and messages of roles {', '.join(turns)} follow, which need a chat "
                 "template; set data.apply_chat_template=true, or send inline messages"
             )
         ids = list(self._tokenizer.encode(first.content, add_special_tokens=False))
-        return Prompt(tuple(ids) + tuple(index for message in others for index in self.encode(message.content)))
+        return Prompt(tuple(ids) + tuple(index for message in continuation for index in self.encode(message.content)))
 
     def _join_cut_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages with each turn that was cut and went on as one, decoded as a whole: a cut may split a letter."""

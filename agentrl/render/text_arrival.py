@@ -44,8 +44,8 @@ class Arrival(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a message in a conversation, without its text."""
+class MessageShape:
+    """The shape of a message in a conversation, without its text."""
 
     role: Role
     """Its author."""
@@ -59,20 +59,20 @@ class Place:
     """In a tool message, the message and the call in it that it answers; None if it answers no call."""
 
 
-def message_places(messages: Sequence[Message]) -> tuple[Place, ...]:
-    """Return the places of messages."""
+def message_shapes(messages: Sequence[Message]) -> tuple[MessageShape, ...]:
+    """Return the shapes of messages."""
     ids: dict[str, tuple[int, int]] = {}
-    places = []
+    shapes = []
     for index, message in enumerate(messages):
         answers = ids.get(message.tool_call_id) if message.tool_call_id is not None else None
         has_content, calls = bool(message.content.strip()), len(message.tool_calls)
-        places.append(Place(message.role, bool(message.token_ids), has_content, calls, answers))
+        shapes.append(MessageShape(message.role, bool(message.token_ids), has_content, calls, answers))
         ids |= {call.id: (index, number) for number, call in enumerate(message.tool_calls)}
-    return tuple(places)
+    return tuple(shapes)
 
 
 class ArrivalProof:
-    """Shows for conversations of one format which of their texts arrive, by a probe conversation of the same places.
+    """Shows for conversations of one format which of their texts arrive, by a probe conversation of the same shapes.
 
     Args:
         format: the chat format.
@@ -81,7 +81,7 @@ class ArrivalProof:
     def __init__(self, format: Format) -> None:
         self._format = format
         self.lost = lru_cache(maxsize=4096)(self._lost)
-        """``lost(places, tools)`` returns what the format leaves out of the prompt, in words; ``tools`` is whether tools
+        """``lost(shapes, tools)`` returns what the format leaves out of the prompt, in words; ``tools`` is whether tools
         are offered. ValueError if the format refuses such a conversation."""
 
     @cached_property
@@ -92,58 +92,61 @@ class ArrivalProof:
         except ValueError:
             return False
 
-    def _lost(self, places: tuple[Place, ...], tools: bool) -> tuple[str, ...]:
-        probes = tuple(_probe(place, index) for index, place in enumerate(places))
+    def _lost(self, shapes: tuple[MessageShape, ...], tools: bool) -> tuple[str, ...]:
+        probes = tuple(_probe(shape, index) for index, shape in enumerate(shapes))
         if not isinstance(self._format, ReadsSampledCalls):
             probes = tuple(replace(probe, tool_calls=()) if probe.token_ids else probe for probe in probes)
         text = self._format.text(probes, (PROBE_TOOL,) if tools else ())
         lost = dict.fromkeys(
-            f"the {kind} of message {index + 1} ({place.role})"
-            for index, (place, probe) in enumerate(zip(places, probes, strict=True))
-            for kind, text_of_probe in _texts(place, probe)
+            f"the {kind} of message {index + 1} ({shape.role})"
+            for index, (shape, probe) in enumerate(zip(shapes, probes, strict=True))
+            for kind, text_of_probe in _texts(shape, probe)
             if text_of_probe not in text
         )
         return tuple(lost)
 
 
-def _probe(place: Place, index: int) -> Message:
+def _probe(shape: MessageShape, index: int) -> Message:
     calls = tuple(
         ToolCall(f"zq{index:03}c{number:03}", PROBE_TOOL.name, {"zqargument": f"zq{index}n{number}x"})
-        for number in range(place.calls)
+        for number in range(shape.calls)
     )
-    answers = f"zq{place.answers[0]:03}c{place.answers[1]:03}" if place.answers else "zq0000000"
-    content = f"zq{index}x" if place.content else ""
-    call_id = answers if place.role == "tool" else None
-    return Message(place.role, content, calls, call_id, token_ids=(0,) if place.sampled else ())
+    answers = f"zq{shape.answers[0]:03}c{shape.answers[1]:03}" if shape.answers else "zq0000000"
+    content = f"zq{index}x" if shape.content else ""
+    call_id = answers if shape.role == "tool" else None
+    return Message(shape.role, content, calls, call_id, token_ids=(0,) if shape.sampled else ())
 
 
-def _texts(place: Place, probe: Message) -> Iterator[tuple[str, str]]:
+def _texts(shape: MessageShape, probe: Message) -> Iterator[tuple[str, str]]:
     """Iterate over the texts that must arrive; the calls of a sampled turn are in its content."""
     if probe.content:
         yield "content", probe.content
-    for call in () if place.sampled else probe.tool_calls:
+    for call in () if shape.sampled else probe.tool_calls:
         yield "tool call", str(call.arguments["zqargument"])
 
 
-_USER, _SAID = Place("user"), Place("assistant", sampled=True)
-KINDS: dict[str, tuple[tuple[Place, ...], bool]] = {
+_USER, _SAMPLED = MessageShape("user"), MessageShape("assistant", sampled=True)
+KINDS: dict[str, tuple[tuple[MessageShape, ...], bool]] = {
     "user messages": ((_USER,), False),
-    "a system message at the start": ((Place("system"), _USER), False),
-    "later system messages": ((Place("system"), _USER, _SAID, Place("system")), False),
-    "later user messages": ((_USER, _SAID, _USER), False),
-    "given assistant messages": ((_USER, Place("assistant"), _USER), False),
+    "a system message at the start": ((MessageShape("system"), _USER), False),
+    "later system messages": ((MessageShape("system"), _USER, _SAMPLED, MessageShape("system")), False),
+    "later user messages": ((_USER, _SAMPLED, _USER), False),
+    "given assistant messages": ((_USER, MessageShape("assistant"), _USER), False),
     "tools": ((_USER,), True),
     "tool calls in given messages": (
-        (_USER, Place("assistant", content=False, calls=1), Place("tool", answers=(1, 0))),
+        (_USER, MessageShape("assistant", content=False, calls=1), MessageShape("tool", answers=(1, 0))),
         True,
     ),
-    "tool results": ((_USER, Place("assistant", sampled=True, calls=1), Place("tool", answers=(1, 0))), True),
+    "tool results": (
+        (_USER, MessageShape("assistant", sampled=True, calls=1), MessageShape("tool", answers=(1, 0))),
+        True,
+    ),
     "several tool results": (
         (
             _USER,
-            Place("assistant", sampled=True, calls=2),
-            Place("tool", answers=(1, 0)),
-            Place("tool", answers=(1, 1)),
+            MessageShape("assistant", sampled=True, calls=2),
+            MessageShape("tool", answers=(1, 0)),
+            MessageShape("tool", answers=(1, 1)),
         ),
         True,
     ),
@@ -155,9 +158,9 @@ _OPTIONAL = ("tools", "tool calls in given messages")
 def arrivals(format: Format) -> dict[str, Arrival]:
     """Return what becomes of each of `KINDS` in the prompts of a format."""
     proof, arrival_by_kind = ArrivalProof(format), dict[str, Arrival]()
-    for kind, (places, tools) in KINDS.items():
+    for kind, (shapes, tools) in KINDS.items():
         try:
-            lost = bool(proof.lost(places, tools)) if kind != "tools" else not proof.names_tools
+            lost = bool(proof.lost(shapes, tools)) if kind != "tools" else not proof.names_tools
         except ValueError:
             arrival_by_kind[kind] = Arrival.REFUSED
             continue

@@ -99,7 +99,7 @@ class RewardGrader:
         message = describe(error)
         if self._config.on_error == "stop":
             raise RunStopped(
-                f"reward.function={self._name} failed: {message}\n{_shown(rollouts)}\n"
+                f"reward.function={self._name} failed: {message}\n{_sample_excerpt(rollouts)}\n"
                 "(reward.on_error=drop leaves such samples out, reward.on_error=score gives them reward.error_score)"
             ) from error
         for rollout in rollouts:
@@ -171,7 +171,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}… ({len(text)} characters)"
 
 
-def _shown(rollouts: Sequence[Rollout]) -> str:
+def _sample_excerpt(rollouts: Sequence[Rollout]) -> str:
     first = Sample.from_rollout(rollouts[0])
     others_text = f" and {len(rollouts) - 1} others of its group" if len(rollouts) > 1 else ""
     return (

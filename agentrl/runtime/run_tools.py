@@ -12,7 +12,7 @@ from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.registry import TOOLS, env_class, names
 from agentrl.core.tool import Tool, ToolService
-from agentrl.episode.custom_loop import needed_tools
+from agentrl.episode.custom_loop import required_tools
 from agentrl.sandbox.base import unsafe_warning
 from agentrl.sandbox.registry import backend_class
 from agentrl.sandbox.shown_folders import check_shown
@@ -31,7 +31,7 @@ def run_services(config: Config) -> dict[str, ToolService]:
     names = [
         name
         for source_config in config.by_source().values()
-        for name in needed_tools(source_config.rollout.generate, env_class(source_config.env.name))
+        for name in required_tools(source_config.rollout.generate, env_class(source_config.env.name))
     ]
     return {name: find_service(name) for name in names}
 

@@ -37,7 +37,7 @@ class PlayedStrategy:
 
     moves: tuple[Strategy, Strategy]
     """By seat and information set: the probability of each legal move, given that the policy makes one."""
-    other: float
+    other_output: float
     """Mean probability, over the information sets, of an output that is not exactly a legal move."""
 
 
@@ -54,7 +54,7 @@ class GameScores:
     policies: tuple[str, str] = (MAIN, MAIN)
     """The policy of each seat."""
 
-    async def strategy_of(self, fleet: Fleet) -> PlayedStrategy:
+    async def score_strategy(self, fleet: Fleet) -> PlayedStrategy:
         """Return the strategy of the policies that a fleet's engines hold.
 
         Raises:
@@ -126,7 +126,7 @@ class GameScores:
         """Return the metrics of the policy."""
         return {
             "eval/exploitability": exploitability(self.game, played.moves),
-            "eval/other_output": played.other,
+            "eval/other_output": played.other_output,
         }
 
     def pool_metrics(self, snapshots: Sequence[PlayedStrategy]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from agentrl.core.types import Rollout
 from agentrl.self_play.collapse import CollapseAlarm, step_play
 from agentrl.self_play.games import POLICY, Game, WinTable, rollout_score
 from agentrl.self_play.opponents import step_opponents
-from agentrl.self_play.pool import OpponentPool, snapshot_name, step_of
+from agentrl.self_play.pool import OpponentPool, snapshot_name, snapshot_step
 from agentrl.self_play.ratings import Ratings
 
 POLICY_CHANGE = 0.3
@@ -50,9 +50,9 @@ class League:
 
     def add_snapshot(self, step: int) -> None:
         """Add the policy after ``step``, with the policy's rating, to the pool, which may give up another snapshot."""
-        best = max(self.pool.names, key=lambda name: self.ratings.of(name).low, default=None)
+        best = max(self.pool.names, key=lambda name: self.ratings.rating(name).low, default=None)
         self.ratings.copy(POLICY, snapshot_name(step))
-        for dropped in self.pool.add(step, None if best is None else step_of(best)):
+        for dropped in self.pool.add(step, None if best is None else snapshot_step(best)):
             self.recent.forget(snapshot_name(dropped))
 
     def opponents(self, step: int, tasks: int) -> list[str]:
@@ -75,7 +75,7 @@ class League:
         self.recent.decay(self.config.pool.score_decay)
         self.recent.add(games)
         play = step_play(rollouts)
-        rating = self.ratings.of(POLICY)
+        rating = self.ratings.rating(POLICY)
         metrics = {
             "self_play/rating": rating.mu,
             "self_play/rating_sigma": rating.sigma,

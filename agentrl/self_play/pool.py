@@ -19,7 +19,7 @@ def snapshot_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def step_of(name: str) -> int:
+def snapshot_step(name: str) -> int:
     """Return the step of a snapshot by its name."""
     return int(name.removeprefix("step_"))
 

@@ -35,7 +35,7 @@ class Ratings:
 
     table: dict[str, Rating] = field(default_factory=dict)
 
-    def of(self, player: str) -> Rating:
+    def rating(self, player: str) -> Rating:
         """Return a player's rating; that of an unknown player before its first game."""
         return self.table.get(player, Rating())
 
@@ -49,7 +49,7 @@ class Ratings:
 
         """
         for player, change in (changing or {}).items():
-            mu, sigma = self.of(player)
+            mu, sigma = self.rating(player)
             self.table[player] = Rating(mu, min((sigma**2 + change**2) ** 0.5, START_SIGMA))
         model = _model()
         for game in sorted(games, key=lambda game: game.episode):
@@ -57,14 +57,14 @@ class Ratings:
                 self._rate(model, game)
 
     def _rate(self, model: PlackettLuce, game: Game) -> None:
-        previous = [[model.create_rating(list(self.of(player)))] for player in game.players]
+        previous = [[model.create_rating(list(self.rating(player)))] for player in game.players]
         updated = model.rate(previous, scores=list(game.rewards))
         for player, (rating,) in zip(game.players, updated, strict=True):
             self.table[player] = Rating(float(rating.mu), float(rating.sigma))
 
     def copy(self, player: str, name: str) -> None:
         """Give a new player the rating of another, of which it is a copy."""
-        self.table[name] = self.of(player)
+        self.table[name] = self.rating(player)
 
     def ranking(self) -> list[str]:
         """Return all players, the strongest first."""

@@ -151,7 +151,7 @@ class SelfPlay:
         It is the strength that the policy very likely has, by its ratings.
         """
         self._evaluated_pool = self.league.pool.names
-        return {"eval/rating": self.league.ratings.of(POLICY).low}
+        return {"eval/rating": self.league.ratings.rating(POLICY).low}
 
     async def pool_metrics(self, scores: GameScores) -> dict[str, float]:
         """Return the exploitability of the pool at the begin of the evaluation. A new snapshot is loaded into an engine first.
@@ -164,7 +164,7 @@ class SelfPlay:
         for name in names if self.engines.engines else ():
             if name not in self._strategies:
                 async with self.engines.engine_with(name) as fleet:
-                    self._strategies[name] = await scores.strategy_of(fleet)
+                    self._strategies[name] = await scores.score_strategy(fleet)
         self._strategies = {name: self._strategies[name] for name in names if name in self._strategies}
         self._evaluated_pool = ()
         return scores.pool_metrics(list(self._strategies.values()))

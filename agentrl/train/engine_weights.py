@@ -100,7 +100,7 @@ class EngineWeights:
             await self._sync_engines(Stopwatch())
 
     async def _sync_engines(self, watch: Stopwatch) -> None:
-        synced = await self._sync_fleet(self.fleet, self.sync, partial(self._paused, watch))
+        synced = await self._sync_fleet(self.fleet, self.sync, partial(self._pause_generations, watch))
         if synced is not None:
             unchanged = self._last_sync is not None and self._last_sync.fingerprint == synced.fingerprint
             self._last_sync = synced
@@ -125,7 +125,7 @@ class EngineWeights:
         return None
 
     @asynccontextmanager
-    async def _paused(self, watch: Stopwatch, engines: Engines) -> AsyncIterator[None]:
+    async def _pause_generations(self, watch: Stopwatch, engines: Engines) -> AsyncIterator[None]:
         """Pause the generations in progress for a weight sync, unless they are to end first; ``watch`` gets the seconds."""
         # With shared GPUs generations were cut when the learner got the GPUs.
         if self.gpus.shared or not self._generating or self.config.pause == "finish":

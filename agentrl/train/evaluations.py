@@ -67,7 +67,7 @@ class Evaluator:
                 engines = self.weights.eval_engines
                 fleet = self.services.fleet if engines is None else engines.fleet
                 async with self.interrupt.guard_episodes(self.services.check):
-                    self._standing |= self.game_scores.metrics(await self.game_scores.strategy_of(fleet))
+                    self._standing |= self.game_scores.metrics(await self.game_scores.score_strategy(fleet))
 
     def learner_idle(self) -> AbstractAsyncContextManager[None]:
         """Let restarted engines use the learner in the body, which waits for `evaluate`."""
@@ -179,7 +179,7 @@ class Evaluations:
                 self.checkpoints.candidate = step
         return goals_reached
 
-    def score_of(self, step: int) -> float | None:
+    def score_at(self, step: int) -> float | None:
         """Return the metric ``train.keep_best`` of the policy after ``step``, if that was evaluated."""
         return self.score if self.step == step else None
 

@@ -46,7 +46,7 @@ class Plan:
 
     lines: list[str]
     """Lines that describe the run for the user."""
-    missing: list[str]
+    missing_resources: list[str]
     """What this machine lacks for the run."""
     warnings: list[str]
     """What is likely to be a mistake, with the key to set."""
@@ -64,8 +64,8 @@ def check_run(config: Config) -> Plan:
 
     """
     plan = plan_run(config, fetch=True)
-    if plan.missing:
-        raise MissingError("\n".join(plan.missing))
+    if plan.missing_resources:
+        raise MissingError("\n".join(plan.missing_resources))
     return plan
 
 
@@ -76,28 +76,28 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         UserError: with the value and the key to change.
 
     """
-    missing: list[str] = []
-    with _listed(missing):
+    unmet: list[str] = []
+    with _collect_missing(unmet):
         check_episodes(config)
-    with _listed(missing):
+    with _collect_missing(unmet):
         check_packages(config.learner, config.obs)
     make_backend(config.learner).check(config.algo, [])
     warm = warm_start_config(config, Path())
     sets: list[EvalTasks] | None = None
     train: dict[str, Split] = {}
-    with _listed(missing):
+    with _collect_missing(unmet):
         tasks = open_tasks(config)
         train = _train_tasks(config, tasks)
         sets = load_eval_tasks(config, tasks)
         check_goals(config, sets)
-    with _listed(missing):
+    with _collect_missing(unmet):
         check_tools(config)
-    with _listed(missing):
+    with _collect_missing(unmet):
         check_engine(config, on_cluster=config.placement.reserves_gpus and running_address() is not None)
-    with _listed(missing):
+    with _collect_missing(unmet):
         check_placement(config)
     check_transport_fits(config)
-    model = _check_model(config, missing, fetch=fetch and not missing)  # no gigabytes for a run that is refused
+    model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
     warnings, training = [], []
@@ -111,15 +111,15 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
-    return Plan(lines, missing, warnings, training, template)
+    return Plan(lines, unmet, warnings, training, template)
 
 
 @contextmanager
-def _listed(missing: list[str]) -> Iterator[None]:
+def _collect_missing(unmet: list[str]) -> Iterator[None]:
     try:
         yield
     except MissingError as error:
-        missing += str(error).splitlines()
+        unmet += str(error).splitlines()
 
 
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
@@ -151,10 +151,10 @@ def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) ->
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in sources_by_text.items())
 
 
-def _check_model(config: Config, missing: list[str], *, fetch: bool) -> Path | None:
+def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | None:
     """Return the policy's folder, or None if it is missing."""
     model: Path | None = None
-    with _listed(missing):
+    with _collect_missing(unmet):
         model = resolve_model(config.model.path, fetch=fetch)
         for name, source_config in config.by_source().items():
             if (
@@ -192,7 +192,7 @@ def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) ->
     for key, (lr, weights) in rates.items():
         usual = usual_rates(weights)
         if lr != "auto" and lr > usual.highest:
-            rate = usual.policy if key == "learner.optimizer" else usual.other
+            rate = usual.policy if key == "learner.optimizer" else usual.critic_or_sft
             warnings.append(
                 f"warning: {key}.lr={lr:g} is many times the usual {rate:g} for a model of {weights / 1e9:.2g} billion "
                 f"weights, and may destroy it: set {key}.lr={rate:g} and {key}.warmup_steps"
@@ -247,7 +247,7 @@ def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, 
         lines["generate"] = rollout.generate
     every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
     if sets:
-        evaluation = [f"{every}: {eval_set.described}" for eval_set in sets]
+        evaluation = [f"{every}: {eval_set.description}" for eval_set in sets]
     elif sets is None:
         evaluation = [every]
     else:

@@ -169,11 +169,11 @@ class SampleCheck:
         self._check_prompts(rollouts, where)
 
     def _check_prompts(self, rollouts: Sequence[Rollout], where: str) -> None:
-        some = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:CHECKED_PROMPTS]
-        read = [self._prompts(rollout) for rollout in some]
-        if some and not any(rollout.prompt in prompts for rollout, prompts in zip(some, read, strict=True)):
+        checked = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:CHECKED_PROMPTS]
+        read = [self._prompts(rollout) for rollout in checked]
+        if checked and not any(rollout.prompt in prompts for rollout, prompts in zip(checked, read, strict=True)):
             raise ConfigError(
-                f"--replay: {where} was sampled with another tokenizer: the prompt {some[0].prompt[:60]!r}… reads "
+                f"--replay: {where} was sampled with another tokenizer: the prompt {checked[0].prompt[:60]!r}… reads "
                 f"{read[0][0][:60]!r}… with that of model.path; set it to the model that sampled"
             )
 

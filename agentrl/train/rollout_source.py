@@ -25,7 +25,7 @@ class TaskPosition:
         """Return whether the task at a position was consumed."""
         return isinstance(position, int) and (position < self.first or position in self.ahead)
 
-    def untrained(self) -> Iterator[int]:
+    def untrained_positions(self) -> Iterator[int]:
         """Return all positions that were not consumed, from ``first`` on, without end."""
         consumed = frozenset(self.ahead)
         return (position for position in count(self.first) if position not in consumed)

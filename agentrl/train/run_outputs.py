@@ -26,7 +26,7 @@ def open_metrics(
     folder: Path,
     note: Callable[[str], None],
     resume_after: int | None,
-    others: Sequence[Tracker] = (),
+    extra_trackers: Sequence[Tracker] = (),
 ) -> MetricsLog:
     """Return the metrics log of a run with its trackers.
 
@@ -35,10 +35,10 @@ def open_metrics(
         folder: of the run.
         note: prints a line for the user.
         resume_after: metrics after this step are deleted; None starts a new log.
-        others: more trackers.
+        extra_trackers: beside those of the configuration.
 
     """
-    trackers = [*others, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
+    trackers = [*extra_trackers, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
     if config.obs.wandb != "off":
         settings = redact(config.model_dump(mode="json"))
         wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)

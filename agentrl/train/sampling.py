@@ -46,7 +46,7 @@ async def open_sampling(
     dtype = await sent_dtype(config.weights, services.fleet)
     if config.placement.shares_gpus:  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
-    records = RunRecords.of_run(run)
+    records = RunRecords.open(run)
     weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)
     vocabulary = services.fleet.vocabulary
     self_play = await open_self_play(config, run.folder, run.model, vocabulary, exits, dtype, run.resume_after)
@@ -146,7 +146,7 @@ class Sampling:
         if not self._scheduler.overlaps_training:
             self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
         if self._writes_finished:
-            first = await asyncio.to_thread(self.tasks.buffer.__getitem__, next(position.untrained()))
+            first = await asyncio.to_thread(self.tasks.buffer.__getitem__, next(position.untrained_positions()))
             self.records.recorder.begin(step, first.id)
         async with self.weights.learner_idle():
             groups = await self._scheduler.take(consume and partial(self._with_learner, consume))

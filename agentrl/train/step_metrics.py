@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from agentrl.batch.groups import RolloutGroups, group_rollouts
-from agentrl.batch.sequences import RowValues, sequences_of
+from agentrl.batch.sequences import RowValues, group_sequences
 from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout
 from agentrl.evaluation.intervals import mean
@@ -53,14 +53,14 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
 def _role_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return reward, turns and environment metrics by role; empty with fewer than two roles."""
     by_role: dict[str, list[Rollout]] = {}
-    for one in rollouts:
-        by_role.setdefault(one.role, []).append(one)
+    for rollout in rollouts:
+        by_role.setdefault(rollout.role, []).append(rollout)
     metrics: dict[str, float] = {}
-    for role, some in sorted(by_role.items()) if len(by_role) > 1 else ():
-        if kept := [one.reward for one in some if not one.dropped]:
-            metrics[f"train/reward/role={role}"] = mean(kept)
-        metrics[f"rollout/turns/role={role}"] = mean([float(len(one.turns)) for one in some])
-        metrics |= {f"rollout/{key}/role={role}": value for key, value in rollout_means(some).items()}
+    for role, role_rollouts in sorted(by_role.items()) if len(by_role) > 1 else ():
+        if rewards := [rollout.reward for rollout in role_rollouts if not rollout.dropped]:
+            metrics[f"train/reward/role={role}"] = mean(rewards)
+        metrics[f"rollout/turns/role={role}"] = mean([float(len(rollout.turns)) for rollout in role_rollouts])
+        metrics |= {f"rollout/{key}/role={role}": value for key, value in rollout_means(role_rollouts).items()}
     return metrics
 
 
@@ -75,8 +75,8 @@ def policy_metrics(policies: Sequence[str], steps: Sequence[Mapping[str, float]]
     metrics: dict[str, float] = {}
     names = sorted(set(policies))
     for name in names if len(names) > 1 else ():
-        own = merge_metrics([step for policy, step in zip(policies, steps, strict=True) if policy == name])
-        metrics |= {f"{key}/policy={name}": value for key, value in own.items() if key.startswith("train/")}
+        policy_means = merge_metrics([step for policy, step in zip(policies, steps, strict=True) if policy == name])
+        metrics |= {f"{key}/policy={name}": value for key, value in policy_means.items() if key.startswith("train/")}
     return metrics
 
 
@@ -101,7 +101,7 @@ def source_metrics(sources: Collection[str], rollouts: Sequence[Rollout], advant
 
 def live_share(groups: RolloutGroups, advantages: RowValues) -> float:
     """Return the share of the step's sampled tokens that have an advantage."""
-    sampled = sum(sequence.size for sequence in sequences_of(groups.rows))
+    sampled = sum(sequence.size for sequence in group_sequences(groups.rows))
     return sum(int((advantages_T != 0).sum()) for advantages_T in advantages.values()) / max(1, sampled)
 
 
@@ -121,7 +121,7 @@ def value_metrics(
     """
     merged = merge_metrics(optimizer_steps)
     metrics = {f"train/value_{name}": merged[f"train/{name}"] for name in _VALUE_METRICS if f"train/{name}" in merged}
-    sequences = sequences_of(row for row in groups.rows if row.key in returns)
+    sequences = group_sequences(row for row in groups.rows if row.key in returns)
     returns_S, values_S = (
         np.concatenate([np.zeros(0), *(sequence.gather(signal) for sequence in sequences)])
         for signal in (returns, values)
@@ -134,7 +134,10 @@ def value_metrics(
 def _tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return the seconds in tool calls, summed over concurrent episodes, and their share of the episodes' seconds."""
     tools_s = sum(rollout.tool_seconds for rollout in rollouts)
-    return {"time/tools_s": tools_s, "time/tools_share": tools_s / max(sum(one.seconds for one in rollouts), 1e-6)}
+    return {
+        "time/tools_s": tools_s,
+        "time/tools_share": tools_s / max(sum(rollout.seconds for rollout in rollouts), 1e-6),
+    }
 
 
 def merge_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

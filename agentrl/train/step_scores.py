@@ -15,7 +15,7 @@ from agentrl.algo.kl import kl_estimate
 from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.packing import pack
-from agentrl.batch.sequences import RowValues, SampledSequence, sequences_of
+from agentrl.batch.sequences import RowValues, SampledSequence, group_sequences
 from agentrl.config.algo import AlgoConfig, CorrectionConfig
 from agentrl.core.types import Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -83,7 +83,7 @@ class StepScores:
         }
 
     def _importance_weights(self, config: CorrectionConfig, groups: RolloutGroups) -> RowValues:
-        sequences = [sequence for sequence in sequences_of(groups.rows) if sequence.size]
+        sequences = [sequence for sequence in group_sequences(groups.rows) if sequence.size]
         if not sequences:
             return {}
         log_ratios = [self._log_ratio(sequence) for sequence in sequences]

@@ -61,7 +61,7 @@ class Teachers:
     @property
     def need_learner(self) -> bool:
         """Whether the learner scores for a teacher."""
-        return any(one.policy is not None for one in self._teachers.values())
+        return any(teacher.policy is not None for teacher in self._teachers.values())
 
     async def score(self, groups: RolloutGroups, learner: LearnerGroup, packing: PackOptions) -> dict[str, Scores]:
         """Return the log-probabilities of each teacher, of the rows of the rollouts that it scores.
@@ -76,28 +76,28 @@ class Teachers:
         """
         assigned: dict[str, list[Rollout]] = {}
         for rollout in groups.rollouts_N:
-            for name in teachers_of(self._config.algo.distillation, rollout):
+            for name in select_teachers(self._config.algo.distillation, rollout):
                 assigned.setdefault(name, []).append(rollout)
-        found = {}
+        scores_by_teacher = {}
         for name, rollouts in assigned.items():
             teacher = self._teachers[name]
-            rows, longer = await asyncio.to_thread(_rows_of, teacher, rollouts)
+            rows, longer = await asyncio.to_thread(_teacher_rows, teacher, rollouts)
             if teacher.client is not None:
                 scored = await _score_at_server(teacher, teacher.client, rows)
             else:
                 scored = await asyncio.to_thread(self._score_by_learner, teacher, rows, learner, packing)
-            found[name] = {key: _shortened(values, longer[key]) for key, values in scored.items()}
-        return found
+            scores_by_teacher[name] = {key: _align_values(values, longer[key]) for key, values in scored.items()}
+        return scores_by_teacher
 
     def _score_by_learner(
         self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, packing: PackOptions
     ) -> Scores:
         assert teacher.policy is not None
-        scored = learner.logprobs(pack(rows, packing), teacher.policy)
-        return {key: np.asarray(values, np.float32) for key, values in scored.items()}
+        logprobs = learner.logprobs(pack(rows, packing), teacher.policy)
+        return {key: np.asarray(values, np.float32) for key, values in logprobs.items()}
 
 
-def teachers_of(config: DistillationConfig, rollout: Rollout) -> list[str]:
+def select_teachers(config: DistillationConfig, rollout: Rollout) -> list[str]:
     """Return the names of the teachers that score a rollout.
 
     Raises:
@@ -117,7 +117,7 @@ def teachers_of(config: DistillationConfig, rollout: Rollout) -> list[str]:
     return [config.default]
 
 
-def _rows_of(teacher: Teacher, rollouts: Sequence[Rollout]) -> tuple[list[Row], dict[RowKey, int]]:
+def _teacher_rows(teacher: Teacher, rollouts: Sequence[Rollout]) -> tuple[list[Row], dict[RowKey, int]]:
     """Return the rows with a token to train on, as the teacher reads them, and how many tokens longer each is."""
     rows: dict[Row, int] = {}
     for rollout in rollouts:
@@ -144,7 +144,7 @@ async def _score_at_server(teacher: Teacher, client: ScoringClient, rows: Sequen
     return {row.key: task.result() for row, task in zip(rows, tasks, strict=True)}
 
 
-def _shortened(values: NDArray[np.float32], longer: int) -> NDArray[np.float32]:
+def _align_values(values: NDArray[np.float32], longer: int) -> NDArray[np.float32]:
     """Return the values of a row from those of one with a prompt that is so many tokens longer, or shorter if negative."""
     return values[longer:] if longer >= 0 else np.concatenate([np.zeros(-longer, np.float32), values])
 
@@ -157,12 +157,12 @@ def check_teachers(config: Config, model: Path, *, fetch: bool) -> None:
         UserError: a function or a model does not exist, or a model has other tokens than the policy's folder ``model``.
 
     """
-    for name, one in config.algo.distillation.teachers.items():
-        if one.context is not None:
-            load_context(one.context, f"{KEY}.{name}.context")
-        if one.path is not None:
+    for name, teacher in config.algo.distillation.teachers.items():
+        if teacher.context is not None:
+            load_context(teacher.context, f"{KEY}.{name}.context")
+        if teacher.path is not None:
             key = f"{KEY}.{name}.path"
-            check_reference(model, resolve_model(one.path, key, fetch=fetch), key)
+            check_reference(model, resolve_model(teacher.path, key, fetch=fetch), key)
 
 
 async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExitStack) -> Teachers | None:
@@ -184,28 +184,28 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
         return None
     opening = [_open(config, name, number, model, logs, exits) for number, name in enumerate(teachers)]
     opened = await asyncio.gather(*opening, return_exceptions=True)
-    found: dict[str, Teacher] = {}
-    for name, one in zip(teachers, opened, strict=True):
-        if isinstance(one, BaseException):
-            raise one
-        found[name] = one
-    return Teachers(config, found)
+    teacher_by_name: dict[str, Teacher] = {}
+    for name, teacher in zip(teachers, opened, strict=True):
+        if isinstance(teacher, BaseException):
+            raise teacher
+        teacher_by_name[name] = teacher
+    return Teachers(config, teacher_by_name)
 
 
 async def _open(config: Config, name: str, number: int, model: Path, logs: Path, exits: AsyncExitStack) -> Teacher:
     """Return teacher ``name``, the run's teacher ``number``; see `open_teachers`."""
-    one, sampler = config.algo.distillation.teachers[name], config.sampler
+    teacher, sampler = config.algo.distillation.teachers[name], config.sampler
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     privileged = None
-    if one.context is not None:
+    if teacher.context is not None:
         key = f"{KEY}.{name}.context"
-        privileged = PrivilegedRows(load_context(one.context, key), key, make_renderer(tokenizer, config.render))
-    if one.policy is not None:
-        return Teacher(policy=one.policy, privileged=privileged)
-    process, url, setting = None, one.url, f"{KEY}.{name}.url={one.url}"
+        privileged = PrivilegedRows(load_context(teacher.context, key), key, make_renderer(tokenizer, config.render))
+    if teacher.policy is not None:
+        return Teacher(policy=teacher.policy, privileged=privileged)
+    process, url, setting = None, teacher.url, f"{KEY}.{name}.url={teacher.url}"
     if url is None:
-        assert one.path is not None, "the configuration was checked"
-        folder, setting = resolve_model(one.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={one.path}"
+        assert teacher.path is not None, "the configuration was checked"
+        folder, setting = resolve_model(teacher.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={teacher.path}"
         launcher = _launcher(config, folder, logs / f"teacher-{name}")
         process = await launch(launcher, sampler.engines + number, f"teacher {name!r}")
         exits.push_async_callback(asyncio.to_thread, process.stop)

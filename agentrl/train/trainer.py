@@ -256,7 +256,7 @@ class Trainer:
             "spent_s": self.spent_s,
             "evaluated": self.evaluations.step,
             "seed": self.settings.config.run.seed,
-            "score": self.evaluations.score_of(self.step),
+            "score": self.evaluations.score_at(self.step),
             "estimators": self.estimators.state(),
             "source": self.source.state(),
         }
@@ -265,7 +265,7 @@ class Trainer:
         """Return whether the step's evaluation is better than those of all checkpoints, or runs in the background."""
         if self.checkpoints.candidate == self.step:
             return True
-        score = self.evaluations.score_of(self.step)
+        score = self.evaluations.score_at(self.step)
         if score is None:
             return False
         await self._finish_save()

@@ -68,7 +68,7 @@ class Registry(Env):
 
     def step(self, action: Action) -> Step:
         if isinstance(action, ToolResults):
-            return self._found(action)
+            return self._receive_results(action)
         answer = re.search(r"<answer> ([^<]*) </answer>", action.content)
         if answer is not None:
             right = float(answer[1] == self.task.answer)
@@ -81,7 +81,7 @@ class Registry(Env):
         call = ToolCall(f"call-{self.calls}", ask_registry.name, {"name": query[2], "fact": query[1]})
         return ToolCalls((call,)), 0.0, False, False, self._info()
 
-    def _found(self, action: ToolResults) -> Step:
+    def _receive_results(self, action: ToolResults) -> Step:
         """The runner has checked the arguments against the tool's schema: an unknown fact has status ``INVALID``."""
         result = action.results[0]
         self.refused += result.status is ToolStatus.INVALID

@@ -37,8 +37,8 @@ async def answer_by_searching(chat: Chat, agent: Agent, corpus: str) -> str | No
             return move.text
         if move.kind == "invalid":
             return None
-        found = await agent.call("search", {"query": move.text, "topk": 2, "corpus": corpus})
-        text = documents(found.data) if found.status is ToolStatus.OK else found.content
+        reply = await agent.call("search", {"query": move.text, "topk": 2, "corpus": corpus})
+        text = documents(reply.data) if reply.status is ToolStatus.OK else reply.content
         # Added messages are not trained on; the chat records which tokens were sampled.
         chat.add(Message("user", information(text), inline=True))
     return None

@@ -56,9 +56,9 @@ def _call(body: Sequence[Piece]) -> ToolCall:
     name = _name(body)
     if not name:
         return unreadable_call(f"the call is not call:NAME{{…}} but {join_pieces(body)[:80]!r}")
-    first, *others = body
+    first, *arguments = body
     try:
-        return named_call(name, "".join(_json([Piece(first.text[first.text.index("{") :]), *others])).strip())
+        return named_call(name, "".join(_json([Piece(first.text[first.text.index("{") :]), *arguments])).strip())
     except ValueError as fault:
         return unreadable_call(f"{name}: {fault}", name)
 

@@ -82,7 +82,9 @@ def _object(text: str, start: int, names: set[str]) -> tuple[ToolCall | None, in
     end = closing(text, start, JSON)
     if end is not None:
         return _call(text[start:end], names), end
-    return (truncated_call("}") if _begun(text[start:]) else None), None  # the rest of the text is inside of it
+    return (
+        truncated_call("}") if _starts_like_call(text[start:]) else None
+    ), None  # the rest of the text is inside of it
 
 
 def _read_tagged_call(text: str, start: int) -> tuple[ToolCall, int | None]:
@@ -109,7 +111,7 @@ def _call(text: str, names: set[str]) -> ToolCall | None:
     try:
         value: Any = read_json(text)
     except (ValueError, RecursionError):
-        return json_call(text, arguments=ARGUMENTS) if _begun(text) else None
+        return json_call(text, arguments=ARGUMENTS) if _starts_like_call(text) else None
     name = value.get("name")
     names_tool = isinstance(name, str) and name in names
     if names_tool or (name is not None and any(key in value for key in ARGUMENTS)):
@@ -117,7 +119,7 @@ def _call(text: str, names: set[str]) -> ToolCall | None:
     return None
 
 
-def _begun(text: str) -> bool:
+def _starts_like_call(text: str) -> bool:
     """Return whether an object that cannot be parsed starts like a call."""
     start = "".join(text[:200].replace("'", '"').split())
     return any(start.startswith(call_start) or call_start.startswith(start) for call_start in _STARTS)

@@ -100,7 +100,9 @@ class Admission:
                 break
             if not group.finished:
                 continue
-            staying = [other.version for other in self._waiting.values() if not other.committed and other is not group]
+            staying = [
+                waiting.version for waiting in self._waiting.values() if not waiting.committed and waiting is not group
+            ]
             if not self._in_time(staying, free - 1):
                 break
             group.committed, free = True, free - 1

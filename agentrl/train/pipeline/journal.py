@@ -165,19 +165,24 @@ class Journal:
         self._log.write("dropped", position=position, reason=reason)
 
     async def record_taken(
-        self, step: int, positions: Sequence[int], after: TaskPosition, dropped: Sequence[int] = ()
+        self, step: int, positions: Sequence[int], next_position: TaskPosition, dropped: Sequence[int] = ()
     ) -> None:
         """Record the groups that a step trains, and wait until this is on the disk.
 
         Args:
             step: from 1.
             positions: of the groups.
-            after: the position once they are trained.
+            next_position: the position once they are trained.
             dropped: positions of groups that were dropped since the step before.
         """
         if step not in self._batches:
             self._log.write(
-                "taken", step=step, positions=positions, dropped=dropped, first=after.first, ahead=after.ahead
+                "taken",
+                step=step,
+                positions=positions,
+                dropped=dropped,
+                first=next_position.first,
+                ahead=next_position.ahead,
             )
             await asyncio.to_thread(self._log.sync)
             self._stored[step] = (*positions, *dropped)

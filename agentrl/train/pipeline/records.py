@@ -32,7 +32,7 @@ class RunRecords:
     """Of a step that is trained again."""
 
     @classmethod
-    def of_run(cls, run: RunInputs) -> RunRecords:
+    def open(cls, run: RunInputs) -> RunRecords:
         """Return the records of a run. Those of steps after its checkpoint are deleted.
 
         Raises:
@@ -67,7 +67,7 @@ class RunRecords:
         batch = self.journal.batch(step)
         assert batch is not None, "the step is trained again"
         rollouts = [rollout for position in batch.positions for rollout in self.journal.read_group(position)]
-        filtered = [rollout for position in batch.dropped for rollout in self._filtered(position)]
+        filtered = [rollout for position in batch.dropped for rollout in self._read_dropped(position)]
         self._metrics = {"rollout/from_journal": 1.0} | staleness_metrics(rollouts, step - 1)
         if self.mask_older_than is not None:
             self._metrics["async/masked_share"] = mask_stale(rollouts, step - 1, self.mask_older_than)
@@ -79,7 +79,7 @@ class RunRecords:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _filtered(self, position: int) -> list[Rollout]:
+    def _read_dropped(self, position: int) -> list[Rollout]:
         """Return the rollouts of a group that was dropped, marked so."""
         group = self.journal.read_group(position)
         for rollout in kept_rollouts(group):

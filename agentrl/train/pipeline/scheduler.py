@@ -344,7 +344,7 @@ def open_scheduler(  # everything that the scheduler of a run needs
     pending = [group for group in journal.pending if group.position not in position]
     pending_positions = {group.position for group in pending}
     admission = Admission(
-        (number for number in position.untrained() if number not in pending_positions),
+        (number for number in position.untrained_positions() if number not in pending_positions),
         step=step,
         steps=config.train.steps,
         batch_size=rollout.batch_size,

@@ -105,7 +105,7 @@ class CodeContestEnv(Env):
             ToolFailure: the judge returned no verdicts.
         """
         if isinstance(action, ToolResults):
-            return self._judged(action) if self._judging else self._tried(action)
+            return self._score_verdicts(action) if self._judging else self._answer_tries(action)
         if self._judging or self._trying:
             due = self._judging or ", ".join(call_id for call_id, _ in self._trying)
             raise ValueError(f"the results of {due} are due before the policy's next turn")
@@ -127,9 +127,9 @@ class CodeContestEnv(Env):
             self._trying.append([call.id, fault])
         if run:
             return ToolCalls(tuple(run)), 0.0, False, False, self._info()
-        return self._tried(ToolResults(()))
+        return self._answer_tries(ToolResults(()))
 
-    def _tried(self, action: ToolResults) -> Step:
+    def _answer_tries(self, action: ToolResults) -> Step:
         ran = {result.call_id: result.content for result in action.results}
         if not self._trying or [*ran] != [call_id for call_id, fault in self._trying if not fault]:
             raise ValueError(f"results for {', '.join(ran) or 'nothing'}, which were not called")
@@ -148,19 +148,19 @@ class CodeContestEnv(Env):
         arguments = {"program": program, "stop_early": self.scoring == "all", **hidden_tests(self.task).arguments()}
         return ToolCalls((ToolCall(self._judging, "judge", arguments),)), 0.0, False, False, self._info()
 
-    def _judged(self, action: ToolResults) -> Step:
+    def _score_verdicts(self, action: ToolResults) -> Step:
         if [result.call_id for result in action.results] != [self._judging]:
             got = ", ".join(result.call_id for result in action.results)
             raise ValueError(f"results for {got or 'nothing'}; expected {self._judging}")
         self._verdicts = _verdicts(action.results[0])
         self._judging = ""
-        reward = self._solved() if self.scoring == "all" else self._passed()
+        reward = self._solved_score() if self.scoring == "all" else self._passed_share()
         return (), reward, True, False, self._info()
 
-    def _passed(self) -> float:
+    def _passed_share(self) -> float:
         return self._share(ACCEPTED)
 
-    def _solved(self) -> float:
+    def _solved_score(self) -> float:
         return float(bool(self._verdicts) and all(verdict == ACCEPTED for verdict in self._verdicts))
 
     def _share(self, verdict: str) -> float:
@@ -170,8 +170,8 @@ class CodeContestEnv(Env):
         """Return the metrics so far: they must be correct at every point, since the runner may truncate the episode."""
         return {
             "metrics": {
-                "solved": self._solved(),
-                "passed": self._passed(),
+                "solved": self._solved_score(),
+                "passed": self._passed_share(),
                 **{fault: self._share(fault) for fault in FAULTS},
                 "has_program": float(self._has_program),
                 "tries": float(self._tries),
@@ -191,7 +191,7 @@ class CodeContestEnv(Env):
             **super().get_state(),
             "tries": self._tries,
             "used": list(self._used),
-            "trying": [list(one) for one in self._trying],
+            "trying": [list(call) for call in self._trying],
             "judging": self._judging,
             "has_program": self._has_program,
             "verdicts": list(self._verdicts),
@@ -201,7 +201,7 @@ class CodeContestEnv(Env):
         """Continue from what `get_state` returned, after a `reset` on the same task."""
         super().set_state(state)
         self._tries, self._used = state["tries"], list(state["used"])
-        self._trying = [list(one) for one in state["trying"]]
+        self._trying = [list(call) for call in state["trying"]]
         self._judging, self._has_program = state["judging"], state["has_program"]
         self._verdicts = list(state["verdicts"])
 

@@ -45,7 +45,7 @@ def hidden_tests(task: Task) -> HiddenTests:
         tests = _TESTS.validate_python(answer if isinstance(answer, Mapping) else {})
     except ValidationError as error:
         fault = error.errors()[0]
-        where = ".".join(str(part) for part in fault["loc"])
+        where = ".".join(str(key) for key in fault["loc"])
         raise TaskError(f"task {task.id!r}: its answer holds no hidden tests: {where}: {fault['msg']}") from None
     if not tests.inputs or len(tests.inputs) != len(tests.outputs):
         raise TaskError(f"task {task.id!r} has {len(tests.inputs)} hidden inputs and {len(tests.outputs)} outputs")

@@ -12,7 +12,7 @@ def program_in(content: str) -> str | None:
 
     Reasoning, up to ``</think>``, is ignored. Example: ``"So:\n```python\nprint(1)\n```"``.
     """
-    found: str | None = None
+    program: str | None = None
     block: list[str] | None = None
     for line in content.rpartition(_THINK_END)[2].split("\n"):
         mark = line.strip()
@@ -20,10 +20,10 @@ def program_in(content: str) -> str | None:
             if mark.startswith(_FENCE) and mark.removeprefix(_FENCE).strip().lower() in _PYTHON:
                 block = []
         elif mark == _FENCE:
-            found, block = "\n".join(block) + "\n", None
+            program, block = "\n".join(block) + "\n", None
         else:
             block.append(line)
-    return found if found is not None and found.strip() else None
+    return program if program is not None and program.strip() else None
 
 
 def can_be_sent(program: str) -> bool:

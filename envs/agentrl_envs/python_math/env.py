@@ -98,7 +98,7 @@ class PythonMathEnv(Env):
         """
         super().reset(seed=seed, options=options)
         self._begin()
-        accepted = self._accepted()
+        accepted = self._accepted_answers()
         if not self.task.question or not accepted or not all(isinstance(text, str) and text for text in accepted):
             raise TaskError(
                 f"task {self.task.id!r} needs a question and an answer (a text or a list of texts); "
@@ -115,28 +115,28 @@ class PythonMathEnv(Env):
             TaskError: the task's answer cannot be compared.
         """
         if isinstance(action, ToolResults):
-            return self._continue(self._ran(action))
+            return self._continue(self._receive_results(action))
         if self._calls:
             raise ValueError(f"the results of calls {self._due()} are due before the policy's next turn")
         if not action.tool_calls:
-            return self._answered(action.content)
+            return self._score_answer(action.content)
         if self._count["tool_calls"] >= self.max_tool_calls:
             return (), self._reward(0.0), False, True, self._info()
-        return self._continue(self._called(action.tool_calls))
+        return self._continue(self._start_calls(action.tool_calls))
 
     def _continue(self, observation: Observation) -> Step:
         return observation, 0.0, False, False, self._info()
 
-    def _called(self, calls: Sequence[ToolCall]) -> Observation:
+    def _start_calls(self, calls: Sequence[ToolCall]) -> Observation:
         """Return the calls that can be run; if there are none, messages with their errors."""
-        left = self.max_tool_calls - self._count["tool_calls"]
-        runnable = [call for call in calls[:left] if call.status is CallStatus.OK]
-        faults = [_fault_of(call) for call in calls[:left]] + [NOT_RUN] * (len(calls) - left)
+        calls_left = self.max_tool_calls - self._count["tool_calls"]
+        runnable = [call for call in calls[:calls_left] if call.status is CallStatus.OK]
+        faults = [_call_fault(call) for call in calls[:calls_left]] + [NOT_RUN] * (len(calls) - calls_left)
         self._calls = [(call.id, fault) for call, fault in zip(calls, faults, strict=True)]
-        self._count["tool_calls"] += min(left, len(calls))
+        self._count["tool_calls"] += min(calls_left, len(calls))
         return ToolCalls(tuple(runnable)) if runnable else self._results({})
 
-    def _ran(self, action: ToolResults) -> tuple[Message, ...]:
+    def _receive_results(self, action: ToolResults) -> tuple[Message, ...]:
         got = [result.call_id for result in action.results]
         if got != self._due() or not got:
             raise ValueError(f"results for {got or 'nothing'}; expected {self._due() or 'none'}")
@@ -159,12 +159,12 @@ class PythonMathEnv(Env):
             messages.append(Message("tool", f"{last.content}\n{NO_CALLS_LEFT}", tool_call_id=last.tool_call_id))
         return tuple(messages)
 
-    def _answered(self, content: str) -> Step:
+    def _score_answer(self, content: str) -> Step:
         boxed = last_boxed(answer_text(content))
         right = False
         if boxed:
             try:
-                right = same_answer(boxed, self._accepted())
+                right = same_answer(boxed, self._accepted_answers())
             except ValueError as error:
                 raise TaskError(f"task {self.task.id!r}: {error}") from None
         self._count["answered"], self._count["correct"] = int(bool(boxed)), int(right)
@@ -174,7 +174,7 @@ class PythonMathEnv(Env):
     def _reward(self, earned: float) -> float:
         return earned - self.tool_error_penalty * self._count["tool_errors"]
 
-    def _accepted(self) -> Sequence[Any]:
+    def _accepted_answers(self) -> Sequence[Any]:
         answer = self.task.answer
         return answer if isinstance(answer, list | tuple) else [answer] if answer is not None else []
 
@@ -198,5 +198,5 @@ class PythonMathEnv(Env):
         self._calls = [(name, fault) for name, fault in state["calls"]]
 
 
-def _fault_of(call: ToolCall) -> str:
+def _call_fault(call: ToolCall) -> str:
     return "" if call.status is CallStatus.OK else call.fault or call.status.value

@@ -91,7 +91,7 @@ class SearchR1Env(Env):
         """
         super().reset(seed=seed, options=options)
         self._begin()
-        accepted = self._accepted()
+        accepted = self._accepted_answers()
         if not self.task.question or not accepted or not all(isinstance(text, str) for text in accepted):
             raise TaskError(
                 f"task {self.task.id!r} needs a question and an answer (a string or a list of strings); "
@@ -107,13 +107,13 @@ class SearchR1Env(Env):
             ValueError: results of a call that was not made, or a turn while a search's results are due.
         """
         if isinstance(action, ToolResults):
-            return self._continue(self._found(action))
+            return self._continue(self._receive_results(action))
         if self._pending is not None:
             raise ValueError(f"the results of call {self._pending!r} are due before the policy's next turn")
         parsed = parse(action.content)
         self._turns += 1
         if parsed.kind == "answer":
-            return self._answered(parsed.text)
+            return self._score_answer(parsed.text)
         self._invalid += parsed.kind == "invalid"
         if self._turns > self.max_searches:
             return (), 0.0, False, True, self._info()
@@ -132,7 +132,7 @@ class SearchR1Env(Env):
             arguments["corpus"] = self.task.metadata["corpus"]
         return ToolCalls((ToolCall(self._pending, "search", arguments),))
 
-    def _found(self, action: ToolResults) -> tuple[Message, ...]:
+    def _receive_results(self, action: ToolResults) -> tuple[Message, ...]:
         if self._pending is None or [result.call_id for result in action.results] != [self._pending]:
             got = ", ".join(result.call_id for result in action.results)
             raise ValueError(f"results for {got or 'nothing'}; expected {self._pending or 'no results'}")
@@ -152,13 +152,13 @@ class SearchR1Env(Env):
             hits = [hits[i] for i in self.np_random.permutation(len(hits))]
         return documents(hits)
 
-    def _answered(self, answer: str) -> Step:
+    def _score_answer(self, answer: str) -> Step:
         self._answer = answer
-        self._match = exact_match(answer, self._accepted())
+        self._match = exact_match(answer, self._accepted_answers())
         reward = self._match or (self.format_reward if self._invalid == 0 else 0.0)
         return (), reward, True, False, self._info()
 
-    def _accepted(self) -> Sequence[Any]:
+    def _accepted_answers(self) -> Sequence[Any]:
         answer = self.task.answer
         return [answer] if isinstance(answer, str) and answer else list(answer or ())
 

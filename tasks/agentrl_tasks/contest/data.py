@@ -69,7 +69,7 @@ class Contest(TaskSet):
     split. The options ``train`` and ``eval`` name files of published rows, which replace generated problems.
     """
 
-    def __init__(
+    def __init__(  # the keys of tasks.options
         self,
         seed: int = 0,
         families: Sequence[str] = ("lists",),

@@ -46,7 +46,7 @@ class MathProblems(TaskSet):
     Without files, problems are generated, and none is in both splits. Files are read on the first access to a split.
     """
 
-    def __init__(
+    def __init__(  # the keys of tasks.options
         self,
         train: Files | None = None,
         eval: Files | None = None,

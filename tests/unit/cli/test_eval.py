@@ -12,7 +12,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import dump, load_config
 from agentrl.config.schema import Config
 from agentrl.config.shipped import find_config
-from agentrl.evaluation.checkpoint_model import checkpoint_model, run_of
+from agentrl.evaluation.checkpoint_model import checkpoint_model, find_run_folder
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_what_is_named_wins_over_the_runs_configuration(run_folder: Path, words:
 
 
 def test_a_model_folder_is_no_run(run_folder: Path, tmp_path: Path) -> None:
-    assert run_of(str(tmp_path)) is None
-    assert run_of("multihop-warm") is None
+    assert find_run_folder(str(tmp_path)) is None
+    assert find_run_folder("multihop-warm") is None
     assert checkpoint_model("multihop-warm") == "multihop-warm"
     assert resolved()[0].model.path == "multihop-warm"
 

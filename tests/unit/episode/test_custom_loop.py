@@ -22,7 +22,7 @@ from agentrl.core.errors import ConfigError, RunStopped, SamplerError, ToolFailu
 from agentrl.core.types import FailureKind, SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.custom_loop import load_generate, needed_tools
+from agentrl.episode.custom_loop import load_generate, required_tools
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
@@ -352,7 +352,7 @@ def test_when_time_is_up_the_function_still_rewards_what_there_is(renderer):
     async def slow(task, agent):
         chat = agent.chat(task.prompt)
         reply = await chat.sample()
-        await until(lambda: agent.clock.left <= 0)
+        await until(lambda: agent.clock.seconds_left <= 0)
         chat.add(Message("user", "go on"))
         assert await chat.sample() is None
         return chat.rollout(reward=0.5 * (reply.content == "a"))
@@ -380,9 +380,9 @@ def test_an_engines_outage_does_not_count_against_the_function(renderer):
 def test_chats_that_sample_at_once_stop_the_clock_once(renderer):
     async def both(task, agent):
         chats = [agent.chat(task.prompt) for _ in range(3)]
-        before = agent.clock.left
+        before = agent.clock.seconds_left
         await asyncio.gather(*(chat.sample() for chat in chats))
-        assert 0 <= before - agent.clock.left < 0.1
+        assert 0 <= before - agent.clock.seconds_left < 0.1
         return [chat.rollout() for chat in chats]
 
     rollouts, _, _ = play(renderer, ["a", "b", "c"], both, cls=Late, max_seconds=0.4)
@@ -598,9 +598,9 @@ def test_functions_that_cannot_be_used(tmp_path, name):
 def test_the_tools_of_a_run(tmp_path):
     source = "import agentrl\n\n@agentrl.uses_tools('search')\nasync def named(task, agent): ...\n\n"
     (tmp_path / "mine.py").write_text(source + "async def silent(task, agent): ...\n")
-    assert needed_tools(None, SearchR1Env) == ("search",)
-    assert needed_tools(None, Env) == ()
-    assert needed_tools(f"{tmp_path}/mine.py:silent", SearchR1Env) == ("search",)
-    assert needed_tools(f"{tmp_path}/mine.py:named", Env) == ("search",)
+    assert required_tools(None, SearchR1Env) == ("search",)
+    assert required_tools(None, Env) == ()
+    assert required_tools(f"{tmp_path}/mine.py:silent", SearchR1Env) == ("search",)
+    assert required_tools(f"{tmp_path}/mine.py:named", Env) == ("search",)
     assert uses_tools()(returns_nothing).tool_names == ()
     assert {"Agent", "Chat", "Rollout", "uses_tools"} <= set(agentrl.__all__)

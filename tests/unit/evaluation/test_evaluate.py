@@ -17,7 +17,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.evaluation.evaluate import evaluate, jobs_of
+from agentrl.evaluation.evaluate import evaluate, make_jobs
 from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.testing import RecordedRequest, ScriptedSampler
@@ -117,19 +117,19 @@ def test_all_sets_share_one_limit_and_run_at_the_same_time() -> None:
 
 
 def test_seeds_depend_on_set_task_and_sample_alone() -> None:
-    jobs = {job.rollout_id: job.seed for job in jobs_of(choice("x", ["a", "b"], n_samples=2))}
+    jobs = {job.rollout_id: job.seed for job in make_jobs(choice("x", ["a", "b"], n_samples=2))}
     assert len(set(jobs.values())) == 4
-    more = {job.rollout_id: job.seed for job in jobs_of(choice("x", ["c", "b", "a"], n_samples=4, temperature=0.0))}
+    more = {job.rollout_id: job.seed for job in make_jobs(choice("x", ["c", "b", "a"], n_samples=4, temperature=0.0))}
     assert jobs.items() <= more.items()
-    assert set(jobs.values()).isdisjoint(job.seed for job in jobs_of(choice("y", ["a", "b"], n_samples=2)))
+    assert set(jobs.values()).isdisjoint(job.seed for job in make_jobs(choice("y", ["a", "b"], n_samples=2)))
 
 
 def test_a_task_has_one_reset_seed_unless_asked_otherwise() -> None:
     tasks = choice("x", ["a", "b"], n_samples=3)
-    resets = [job.reset_seed for job in jobs_of(tasks)]
+    resets = [job.reset_seed for job in make_jobs(tasks)]
     assert resets == [resets[0]] * 3 + [resets[3]] * 3
     assert len(set(resets)) == 2
-    assert {job.reset_seed for job in jobs_of(replace(tasks, reset_seed="episode"))} == {None}
+    assert {job.reset_seed for job in make_jobs(replace(tasks, reset_seed="episode"))} == {None}
 
 
 def test_two_evaluations_of_one_policy_are_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a set, flat for metrics and nested for JSON, and what people see of them."""
+"""Metrics of a set, flat for metrics and metrics_to_dict for JSON, and what people see of them."""
 
 import json
 from io import StringIO
@@ -9,7 +9,7 @@ from rich.console import Console
 from agentrl import Message, Task
 from agentrl.config.evaluation import EvalSet
 from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
-from agentrl.evaluation.metrics import compute_metrics, flat, nested
+from agentrl.evaluation.metrics import compute_metrics, flat, metrics_to_dict
 from agentrl.evaluation.result import SetResult, flat_metrics, report
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_lines, results_table
@@ -129,4 +129,4 @@ def test_a_line_a_set_for_the_log() -> None:
     plain = SetResult(choice(""), compute_metrics(ONE), ONE)
     assert results_lines([named])[0].startswith("x  reward 0.667 ±")
     assert results_lines([plain])[0].startswith("reward 0.667 ±")
-    assert nested(named.metrics)["prompts"] == 3
+    assert metrics_to_dict(named.metrics)["prompts"] == 3

@@ -19,7 +19,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.evaluation.evaluate import evaluate, jobs_of
+from agentrl.evaluation.evaluate import evaluate, make_jobs
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
@@ -52,20 +52,20 @@ def test_each_set_is_played_against_each_opponent():
     assert [one.prefix for one in sets()] == ["eval/random/", "eval/nash/", "eval/mirror/"]
     assert [one.prefix for one in sets(opponents=())] == ["eval/"]
     assert [one.episodes for one in found] == [12, 12, 6]
-    assert "3 tasks of the split 'eval' x 2 x 2 seats" in found[0].described
+    assert "3 tasks of the split 'eval' x 2 x 2 seats" in found[0].description
     assert {"eval/a/nash/reward", "eval/a/mirror/reward"} <= set(curve_keys(config("eval.sets.a={}")))
 
 
 def test_the_policy_has_each_seat_with_the_same_seeds_against_all_opponents():
     random, nash, mirror = sets("eval.n_samples=2")
-    seeds = [[(job.seed, job.reset_seed) for job in jobs_of(one)] for one in (random, nash, mirror)]
+    seeds = [[(job.seed, job.reset_seed) for job in make_jobs(one)] for one in (random, nash, mirror)]
     assert seeds[0] == seeds[1] == [each for each in seeds[2] for _ in range(2)]
     assert len(set(seeds[2])) == 6
-    first, second = jobs_of(nash)[:2]
+    first, second = make_jobs(nash)[:2]
     assert first.lineup == Lineup({"player_1": ScriptedSeat("nash")}, "fixed:nash")
     assert second.lineup == Lineup({"player_0": ScriptedSeat("nash")}, "fixed:nash")
-    assert jobs_of(mirror)[0].lineup == Lineup()
-    assert len({job.rollout_id for one in (random, nash, mirror) for job in jobs_of(one)}) == 30
+    assert make_jobs(mirror)[0].lineup == Lineup()
+    assert len({job.rollout_id for one in (random, nash, mirror) for job in make_jobs(one)}) == 30
 
 
 def test_a_goal_names_set_and_opponent():

@@ -51,7 +51,7 @@ def test_what_a_set_leaves_out_is_taken_from_eval() -> None:
     assert (b.plan.n_samples, b.plan.temperature, len(b.tasks), b.plan.group_by) == (4, 1.0, 3, None)
     assert (a.prefix, b.prefix) == ("eval/a/", "eval/b/")
     assert b.decoding == "temperature 1, top-p 0.9, top-k 20"
-    assert "3 tasks of the split 'hard' x 4" in b.described
+    assert "3 tasks of the split 'hard' x 4" in b.description
 
 
 def test_an_explicit_default_is_not_taken_from_eval() -> None:

@@ -116,10 +116,10 @@ class Disturbed(GameScores):
 
 def test_adapters_that_a_sync_replaces_meanwhile_are_read_again():
     scores = Disturbed(KuhnTree(), Bytes(), 1.0, 300)
-    assert asyncio.run(scores.strategy_of(SimpleNamespace(live=[scores.engine]))) == ("main-v2", "main-v2")
+    assert asyncio.run(scores.score_strategy(SimpleNamespace(live=[scores.engine]))) == ("main-v2", "main-v2")
     failing = Disturbed(KuhnTree(), Bytes(), 1.0, 300, last=1)
     with pytest.raises(EngineError, match="not loaded"):
-        asyncio.run(failing.strategy_of(SimpleNamespace(live=[failing.engine])))
+        asyncio.run(failing.score_strategy(SimpleNamespace(live=[failing.engine])))
 
 
 def test_policies_and_their_adapters_are_those_of_the_roles():
@@ -131,7 +131,7 @@ def test_policies_and_their_adapters_are_those_of_the_roles():
 
 def test_without_a_live_engine_there_is_no_strategy():
     with pytest.raises(EngineError, match="no engine is live"):
-        asyncio.run(SCORES.strategy_of(SimpleNamespace(live=())))
+        asyncio.run(SCORES.score_strategy(SimpleNamespace(live=())))
 
 
 @pytest.mark.parametrize(("env", "has"), [("kuhn_poker", True), ("tictactoe", False), ("single_turn", False)])

@@ -43,14 +43,14 @@ def test_the_order_in_which_games_end_changes_nothing():
 def test_more_games_are_less_uncertainty_and_a_changed_player_is_more_uncertain():
     ratings = Ratings()
     ratings.update(games(20, 0))
-    before = ratings.of("step_000040").sigma
+    before = ratings.rating("step_000040").sigma
     ratings.update(games(20, 1))
-    after = ratings.of("step_000040")
+    after = ratings.rating("step_000040")
     assert after.sigma < before
     ratings.update([], changing={"step_000040": 1.0})
-    assert ratings.of("step_000040") == Rating(after.mu, (after.sigma**2 + 1) ** 0.5)
+    assert ratings.rating("step_000040") == Rating(after.mu, (after.sigma**2 + 1) ** 0.5)
     ratings.update([], changing={"step_000040": 100.0})
-    assert ratings.of("step_000040").sigma == START_SIGMA, "never more than of an unknown player"
+    assert ratings.rating("step_000040").sigma == START_SIGMA, "never more than of an unknown player"
 
 
 def test_mirror_games_say_nothing_and_a_copy_has_the_rating():
@@ -59,8 +59,8 @@ def test_mirror_games_say_nothing_and_a_copy_has_the_rating():
     assert ratings.table == {}
     ratings.update([Game("a", (POLICY, "fixed:random"), (1.0, -1.0))])
     ratings.copy(POLICY, "step_000020")
-    assert ratings.of("step_000020") == ratings.of(POLICY)
-    assert ratings.of(POLICY).mu > Rating().mu > ratings.of("fixed:random").mu
+    assert ratings.rating("step_000020") == ratings.rating(POLICY)
+    assert ratings.rating(POLICY).mu > Rating().mu > ratings.rating("fixed:random").mu
 
 
 def test_a_checkpoint_has_the_same_ratings():

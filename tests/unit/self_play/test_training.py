@@ -253,7 +253,7 @@ def test_a_warning_of_the_alarm_is_logged(tmp_path, caplog):
 class FakeScores:
     """Reads how an engine plays: by the name of the snapshot that it holds."""
 
-    async def strategy_of(self, fleet):
+    async def score_strategy(self, fleet):
         return PlayedStrategy({"played by": {fleet.live[0].loaded[-1][0]: 1.0}}, 0.0)
 
     def pool_metrics(self, snapshots):
@@ -274,7 +274,7 @@ def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
     play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
     asyncio.run(play.on_weights(learner(), 0))
     rating = play.begin_evaluation()
-    assert rating == {"eval/rating": play.league.ratings.of("policy").low}
+    assert rating == {"eval/rating": play.league.ratings.rating("policy").low}
     for step in (1, 2):
         asyncio.run(play.on_weights(learner(), step))
     assert names(tmp_path) == ["step_000000", "step_000002"], "it is scored later"

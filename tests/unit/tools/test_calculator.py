@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 from agentrl_tools.calculator import CalculatorError, CalculatorService, CalculatorTool, evaluate
 from agentrl_tools.calculator.functions import FUNCTIONS
-from agentrl_tools.calculator.numbers import exact_root, shown
+from agentrl_tools.calculator.numbers import exact_root, format_number
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def test_a_root_that_is_not_whole_is_told_from_one_that_is(number: int, degree: 
 
 @given(st.fractions())
 def test_what_is_shown_is_the_number(number: Fraction) -> None:
-    assert Fraction(shown(number).split(" ")[0]) == number
+    assert Fraction(format_number(number).split(" ")[0]) == number
 
 
 NUMBERS = ["0", "-1", "0.5", "1/3", "pi", "9**999", "1e-999", "-exp(700)", "1e308", "449", "3322", "2**0.5", "10**999"]
@@ -98,7 +98,7 @@ def test_any_text_has_a_value_or_a_fault(text: str) -> None:
     with contextlib.suppress(CalculatorError):  # and nothing else is raised
         value = evaluate(text)
         assert isinstance(value, Fraction) or math.isfinite(value)
-        assert len(shown(value)) < 2100
+        assert len(format_number(value)) < 2100
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_any_text_has_a_value_or_a_fault(text: str) -> None:
     ],
 )
 def test_values(expression: str, wanted: str) -> None:
-    assert shown(evaluate(expression)) == wanted
+    assert format_number(evaluate(expression)) == wanted
 
 
 @pytest.mark.parametrize("name", ["sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "ln"])

@@ -117,7 +117,7 @@ class Plain(World):
     """The synchronous loop as it is defined: all episodes of a step begin together, and all are waited for."""
 
     async def get_rollouts(self, step: int, position: TaskPosition, consume: Any = None) -> StepRollouts:
-        positions = list(islice(position.untrained(), self.config.rollout.batch_size))
+        positions = list(islice(position.untrained_positions(), self.config.rollout.batch_size))
         rollouts = await self.services.runner().run_many(self.tasks.groups(positions))
         self.records.recorder.write(step, rollouts)
         self._batch = StepRollouts(rollouts, position.after(positions))
@@ -220,7 +220,7 @@ def train(
     inputs = RunInputs(config, folder, folder, state, folder.exists())
 
     async def main() -> Trainer:
-        records = RunRecords.of_run(inputs)
+        records = RunRecords.open(inputs)
         source = make_source(config, engines or Engines(seed), kind, records, env)
         if self_play is not None:
             source.self_play = self_play(records, state, inputs.resume_after)

@@ -43,7 +43,7 @@ class Simulation:
     def run(self, end: int) -> None:
         """Train until ``end`` steps are done; then what is in progress is lost."""
         rule = Admission(
-            self.position.untrained(),
+            self.position.untrained_positions(),
             step=self.done,
             steps=self.steps,
             batch_size=self.batch_size,
@@ -204,7 +204,7 @@ def test_a_position_after_some_tasks_were_trained_ahead() -> None:
     assert position == TaskPosition(5, (6, 9))
     assert position.after([5, 7]) == TaskPosition(8, (9,))
     assert position.after([5, 7, 8]) == TaskPosition(10)
-    untrained = position.untrained()
+    untrained = position.untrained_positions()
     assert [next(untrained) for _ in range(4)] == [5, 7, 8, 10]
 
 

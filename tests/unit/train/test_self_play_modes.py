@@ -218,4 +218,4 @@ def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Pa
     league = League(run.config.self_play, 0)  # type: ignore[arg-type]
     for step, rating in found.items():
         league.ratings = type(league.ratings).from_state(ratings[step])
-        assert rating == pytest.approx(league.ratings.of(POLICY).low)
+        assert rating == pytest.approx(league.ratings.rating(POLICY).low)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch.provenance import check_rows
-from agentrl.batch.sequences import sequences_of
+from agentrl.batch.sequences import group_sequences
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
 from agentrl.train.pipeline.staleness import mask_stale
 
@@ -62,8 +62,8 @@ def test_no_token_is_trained_that_is_older_than_the_limit(rollout: Rollout, limi
 
 @given(rollouts(), st.integers(0, VERSION))
 def test_the_turns_of_the_other_tokens_keep_their_numbers(rollout: Rollout, limit: int) -> None:
-    [whole] = sequences_of([copied(rollout)])
+    [whole] = group_sequences([copied(rollout)])
     ages = whole.gather({rollout.rows[0].key: (VERSION - rollout.rows[0].versions).astype(np.float32)})
     expected = whole.turns_S[ages <= limit]
     mask_stale([rollout], VERSION, limit)
-    assert sequences_of(rollout.rows)[0].turns_S.tolist() == expected.tolist()
+    assert group_sequences(rollout.rows)[0].turns_S.tolist() == expected.tolist()

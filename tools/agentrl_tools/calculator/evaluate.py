@@ -21,7 +21,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: lambda left, right: Fraction(left // right),
+    ast.FloorDiv: lambda dividend, divisor: Fraction(dividend // divisor),
     ast.Mod: operator.mod,
     ast.Pow: power,
 }

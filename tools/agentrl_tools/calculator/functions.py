@@ -118,8 +118,8 @@ def _lcm(*numbers: Number) -> Number:
     return Fraction(result)
 
 
-def _mean(first: Number, *others: Number) -> Number:
-    return sum(others, first) / (1 + len(others))
+def _mean(first: Number, *numbers: Number) -> Number:
+    return sum(numbers, first) / (1 + len(numbers))
 
 
 def _modular_power(base: Number, exponent: Number, modulus: Number | None = None) -> Number:
@@ -155,9 +155,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "log": _log,
     "log10": lambda number: _log(number, Fraction(10)),
     "log2": lambda number: _log(number, Fraction(2)),
-    "max": lambda first, *rest: max(first, *rest) if rest else first,
+    "max": lambda first, *numbers: max(first, *numbers) if numbers else first,
     "mean": _mean,
-    "min": lambda first, *rest: min(first, *rest) if rest else first,
+    "min": lambda first, *numbers: min(first, *numbers) if numbers else first,
     "mod": lambda number, by: number % by,
     "perm": _perm,
     "pow": _modular_power,

@@ -67,7 +67,7 @@ def to_integer(number: Number, name: str) -> int:
 
     """
     if isinstance(number, float) or number.denominator != 1:
-        raise CalculatorError(f"{name} needs whole numbers, not {shown(number)}")
+        raise CalculatorError(f"{name} needs whole numbers, not {format_number(number)}")
     return number.numerator
 
 
@@ -132,7 +132,7 @@ def apply_real(function: Callable[..., float], *numbers: Number) -> float:
         raise CalculatorError(f"{function.__name__} is not defined there") from None
 
 
-def shown(number: Number) -> str:
+def format_number(number: Number) -> str:
     """Return a number as text: ``3``, ``0.25``, ``1/3 ≈ 0.333333333333333`` or ``≈ 1.4142135623731``."""
     if isinstance(number, float):
         return f"≈ {number:.{SHOWN_DIGITS}g}"

@@ -9,7 +9,7 @@ from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .evaluate import evaluate
 from .functions import CONSTANTS, FUNCTIONS
-from .numbers import CalculatorError, shown
+from .numbers import CalculatorError, format_number
 
 _DESCRIPTION = (
     "Evaluate an arithmetic expression exactly, such as (3/4 + 0.1) * 12**2 or sqrt(2) * factorial(10). "
@@ -40,4 +40,4 @@ class CalculatorTool(HostedTool):
         except CalculatorError as error:
             return ToolResult(call.id, ToolStatus.ERROR, f"error: {error}")
         exact = isinstance(number, Fraction)
-        return ToolResult(call.id, ToolStatus.OK, shown(number), {"value": str(number), "exact": exact})
+        return ToolResult(call.id, ToolStatus.OK, format_number(number), {"value": str(number), "exact": exact})
