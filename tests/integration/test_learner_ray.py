@@ -156,9 +156,12 @@ def until_it_raises(check: Callable[[], None]) -> None:
 def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
     algo = make_algo(advantage={"name": "gae"})
     config = LearnerConfig(precision="float32", device="cpu", threads=1)
-    batch = replace(one(1, 0), kind="value")
-    for micro in batch.micro[0]:
-        micro.returns_L, micro.values_L = micro.advantages_L, torch.zeros_like(micro.advantages_L)
+    batch = one(1, 0)
+    micros = tuple(
+        replace(micro, returns_L=micro.advantages_L, values_L=torch.zeros_like(micro.advantages_L))
+        for micro in batch.micro[0]
+    )
+    batch = replace(batch, micro=(micros,), kind="value")
     before = set(processes(group))
     critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
     alone = LocalCritic(model, config, algo, seed=0)
