@@ -28,7 +28,7 @@ class WeightBroadcaster:
         """Open the store; see `LearnerGroup.open_group`. An earlier group is left."""
         self.leave()
         hosts = [host_towards(url) for url in urls]
-        host = next((found for found in hosts if not found.startswith("127.")), "127.0.0.1")
+        host = next((address for address in hosts if not address.startswith("127.")), "127.0.0.1")
         store = open_store(host, timeout_s)
         group = WeightGroup(f"agentrl-{uuid.uuid4().hex[:12]}", host, store.port, size, backend)
         with self._lock:

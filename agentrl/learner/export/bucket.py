@@ -22,7 +22,7 @@ from agentrl.models.weight_checksum import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BucketPlan:
     """The weights of one bucket."""
 
     specs: tuple[TensorSpec, ...]
@@ -33,18 +33,20 @@ class Plan:
     """Whether no bucket follows."""
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Plan]:
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
     """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket."""
     parts: list[tuple[list[TensorSpec], int]] = []
     for spec in specs:
         size = total_bytes(spec)
         if parts and parts[-1][1] + size <= bucket_bytes:
-            chosen, before = parts[-1]
-            chosen.append(spec)
-            parts[-1] = (chosen, before + size)
+            bucket_specs, bucket_size = parts[-1]
+            bucket_specs.append(spec)
+            parts[-1] = (bucket_specs, bucket_size + size)
         else:
             parts.append(([spec], size))
-    return [Plan(order_by_alignment(chosen), size, chosen is parts[-1][0]) for chosen, size in parts]
+    return [
+        BucketPlan(order_by_alignment(bucket_specs), size, bucket_specs is parts[-1][0]) for bucket_specs, size in parts
+    ]
 
 
 SentWeights = dict[str, tuple[str, torch.Tensor]]
@@ -54,11 +56,13 @@ SentWeights = dict[str, tuple[str, torch.Tensor]]
 class RankBucket(WeightBucket):
     """The bucket on one rank. Valid until the next one is requested."""
 
-    def __init__(self, plan: Plan, memory: SharedMemory, broadcaster: WeightBroadcaster, sent: SentWeights) -> None:
+    def __init__(
+        self, bucket_plan: BucketPlan, memory: SharedMemory, broadcaster: WeightBroadcaster, sent: SentWeights
+    ) -> None:
         """Hold the weights in ``memory``, to be sent by ``broadcaster``; those of `changes` are kept in ``sent``."""
-        self.specs = plan.specs
-        self.last = plan.last
-        self._size = plan.size
+        self.specs = bucket_plan.specs
+        self.last = bucket_plan.last
+        self._size = bucket_plan.size
         self._memory = memory
         self._broadcaster = broadcaster
         self._sent = sent
@@ -127,12 +131,12 @@ def rank_buckets(
 ) -> Iterator[RankBucket]:
     """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
     specs = [replace(spec, dtype=dtype or spec.dtype) for spec in source.specs()]
-    plans = plan_buckets(specs, bucket_bytes)
-    if not plans:
+    bucket_plans = plan_buckets(specs, bucket_bytes)
+    if not bucket_plans:
         return
-    memory = SharedMemory.of(max(plan.size for plan in plans), source.gathers_on)
-    for plan in plans:
-        bucket = RankBucket(plan, memory, broadcaster, {} if sent is None else sent)
+    memory = SharedMemory.reserve(max(bucket_plan.size for bucket_plan in bucket_plans), source.gathers_on)
+    for bucket_plan in bucket_plans:
+        bucket = RankBucket(bucket_plan, memory, broadcaster, {} if sent is None else sent)
         source.gather(bucket.on_device())
         yield bucket
 

@@ -22,17 +22,17 @@ _shared_memory: dict[torch.device, SharedMemory] = {}
 
 
 class SharedMemory:
-    """Bytes on a device, which other processes on the same device can open as tensors. Created by `of`."""
+    """Bytes on a device, which other processes on the same device can open as tensors. Created by `reserve`."""
 
     @classmethod
-    def of(cls, size: int, device: torch.device) -> SharedMemory:
+    def reserve(cls, size: int, device: torch.device) -> SharedMemory:
         """Return memory of at least ``size`` bytes, which is valid until the next call.
 
         Raises:
             LearnerError: the device has too little memory.
         """
-        kept = _shared_memory.get(device)
-        return kept if kept is not None and len(kept.flat) >= size else cls(size, device)
+        memory = _shared_memory.get(device)
+        return memory if memory is not None and len(memory.flat) >= size else cls(size, device)
 
     def __init__(self, size: int, device: torch.device) -> None:
         try:
@@ -63,17 +63,17 @@ class SharedMemory:
         """
         if self.flat.device.type != "cuda":
             raise LearnerError("the weights are not on a GPU, where another process could open them")
-        shared = self._share()
+        shared = self._export()
         # Processes that open it see everything written so far.
         torch.cuda.current_stream(self.flat.device).synchronize()
         return serialize(SharedTensor(self.flat[:size], shared), specs)
 
-    def _share(self) -> tuple[Any, ...]:
+    def _export(self) -> tuple[Any, ...]:
         if self._shared is None:
-            _, *rest = self.flat.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+            _, *handle_args = self.flat.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
             # GPU numbers differ between processes. SGLang's patch of torch accepts a number or a UUID.
             uuid = str(torch.cuda.get_device_properties(self.flat.device).uuid)
-            self._shared = (uuid, *rest)
+            self._shared = (uuid, *handle_args)
             _shared_memory[self.flat.device] = self
         return self._shared
 
@@ -89,6 +89,6 @@ class SharedTensor:
     def __reduce__(self) -> tuple[Any, ...]:
         """See `torch.multiprocessing.reductions.reduce_tensor`, without the registration of the memory."""
         t = self._tensor
-        where = (torch.Tensor, tuple(t.size()), t.stride(), t.storage_offset(), TypedStorage, t.dtype)
+        tensor_args = (torch.Tensor, tuple(t.size()), t.stride(), t.storage_offset(), TypedStorage, t.dtype)
         device, handle, size, offset, *counter_and_event = self._shared
-        return reductions.rebuild_cuda_tensor, (*where, device, handle, size, offset, False, *counter_and_event)
+        return reductions.rebuild_cuda_tensor, (*tensor_args, device, handle, size, offset, False, *counter_and_event)

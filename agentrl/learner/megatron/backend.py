@@ -16,12 +16,12 @@ _KEY = "learner.backend=megatron"
 
 
 class MegatronBackend(LearnerBackend):
-    """Ranks of tensor, pipeline and context parallelism compute a share of the batch together."""
+    """Ranks of tensor, pipeline and context parallelism are one data-parallel replica."""
 
     @property
     def data_parallel_size(self) -> int:
         """The number of data-parallel ranks."""
-        return self.config.ranks // Layout.of(self.config.megatron).ranks_per_share
+        return self.config.ranks // Layout.from_options(self.config.megatron).ranks_per_replica
 
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
         """Refuse what the backend lacks, and layouts that cannot divide the models."""
@@ -42,7 +42,7 @@ class MegatronBackend(LearnerBackend):
             raise ConfigError(
                 f"learner.recompute={config.recompute} with learner.megatron.{RECOMPUTE}: leave one of them out"
             )
-        layout = Layout.of(config.megatron)
+        layout = Layout.from_options(config.megatron)
         from agentrl.learner.megatron.families.registry import read_family
 
         for folder in models:

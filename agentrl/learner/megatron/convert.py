@@ -1,6 +1,6 @@
 """Conversion of Hugging Face folders to distributed checkpoints of Megatron-Core and back, on CPUs.
 
-Ranks divide the layers. Each reads and writes only what it holds, and the tensors of Hugging Face one by one.
+Ranks divide the layers. Each reads and writes only the weights of its layers, one Hugging Face tensor at a time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def convert(source: Path, out: Path, ranks: int) -> str:
         ranks: processes that divide the layers.
 
     Returns:
-        what was written, in words.
+        the name of the written format, for messages.
 
     Raises:
         ConfigError: ``out`` holds files, or there are more ranks than layers.
-        ModelError: ``source`` holds no model of a known family, or its weights are others.
+        ModelError: ``source`` holds no model of a known family, or its weights do not match its ``config.json``.
 
     """
     check_free(out)
@@ -64,27 +64,27 @@ def convert(source: Path, out: Path, ranks: int) -> str:
     dtype = _dtype(hf, None if to_hf else WeightFiles(source, _KEY).specs(), source)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        given = (Path(folder) / "store", ranks, _write_hf if to_hf else _write_distributed, source, out, dtype)
+        rank_args = (Path(folder) / "store", ranks, _write_hf if to_hf else _write_distributed, source, out, dtype)
         if ranks == 1:
-            _be_rank(0, *given)
+            _convert_layers(0, *rank_args)
         else:
-            # Nothing was computed here, so that forks are safe; they have imported Megatron-Core.
-            start_processes(_be_rank, given, ranks, start_method="fork")  # type: ignore[no-untyped-call]
+            # Forks are safe, as this process has computed nothing. They have imported Megatron-Core.
+            start_processes(_convert_layers, rank_args, ranks, start_method="fork")  # type: ignore[no-untyped-call]
     copy_other_files(source, out, without=METADATA)
     shutil.copyfile(source / "config.json", out / "config.json")
     return "Hugging Face folder" if to_hf else "distributed checkpoint of Megatron-Core"
 
 
 def _dtype(hf: Any, specs: list[TensorSpec] | None, source: Path) -> torch.dtype:
-    """Return the dtype of the weights in the files, but for those of routers, or of a distributed checkpoint.
+    """Return the most frequent dtype of the weights in the files; for a distributed checkpoint, that in ``config.json``.
 
     Raises:
         ModelError: there are no weights, or they are quantised.
     """
     if specs is None:
         return as_dtype(hf.dtype or "bfloat16")
-    found = Counter(spec.dtype for spec in specs).most_common(1)
-    dtype = found[0][0] if found else "missing"
+    most_common = Counter(spec.dtype for spec in specs).most_common(1)
+    dtype = most_common[0][0] if most_common else "missing"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ModelError(
             f"{_KEY}={source}: its weights are {dtype}; it needs safetensors files with 16 or 32 bits a weight"
@@ -92,7 +92,7 @@ def _dtype(hf: Any, specs: list[TensorSpec] | None, source: Path) -> torch.dtype
     return as_dtype(dtype)
 
 
-def _be_rank(
+def _convert_layers(
     rank: int,
     store: Path,
     ranks: int,
@@ -101,12 +101,11 @@ def _be_rank(
     out: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Convert this rank's layers."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         with computing_on(_CPU):
             options = _stages(read_family(source, _KEY)[1].num_hidden_layers, ranks)
-            Layout.of(options).start(0)
+            Layout.from_options(options).start(0)
             write(build_model(source, options, device=_CPU, dtype=dtype, key=_KEY), source, out)
             dist.barrier()
             parallel_state.destroy_model_parallel()
@@ -115,7 +114,7 @@ def _be_rank(
 
 
 def _stages(layers: int, ranks: int) -> dict[str, Any]:
-    """Return the options by which ranks divide the layers, as evenly as possible."""
+    """Return the pipeline options with which ranks divide the layers as evenly as possible."""
     if ranks == 1:
         return {}
     stages = [["decoder"] * (layers // ranks + (rank < layers % ranks)) for rank in range(ranks)]
@@ -140,5 +139,5 @@ def _write_hf(model: MegatronModel, source: Path, out: Path) -> None:
         writer.create()
         drafts.write(writer)
     dist.barrier()
-    for name, whole in weights.whole():
-        writer.write(name, whole)
+    for name, tensor in weights.full_tensors():
+        writer.write(name, tensor)

@@ -22,13 +22,13 @@ def computing_on(device: torch.device, *, compiled: bool = False) -> AbstractCon
 
     Args:
         device: of the rank.
-        compiled: whether anything is compiled on a CPU: on its own Megatron-Core would, for longer than a small run takes.
+        compiled: whether code is compiled on a CPU. Megatron-Core always compiles, for longer than a small run takes.
 
     """
-    return nullcontext() if device.type == "cuda" or _entered() else _on_cpu(compiled)
+    return nullcontext() if device.type == "cuda" or _is_active() else _on_cpu(compiled)
 
 
-def _entered() -> bool:
+def _is_active() -> bool:
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, _CudaTensorsOnCpu) for mode in modes)
 
@@ -51,9 +51,9 @@ def _on_cpu(compiled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for module, replaced in calls.items():
             stack.enter_context(_replacing(module, replaced))
-        # Its guard of the CPU's random state, which is the only one here.
-        log.addFilter(_keeps)
-        stack.callback(log.removeFilter, _keeps)
+        # Megatron-Core warns if the CPU's random state changes; on a CPU there is no other.
+        log.addFilter(_is_not_rng_warning)
+        stack.callback(log.removeFilter, _is_not_rng_warning)
         if not compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaTensorsOnCpu())
@@ -62,12 +62,12 @@ def _on_cpu(compiled: bool) -> Iterator[None]:
 
 @contextmanager
 def _replacing(module: ModuleType, replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in replaced}
+    originals = {name: getattr(module, name) for name in replaced}
     vars(module).update(replaced)
     try:
         yield
     finally:
-        vars(module).update(before)
+        vars(module).update(originals)
 
 
 class _CudaTensorsOnCpu(TorchFunctionMode):
@@ -90,7 +90,7 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A CUDA stream or event where everything is computed in order."""
+    """A CUDA stream or event on a CPU, which computes everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -111,11 +111,11 @@ class _Stream:
 
 
 def _as_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return sizes as numpy where it is requested: Megatron-Core does so only with tensors of a GPU."""
+    """Return sizes as numpy if requested: Megatron-Core does so only for tensors on a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _keeps(record: logging.LogRecord) -> bool:
+def _is_not_rng_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 

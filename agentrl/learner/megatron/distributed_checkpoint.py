@@ -19,17 +19,17 @@ from agentrl.core.errors import LearnerError, ModelError
 from agentrl.learner.megatron.model import MegatronModel
 
 METADATA = "metadata.json"
-"""What Megatron-Core writes last."""
+"""The file that Megatron-Core writes last."""
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 def is_distributed_checkpoint(folder: Path) -> bool:
     """Return whether a folder holds a distributed checkpoint of Megatron-Core."""
     try:
-        found = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        metadata = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "sharded_backend" in found
+    return isinstance(metadata, dict) and "sharded_backend" in metadata
 
 
 def sharded_weights(model: MegatronModel) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def sharded_weights(model: MegatronModel) -> dict[str, Any]:
 
 
 class _Planning(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Keeps the writer and the metadata of a checkpoint that is planned."""
+    """Keeps the writer and the metadata of the planned checkpoint."""
 
     planned: tuple[Any, Any]
 
@@ -49,9 +49,9 @@ class _Planning(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class ShardedFiles:
-    """A sharded state that is to be written into an empty folder, each rank its part. Making it is collective.
+    """A sharded state to be written into an empty folder, each rank its part. Construction is collective.
 
-    Megatron-Core itself would write in forks of this process, and exchange what was written in the group of the training.
+    Megatron-Core itself would write in forks of this process, and exchange the write results in the training's process group.
 
     Args:
         state: descriptions of tensors. Those on the CPU must keep their contents until all is written.
@@ -60,7 +60,7 @@ class ShardedFiles:
     """
 
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
-        # Otherwise each rank would start a process that imports torch, only to hold the queue of what was written.
+        # Otherwise each rank would start a process that imports torch, only for the queue of write results.
         filesystem_async._results_queue = Queue()
         planning = _Planning(_FORMAT.sharded_backend, _FORMAT.sharded_backend_version)
         dist_checkpointing.save(state, str(folder), planning, async_sharded_save=True)
@@ -68,7 +68,7 @@ class ShardedFiles:
         self._writer, self._metadata = planning.planned
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write this rank's part, then on rank 0 what makes the checkpoint whole. Collective, in any thread.
+        """Write this rank's part, then on rank 0 the metadata that completes the checkpoint. Collective, in any thread.
 
         Args:
             group: of all ranks, on the CPU, in which no other thread communicates.
@@ -84,13 +84,13 @@ class ShardedFiles:
             written = self._write_part()
         except Exception as error:
             fault = error
-        everywhere: list[Any] = [None] * dist.get_world_size()
+        rank_outcomes: list[Any] = [None] * dist.get_world_size()
         is_first = dist.get_rank() == 0
-        dist.gather_object((written, fault and str(fault)), everywhere if is_first else None, group=group)
-        faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everywhere) if text] if is_first else []
+        dist.gather_object((written, fault and str(fault)), rank_outcomes if is_first else None, group=group)
+        faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rank_outcomes) if text] if is_first else []
         if is_first and not faults:
             try:
-                self._writer.finish(self._metadata, [results for results, _ in everywhere])
+                self._writer.finish(self._metadata, [results for results, _ in rank_outcomes])
                 save_config(_FORMAT, str(self._folder))
             except Exception as error:
                 fault, faults = error, [f"rank 0: {error}"]
@@ -102,20 +102,20 @@ class ShardedFiles:
             raise LearnerError(f"{self._folder} could not be written by {'; '.join(outcome[0])}")
 
     def _write_part(self) -> list[Any]:
-        """Write this rank's files, and return what is in them."""
+        """Write this rank's files, and return Megatron-Core's description of their contents."""
         # Without the decorator, which switches the garbage collection of the whole process off.
         write = unwrap(filesystem_async.FileSystemWriterAsync.write_preloaded_data)
         results: Queue[Any] = Queue()
         numbers: Queue[int] = Queue()
-        found = []
+        write_results = []
         for number, bucket in enumerate(self._writer.write_buckets):
             numbers.put(number)
             write([self._writer.transforms], number, bucket, results, numbers, use_fsync=True)
             _, written = results.get()
             if isinstance(written, Exception):
                 raise written
-            found += written
-        return found
+            write_results += written
+        return write_results
 
 
 def save_distributed(model: MegatronModel, folder: Path) -> None:
@@ -138,9 +138,9 @@ def load_distributed(model: MegatronModel, folder: Path, key: str) -> None:
     """
     try:
         weights = sharded_weights(model)
-        found = dist_checkpointing.load(weights, str(folder))
+        loaded = dist_checkpointing.load(weights, str(folder))
         for chunk, name in zip(model.chunks, weights, strict=True):
-            chunk.load_state_dict(found[name])
+            chunk.load_state_dict(loaded[name])
     except (dist_checkpointing.core.CheckpointingException, KeyError, RuntimeError, OSError) as error:
         raise ModelError(
             f"{key}={folder}: its weights are not those of the model in its config.json: {error}"

@@ -35,14 +35,14 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
 
     def forward(self, rows_S_I: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return ``[S, O]``, from rows in the order of their experts and the int32 places where those of each end."""
+        """Return ``[S, O]``, from rows in the order of their experts and the int32 end of each expert's rows."""
         if not len(rows_S_I):
             return rows_S_I @ self.weight[0].t()  # has gradients, of zeros
         return F.grouped_mm(rows_S_I, self.weight.transpose(-2, -1), offs=ends_E)
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The gated MLPs of a rank's experts. Takes the place of Megatron-Core's ``SequentialMLP``.
+    """The gated MLPs of a rank's experts. Replaces Megatron-Core's ``SequentialMLP``.
 
     Args:
         count: experts of this rank.
@@ -58,7 +58,7 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         self.linear_fc1 = GroupedLinear(config, count, 2 * middle, hidden)
         self.linear_fc2 = GroupedLinear(config, count, hidden, middle)
         for weight in self.parameters():
-            # Their gradients are added up over the data-parallel ranks of experts, and they have an optimizer for themselves,
+            # Their gradients are added up over the data-parallel ranks of experts, and they have a separate optimizer
             # in every layout: checkpoints of all layouts have the same names.
             weight.allreduce = False
 
@@ -70,16 +70,16 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         Args:
             rows_S_H: hidden states of the pairs, in the order of their experts.
             counts_E: pairs of each expert.
-            weights_S: what the router gives the pairs.
+            weights_S: of the pairs, from the router.
 
         """
         ends_E = counts_E.to(rows_S_H.device).cumsum(0, dtype=torch.int32)
-        both = self.linear_fc1(rows_S_H, ends_E)
+        gate_up = self.linear_fc1(rows_S_H, ends_E)
         if self.config.bias_activation_fusion:
-            middle = weighted_bias_swiglu_impl(both, None, weights_S[:, None])
+            middle = weighted_bias_swiglu_impl(gate_up, None, weights_S[:, None])
         else:
-            gate, other = both.chunk(2, dim=-1)
-            middle = (F.silu(gate) * other * weights_S[:, None]).to(both.dtype)
+            gate, up = gate_up.chunk(2, dim=-1)
+            middle = (F.silu(gate) * up * weights_S[:, None]).to(gate_up.dtype)
         return self.linear_fc2(middle, ends_E), None
 
     def sharded_state_dict(
@@ -91,17 +91,17 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         rank, size = self._tensor.rank(), self._tensor.size()
         replica = (0, 0, self._data.rank())
 
-        def shard(key: str, tensor: torch.Tensor, axis: int, part: int, parts: int) -> ShardedTensor:
-            offsets = (*sharded_offsets, experts, (first + axis, part, parts))
+        def shard(key: str, tensor: torch.Tensor, axis: int, index: int, count: int) -> ShardedTensor:
+            offsets = (*sharded_offsets, experts, (first + axis, index, count))
             return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica, prepend_axis_num=first)
 
-        def gate_and_up(key: str, tensor: torch.Tensor, *rest: Any) -> list[ShardedTensor]:
-            # Each of both is divided among the ranks.
+        def shard_gate_up(key: str, tensor: torch.Tensor, *args: Any) -> list[ShardedTensor]:
+            # Ranks divide each of the two projections.
             gate, up = tensor.detach().chunk(2, dim=1)
             return [shard(key, gate, 1, rank, 2 * size), shard(key, up, 1, size + rank, 2 * size)]
 
         weight, key = self.linear_fc1.weight, f"{prefix}experts.linear_fc1.weight"
-        fc1 = ShardedTensorFactory(key, weight, gate_and_up, lambda parts: torch.cat(parts, dim=1), replica)
+        fc1 = ShardedTensorFactory(key, weight, shard_gate_up, lambda tensors: torch.cat(tensors, dim=1), replica)
         fc2 = shard(f"{prefix}experts.linear_fc2.weight", self.linear_fc2.weight, 2, rank, size)
         return {f"{prefix}linear_fc1.weight": fc1, f"{prefix}linear_fc2.weight": fc2}
 

@@ -1,6 +1,6 @@
-"""Faults of Megatron-Core 0.16.1 without Transformer Engine and Apex, mended where they exist.
+"""Fixes of Megatron-Core 0.16.1 without Transformer Engine and Apex.
 
-One is only slow: the norm of gradients has the host wait for the norm of each.
+One is for speed: in Megatron-Core the host waits for the norm of each gradient.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron.core.transformer.moe import moe_utils
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 """``metadata`` of the distributed optimizer's state: the default cannot be loaded, ``dp_reshardable`` resumes wrong."""
-_MENDED = "mended_by_agentrl"
+_FIXED = "fixed_by_agentrl"
 
 
-def mend() -> None:
-    """Mend the faults; more than once changes nothing."""
-    # Routing with a dtype asks whether this function of Transformer Engine is None, but only imports it if that is there.
+def apply_fixes() -> None:
+    """Apply the fixes; repeated calls change nothing."""
+    # Routing with a dtype compares this function of Transformer Engine with None, but imports it only if that is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # Latent attention takes the placeholders of Transformer Engine's classes for classes.
@@ -31,10 +31,10 @@ def mend() -> None:
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     optimizer = distrib_optimizer.DistributedOptimizer
-    if not distrib_optimizer.HAVE_APEX_OR_TE and not hasattr(optimizer, _MENDED):
-        for name, make in _OF_OPTIMIZER.items():
+    if not distrib_optimizer.HAVE_APEX_OR_TE and not hasattr(optimizer, _FIXED):
+        for name, make in _OPTIMIZER_WRAPPERS.items():
             setattr(optimizer, name, make(getattr(optimizer, name)))
-        setattr(optimizer, _MENDED, True)
+        setattr(optimizer, _FIXED, True)
 
 
 def _norm(size: int, flag: object, lists: Sequence[list[torch.Tensor]], per_tensor: bool) -> tuple[torch.Tensor, None]:
@@ -44,13 +44,13 @@ def _norm(size: int, flag: object, lists: Sequence[list[torch.Tensor]], per_tens
 
 
 def _scale(size: int, flag: object, lists: Sequence[list[torch.Tensor]], factor: float) -> None:
-    """Multiply tensors in place, which are given as what is read and what is written."""
-    read, written = lists
-    assert all(one is other for one, other in zip(read, written, strict=True))
-    torch._foreach_mul_(written, factor)
+    """Multiply tensors in place; ``lists`` has them twice, as inputs and as outputs."""
+    inputs, outputs = lists
+    assert all(source is target for source, target in zip(inputs, outputs, strict=True))
+    torch._foreach_mul_(outputs, factor)
 
 
-def _filled(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+def _fill_state_before_load(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     """Before a load, give a new optimizer the state that AdamW would: Megatron-Core asserts that there is a ``step``."""
 
     @wraps(sharded_state_dict)
@@ -68,7 +68,7 @@ def _filled(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_step(set_states: Callable[..., None]) -> Callable[..., None]:
+def _keep_step(set_states: Callable[..., None]) -> Callable[..., None]:
     """Keep the ``step`` of a shard's state, which the loaded state does not have and Megatron-Core looks up there."""
 
     @wraps(set_states)
@@ -80,7 +80,7 @@ def _with_step(set_states: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _separate_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+def _clone_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     """Load without gradients, as float32 shards are views of parameters, and give each shard its ``step``.
 
     Megatron-Core gives all of them one tensor, which AdamW would increase once for each.
@@ -97,8 +97,8 @@ def _separate_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]
     return call
 
 
-_OF_OPTIMIZER = {
-    "sharded_state_dict": _filled,
-    "_set_main_param_and_optimizer_states": _with_step,
-    "load_state_dict": _separate_steps,
+_OPTIMIZER_WRAPPERS = {
+    "sharded_state_dict": _fill_state_before_load,
+    "_set_main_param_and_optimizer_states": _keep_step,
+    "load_state_dict": _clone_steps,
 }

@@ -18,7 +18,7 @@ from agentrl.learner.head import HeadOptions, VocabularyPart, token_scores, toke
 
 
 class ValueHead(nn.Module):
-    """The weights of a linear layer from hidden states to values, zeros at first. In the place of Megatron-Core's output layer.
+    """The weights of a linear layer from hidden states to values, initially zeros. Replaces Megatron-Core's output layer.
 
     Args:
         config: of Megatron-Core.
@@ -51,11 +51,11 @@ def logprobs_at(
         hidden_L_H = gather_from_sequence_parallel_region(hidden_L_H, tensor_parallel_output_grad=True)
     elif group.size() > 1:
         hidden_L_H = copy_to_tensor_model_parallel_region(hidden_L_H)
-    tied = chunk.share_embeddings_and_output_weights
-    weight_V_H = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
+    is_tied = chunk.share_embeddings_and_output_weights
+    weight_V_H = chunk.shared_embedding_or_output_weight() if is_tied else chunk.output_layer.weight
+    vocabulary_part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
     hidden_N_H = hidden_L_H.index_select(0, places_N)
-    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, part=part))
+    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, part=vocabulary_part))
 
 
 def values_at(chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:

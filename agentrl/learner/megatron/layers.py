@@ -25,7 +25,7 @@ from agentrl.learner.layers import prepare_forward
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """What layers read of a micro-batch. Its other fields are those of ``PackedSeqParams`` that Megatron-Core reads."""
+    """What layers read of a micro-batch. The last three are fields of ``PackedSeqParams``."""
 
     position_ids_L: torch.Tensor
     """int64, of this rank's tokens in their rows."""
@@ -33,7 +33,7 @@ class PackedTokens:
     """Rows among the tokens of all ranks of context parallelism, for attention."""
     experts: torch.Tensor | None = None
     """``[layers, T, K]`` experts that routers take, of the tokens of this rank's routers; None: they choose all."""
-    turns: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotary_cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
     """Cosines and sines ``[L, 1, 1, D]`` of the tokens' positions, the same in all layers; None with latent attention."""
     qkv_format: str = "sbhd"
     cp_group: None = None
@@ -41,7 +41,7 @@ class PackedTokens:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, computed in float32, with the weights' dtype as its input has it.
+    """Root mean square norm, computed in float32. The weight is cast to the input's dtype.
 
     Args:
         config: of Megatron-Core.
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # With sequence parallelism each rank has the gradient of its own tokens: Megatron-Core sums those so marked.
+        # With sequence parallelism each rank has the gradient of its own tokens: Megatron-Core sums marked gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """Of the latents of multi-head latent attention, whose epsilon is no part of a model's configuration."""
+    """Norm of the latents of multi-head latent attention, whose epsilon is not in a model's configuration."""
 
     def __init__(self, config: Any, hidden_size: int, **options: Any) -> None:
         super().__init__(config, hidden_size)
@@ -89,32 +89,32 @@ class PackedAttention(nn.Module):
         **options: Any,
     ) -> torch.Tensor:
         """Return attention's output ``[L, 1, H·D]``; query, key and value are ``[L, 1, H, D]`` or ``[L, H, D]``."""
-        if packed_seq_params.turns is not None:
-            cos, sin = packed_seq_params.turns
-            query, key = (_rotated(each, cos, sin, self.interleaved) for each in (query, key))
-        q, k, v = (part.reshape(1, len(part), -1, part.shape[-1]).transpose(1, 2) for part in (query, key, value))
+        if packed_seq_params.rotary_cos_sin is not None:
+            cos, sin = packed_seq_params.rotary_cos_sin
+            query, key = (_rotate(states, cos, sin, self.interleaved) for states in (query, key))
+        q, k, v = (s.reshape(1, len(s), -1, s.shape[-1]).transpose(1, 2) for s in (query, key, value))
         attended, _ = packed_attention(self, q, k, v, None, packed=packed_seq_params.rows, scaling=self.scale)
         return attended.reshape(len(query), 1, -1)
 
 
-def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Return ``[L, 1, H, D]`` with pairs of dimensions rotated, as many of the first ones as there are angles."""
     size = cos.shape[-1]
-    turned, rest = states[..., :size], states[..., size:]
+    rotary, plain = states[..., :size], states[..., size:]
     if interleaved:
-        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+        rotated_half = torch.stack((-rotary[..., 1::2], rotary[..., ::2]), -1).flatten(-2)
     else:
-        first, second = turned.chunk(2, -1)
-        other = torch.cat((-second, first), -1)
-    turned = turned * cos + other * sin
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+        first, second = rotary.chunk(2, -1)
+        rotated_half = torch.cat((-second, first), -1)
+    rotary = rotary * cos + rotated_half * sin
+    return torch.cat((rotary, plain), -1) if plain.shape[-1] else rotary
 
 
 class PackedRotary(nn.Module):
     """Rotary embedding at given positions.
 
     Latent attention calls `get_rotary_seq_len` and then the module with its result; here these are the tokens. Other attention
-    gets `turns` with the tokens, and Megatron-Core no embedding: it would compute cosines in every layer.
+    gets `cos_sin` with the tokens, and Megatron-Core no embedding: it would compute cosines in every layer.
 
     Args:
         inv_freq: of the pairs of dimensions.
@@ -139,8 +139,8 @@ class PackedRotary(nn.Module):
         """Return the angles ``[L, 1, D]`` of the tokens' positions, and the factor, for latent attention."""
         return (self._angles(packed.position_ids_L)[:, None], self.scaling) if self.latent else None
 
-    def turns(self, position_ids_L: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `PackedTokens.turns`."""
+    def cos_sin(self, position_ids_L: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `PackedTokens.rotary_cos_sin`."""
         if self.latent:
             return None
         angles = self._angles(position_ids_L)[:, None, None]
@@ -182,21 +182,21 @@ class PostNormLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(config, *args, **options)
         self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attn_bda: Any = _after(self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda: Any = _after(self.post_mlp_layernorm, self.mlp_bda)
-        # Megatron-Core adds with gradients even in a pass without: the norm would have one.
+        self.self_attn_bda: Any = _norm_before_add(self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda: Any = _norm_before_add(self.post_mlp_layernorm, self.mlp_bda)
+        # Megatron-Core enables gradients for the addition, even in a pass without: the norm would have one.
         self.bias_dropout_add_exec_handler: Any = nullcontext
 
 
-def _after(norm: nn.Module, add: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-    """Return Megatron-Core's function that adds an output to the residual, with a norm of the output before it."""
+def _norm_before_add(norm: nn.Module, add: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+    """Wrap Megatron-Core's function that adds an output to the residual: the output is normalized first."""
 
     def make(training: bool, fused: bool) -> Callable[..., Any]:
-        def normed(output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> Any:
+        def add_normalized(output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> Any:
             output, bias = output_with_bias
             assert bias is None, "a bias would be added after the norm"
             return add(training, fused)((norm(output), None), residual, dropout)
 
-        return normed
+        return add_normalized
 
     return make

@@ -1,4 +1,4 @@
-"""How the ranks of a Megatron-Core learner divide a model, and whether they can. Imports no Megatron-Core but to begin."""
+"""How the ranks of a Megatron-Core learner divide a model. Only `Layout.start` imports Megatron-Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl.core.errors import ConfigError
 RECOMPUTE = "recompute_granularity"
 """Option with which Megatron-Core computes layers again, in place of ``learner.recompute``."""
 _KEY = "learner.megatron"
-_OWN_STAGES = (
+_UNEVEN_STAGES = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -34,17 +34,17 @@ class Layout:
     """None is the size of tensor parallelism."""
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Layout:
+    def from_options(cls, options: Mapping[str, Any]) -> Layout:
         """Return the layout in the options ``learner.megatron``."""
-        found = {name: options[name] for name in cls.__slots__ if name in options}
-        for name, size in found.items():
+        sizes = {name: options[name] for name in cls.__slots__ if name in options}
+        for name, size in sizes.items():
             if not (isinstance(size, int) and size > 0) and size is not None:
                 raise ConfigError(f"{_KEY}.{name}={size!r} is not a number of ranks; set it to 1 or more")
-        return cls(**found)
+        return cls(**sizes)
 
     @property
-    def ranks_per_share(self) -> int:
-        """Ranks that compute one share of a batch together."""
+    def ranks_per_replica(self) -> int:
+        """Ranks of one data-parallel replica: they compute the same rows together."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
@@ -69,9 +69,11 @@ class Layout:
             ConfigError: they cannot; the message has values and keys.
 
         """
-        _divides(ranks, "learner.ranks", self.ranks_per_share, "tensor times pipeline times context parallel size")
+        _check_divisible(
+            ranks, "learner.ranks", self.ranks_per_replica, "tensor times pipeline times context parallel size"
+        )
         experts = self.expert_tensor_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
-        _divides(ranks, "learner.ranks", experts, "expert tensor times expert times pipeline parallel size")
+        _check_divisible(ranks, "learner.ranks", experts, "expert tensor times expert times pipeline parallel size")
         tensor = self.tensor_model_parallel_size
         sizes = {name: model.get(name) for name in ("num_attention_heads", "ffn_hidden_size", "vocab_size")}
         if model.get("multi_latent_attention"):
@@ -80,7 +82,7 @@ class Layout:
         sizes["shared experts' size"] = model.get("moe_shared_expert_intermediate_size")
         for name, size in sizes.items():
             if size is not None:
-                _divides(size, f"the model's {name}", tensor, f"{_KEY}.tensor_model_parallel_size")
+                _check_divisible(size, f"the model's {name}", tensor, f"{_KEY}.tensor_model_parallel_size")
         groups = model["num_query_groups"]
         if groups % tensor and tensor % groups:
             raise ConfigError(
@@ -93,17 +95,19 @@ class Layout:
                     f"{_KEY}.tensor_model_parallel_size={tensor} with experts needs {_KEY}.sequence_parallel=true"
                 )
             name = f"{_KEY}.expert_model_parallel_size"
-            _divides(model["num_moe_experts"], "the model's experts", self.expert_model_parallel_size, name)
+            _check_divisible(model["num_moe_experts"], "the model's experts", self.expert_model_parallel_size, name)
             name = f"{_KEY}.expert_tensor_parallel_size"
-            _divides(model["moe_ffn_hidden_size"], "the model's moe_intermediate_size", self.expert_tensor_size, name)
+            _check_divisible(
+                model["moe_ffn_hidden_size"], "the model's moe_intermediate_size", self.expert_tensor_size, name
+            )
         stages = self.pipeline_model_parallel_size * self.chunks
-        if not any(options.get(name) for name in _OWN_STAGES):
-            _divides(
+        if not any(options.get(name) for name in _UNEVEN_STAGES):
+            _check_divisible(
                 model["num_layers"],
                 "the model's num_hidden_layers",
                 stages,
                 f"{_KEY}.pipeline_model_parallel_size times virtual_pipeline_model_parallel_size",
-                f"or give the stages their layers with {_KEY}.{_OWN_STAGES[0]}",
+                f"or give the stages their layers with {_KEY}.{_UNEVEN_STAGES[0]}",
             )
 
     def start(self, seed: int) -> None:
@@ -119,10 +123,10 @@ class Layout:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _divides(whole: int, of: str, size: int, key: str, otherwise: str = "") -> None:
-    if whole % size:
+def _check_divisible(number: int, number_name: str, size: int, key: str, hint: str = "") -> None:
+    if number % size:
         raise ConfigError(
-            f"{key}={size} does not divide {of}={whole}; set it to {_divisors(whole)} {otherwise}".rstrip()
+            f"{key}={size} does not divide {number_name}={number}; set it to {_divisors(number)} {hint}".rstrip()
         )
 
 

@@ -1,7 +1,7 @@
-"""How the weights of a Megatron-Core model are made of Hugging Face tensors, and which part of them a rank has.
+"""How the weights of a Megatron-Core model are made of Hugging Face tensors, and which slices of them a rank has.
 
-A `Weight` lists rows of Hugging Face tensors. Its parts for a tensor-parallel rank are slices of these tensors, each of which
-is a range of rows of the rank's weight. Loading reads the slices, gathering writes them: one mapping serves both directions.
+A `Weight` lists rows of Hugging Face tensors. A tensor-parallel rank has slices of these tensors, and each slice is a
+range of rows of the rank's weight. Loading reads the slices, gathering writes them: one mapping serves both directions.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Rows(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
-    """Where a slice of a Hugging Face tensor is in a rank's weight."""
+class WeightSlice(NamedTuple):
+    """A slice of a Hugging Face tensor, and its place in a rank's weight."""
 
     tensor: HfTensor
-    there: tuple[slice, ...]
+    hf_slices: tuple[slice, ...]
     """In the Hugging Face tensor."""
-    here: tuple[int | slice, ...]
+    local_index: tuple[int | slice, ...]
     """Rows of the rank's weight, of stacked weights after the expert's index."""
 
-    def of_expert(self, index: int) -> Part:
-        """Return the part in stacked weights of experts."""
-        return self._replace(here=(index, *self.here))
+    def stacked_at(self, index: int) -> WeightSlice:
+        """Return the slice in stacked weights of experts."""
+        return self._replace(local_index=(index, *self.local_index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +47,42 @@ class Weight:
     name: str
     """In its layer, expert or model."""
     blocks: tuple[tuple[Rows, ...], ...]
-    """The rows of a block follow each other. A rank has its part of each block, one after the other."""
+    """The rows of a block follow each other. A rank has its rows of each block, one block after the other."""
     split: Literal["rows", "columns"] | None = "rows"
     """What tensor-parallel ranks divide; None if each has the whole weight."""
     dtype: str | None = None
-    """Of a weight that does not have the model's."""
+    """Of a weight whose dtype is not the model's."""
 
     def tensors(self) -> Iterator[HfTensor]:
         """Iterate over the Hugging Face tensors, each once."""
         yield from dict.fromkeys(rows.tensor for block in self.blocks for rows in block)
 
-    def parts(self, rank: int, size: int) -> Iterator[Part]:
-        """Iterate over the parts of one of ``size`` tensor-parallel ranks."""
+    def slices(self, rank: int, size: int) -> Iterator[WeightSlice]:
+        """Iterate over the slices of one of ``size`` tensor-parallel ranks."""
         begin = 0
         for block in self.blocks:
-            taken = _share(block, rank, size) if self.split == "rows" else block
-            for tensor, start, stop in taken:
-                there = (slice(start, stop), *map(slice, tensor.shape[1:]))
+            rows = _rank_rows(block, rank, size) if self.split == "rows" else block
+            for tensor, start, stop in rows:
+                hf_slices = (slice(start, stop), *map(slice, tensor.shape[1:]))
                 if self.split == "columns":
-                    there = (there[0], _range(tensor.shape[1], rank, size))
-                yield Part(tensor, there, (slice(begin, begin + stop - start),))
+                    hf_slices = (hf_slices[0], _range(tensor.shape[1], rank, size))
+                yield WeightSlice(tensor, hf_slices, (slice(begin, begin + stop - start),))
                 begin += stop - start
 
 
 def _range(length: int, rank: int, size: int) -> slice:
     assert length % size == 0, f"{length} not divisible by {size}"
-    share = length // size
-    return slice(rank * share, (rank + 1) * share)
+    count = length // size
+    return slice(rank * count, (rank + 1) * count)
 
 
-def _share(block: Iterable[Rows], rank: int, size: int) -> Iterator[Rows]:
+def _rank_rows(block: Iterable[Rows], rank: int, size: int) -> Iterator[Rows]:
     """Iterate over a rank's rows of a block."""
     block = tuple(block)
-    wanted = _range(sum(rows.stop - rows.start for rows in block), rank, size)
+    rank_range = _range(sum(rows.stop - rows.start for rows in block), rank, size)
     begin = 0
     for tensor, start, stop in block:
-        first, last = max(wanted.start - begin, 0), min(wanted.stop - begin, stop - start)
+        first, last = max(rank_range.start - begin, 0), min(rank_range.stop - begin, stop - start)
         if first < last:
             yield Rows(tensor, start + first, start + last)
         begin += stop - start
@@ -101,12 +101,12 @@ def same(
 
 
 def gate_up(name: str, gate: HfTensor, up: HfTensor) -> Weight:
-    """Return the first weight of a gated MLP: a rank has its part of the gate, then that of the other projection."""
+    """Return the first weight of a gated MLP: a rank has its rows of the gate projection, then those of the up projection."""
     return Weight(name, (all_rows(gate), all_rows(up)))
 
 
 def fused_gate_up(name: str, tensor: HfTensor) -> Weight:
-    """Return the first weight of a gated MLP from one Hugging Face tensor that has both projections."""
+    """Return the first weight of a gated MLP from a Hugging Face tensor with both projections."""
     half = tensor.shape[0] // 2
     return Weight(name, ((Rows(tensor, 0, half),), (Rows(tensor, half, 2 * half),)))
 

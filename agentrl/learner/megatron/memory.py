@@ -21,19 +21,19 @@ from agentrl.learner.memory import LearnerMemory
 
 _FLOAT32 = 4
 _LOGITS = 2
-"""Arrays of a chunk's logits at the same time: they and their gradient."""
+"""Arrays as large as a chunk's logits that exist at the same time: the logits and their gradient."""
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-_UNREAD = (
+_UNSUPPORTED = (
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options that give stages other layers than `stage_layers` knows."""
+"""Options for the layers of stages that `stage_layers` does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronWork:
-    """What the memory of a rank depends on besides model and options."""
+    """Inputs of the memory estimate besides model and options."""
 
     ranks: int
     """``learner.ranks``."""
@@ -63,44 +63,44 @@ def megatron_memory(family: Family, hf: Any, options: Mapping[str, Any], work: M
         family: of the model.
         hf: its configuration in transformers.
         options: the options ``learner.megatron``.
-        work: all else.
+        work: micro-batch, precision and ranks.
 
     Raises:
-        ConfigError: the layout does not divide the model or the ranks, or an option is not known here.
+        ConfigError: the layout does not divide the model or the ranks, or an option is not supported here.
 
     """
-    layout, model = Layout.of(options), family.options(hf)
+    layout, model = Layout.from_options(options), family.options(hf)
     layout.check(model | {"vocab_size": hf.vocab_size}, options, work.ranks)
     stages = stage_layers(model["num_layers"], layout, options)
-    found = (_stage(family, hf, model, options, work, stages, stage) for stage in range(len(stages)))
-    return max(found, key=lambda memory: memory.total)
+    stage_memories = (_stage(family, hf, model, options, work, stages, stage) for stage in range(len(stages)))
+    return max(stage_memories, key=lambda memory: memory.total)
 
 
 def stage_layers(layers: int, layout: Layout, options: Mapping[str, Any]) -> list[list[int]]:
     """Return the indices of the layers of each pipeline stage, over its virtual stages.
 
     Raises:
-        ConfigError: an option gives the stages their layers in a way that is not known here.
+        ConfigError: an option gives the stages their layers in a way that is not supported here.
 
     """
-    for name in _UNREAD:
+    for name in _UNSUPPORTED:
         if options.get(name):
             raise ConfigError(
                 f"learner.megatron.{name}: the memory of its stages is not estimated; leave it out to plan"
             )
     stages, chunks = layout.pipeline_model_parallel_size, layout.chunks
-    own = {stage: int(options[name]) for stage, name in ((0, _FIRST), (stages - 1, _LAST)) if options.get(name)}
-    each = (layers - sum(own.values())) // max(1, stages - len(own))
-    sizes = [own.get(stage, each) for stage in range(stages)]
+    fixed_sizes = {stage: int(options[name]) for stage, name in ((0, _FIRST), (stages - 1, _LAST)) if options.get(name)}
+    even_size = (layers - sum(fixed_sizes.values())) // max(1, stages - len(fixed_sizes))
+    sizes = [fixed_sizes.get(stage, even_size) for stage in range(stages)]
     if sum(sizes) != layers or min(sizes) < 1:
         raise ConfigError(
             f"learner.megatron: {stages} pipeline stages have {', '.join(map(str, sizes))} layers, and the model {layers}; "
             f"set {_FIRST} or {_LAST}"
         )
-    parts = [size // chunks for _ in range(chunks) for size in sizes]  # a stage's chunks are not neighbours
-    starts = [sum(parts[:index]) for index in range(len(parts))]
-    numbered = [list(range(start, start + size)) for start, size in zip(starts, parts, strict=True)]
-    return [[layer for chunk in range(chunks) for layer in numbered[chunk * stages + s]] for s in range(stages)]
+    chunk_sizes = [size // chunks for _ in range(chunks) for size in sizes]  # a stage's chunks are not neighbours
+    starts = [sum(chunk_sizes[:index]) for index in range(len(chunk_sizes))]
+    chunk_layers = [list(range(start, start + size)) for start, size in zip(starts, chunk_sizes, strict=True)]
+    return [[layer for chunk in range(chunks) for layer in chunk_layers[chunk * stages + s]] for s in range(stages)]
 
 
 def _stage(
@@ -112,10 +112,10 @@ def _stage(
     stages: Sequence[Sequence[int]],
     stage: int,
 ) -> LearnerMemory:
-    layout = Layout.of(options)
+    layout = Layout.from_options(options)
     is_first, is_last = stage == 0, stage == len(stages) - 1
-    embedding, *others = model_weights(hf, values=work.values)
-    outer = [embedding] * is_first + others * is_last
+    embedding, *norm_and_head = model_weights(hf, values=work.values)
+    outer = [embedding] * is_first + norm_and_head * is_last
     if is_first and is_last and hf.tie_word_embeddings and not work.values:
         outer.pop()
     tensor = layout.tensor_model_parallel_size
@@ -126,19 +126,21 @@ def _stage(
     dense += _numbers(outer, tensor)
     experts = count[True] * _experts(family, hf, model, layout, kinds[True]) if True in kinds else 0
     per_number = 2 * _FLOAT32 + (_FLOAT32 if work.bfloat16 else 0)
-    shared = bool(options.get("use_distributed_optimizer", True))
-    share = work.ranks // (tensor * len(stages)) if shared else 1
-    of_experts = layout.expert_tensor_size * layout.expert_model_parallel_size * len(stages)
-    expert_share = work.ranks // of_experts if shared else 1
+    is_sharded = bool(options.get("use_distributed_optimizer", True))
+    optimizer_ranks = work.ranks // (tensor * len(stages)) if is_sharded else 1
+    expert_ranks = layout.expert_tensor_size * layout.expert_model_parallel_size * len(stages)
+    expert_optimizer_ranks = work.ranks // expert_ranks if is_sharded else 1
     tokens = math.ceil(work.tokens / layout.context_parallel_size)
     weights = work.size * (dense + experts)
     outputs = 1 if work.values else hf.vocab_size // tensor
     return LearnerMemory(
         weights=weights,
         gradients=_FLOAT32 * (dense + experts),
-        optimizer=per_number * (math.ceil(dense / share) + math.ceil(experts / expert_share)),
+        optimizer=per_number * (math.ceil(dense / optimizer_ranks) + math.ceil(experts / expert_optimizer_ranks)),
         reference=weights if work.reference else 0,
-        activations=work.size * tokens * _kept(model, options, stages[stage], in_flight(layout, stage), work.recompute),
+        activations=work.size
+        * tokens
+        * _activation_numbers(model, options, stages[stage], in_flight(layout, stage), work.recompute),
         logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * outputs if is_last else 0,
     )
 
@@ -156,27 +158,29 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 
 def _numbers(weights: Iterable[Weight], ranks: int) -> int:
-    """Return the numbers that one of ``ranks`` tensor-parallel ranks has of weights."""
+    """Return how many numbers of the weights one of ``ranks`` tensor-parallel ranks has."""
     count = 0
     for weight in weights:
-        whole = sum((stop - start) * math.prod(t.shape[1:]) for block in weight.blocks for t, start, stop in block)
-        count += whole // ranks if weight.split else whole
+        numbers = sum((stop - start) * math.prod(t.shape[1:]) for block in weight.blocks for t, start, stop in block)
+        count += numbers // ranks if weight.split else numbers
     return count
 
 
 def _experts(family: Family, hf: Any, model: Options, layout: Layout, layer: int) -> int:
-    """Return the numbers that a rank has of a layer's experts."""
+    """Return how many numbers of a layer's experts a rank has."""
     assert family.expert is not None
-    each = _numbers(family.expert(hf, layer, 0), layout.expert_tensor_size)
-    return each * int(model["num_moe_experts"]) // layout.expert_model_parallel_size
+    expert_numbers = _numbers(family.expert(hf, layer, 0), layout.expert_tensor_size)
+    return expert_numbers * int(model["num_moe_experts"]) // layout.expert_model_parallel_size
 
 
 def _has_experts(model: Options, layer: int) -> bool:
     return bool(model.get("num_moe_experts")) and bool(model["moe_layer_freq"][layer])
 
 
-def _kept(model: Options, options: Mapping[str, Any], layers: Sequence[int], times: float, recompute: Recompute) -> int:
-    """Return the numbers for each token that a stage keeps until the backward pass, and those of the layer that is in it."""
+def _activation_numbers(
+    model: Options, options: Mapping[str, Any], layers: Sequence[int], times: float, recompute: Recompute
+) -> int:
+    """Return how many numbers of each token a stage keeps until the backward pass, and the layer in the backward pass has."""
     together = 1
     if RECOMPUTE in options:
         recompute = "full" if options[RECOMPUTE] == "full" else "none"
@@ -199,62 +203,64 @@ class _Widths:
 
     input: int
     all: int
-    """That it keeps if nothing is computed again."""
+    """Kept if nothing is computed again."""
     products: int
-    """That it keeps if all but products and attention is computed again: its input and their results."""
+    """Kept if all but products and attention is computed again: the layer's input and their results."""
     gradients: int
-    """Of what its backward pass has at the same time: the hidden states', and the widest products'."""
+    """Gradients that its backward pass has at the same time: the hidden states', and the widest products'."""
 
 
 def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Widths:
-    """Return the widths of a layer: what its products, norms, rotations and activations keep.
+    """Return the widths of a layer, of its products, norms, rotations and activations.
 
-    Products keep their input, and so do norms. With sequence parallelism what lies between tensor-parallel products is
-    divided among their ranks; without it each has all of it.
+    Products keep their input, and so do norms. With sequence parallelism the activations between tensor-parallel products
+    are divided among ranks; without it each rank has all of them.
     """
-    layout = Layout.of(options)
+    layout = Layout.from_options(options)
     tensor = layout.tensor_model_parallel_size
     hidden = model["hidden_size"] // (tensor if options.get("sequence_parallel") else 1)
-    attention, products = _latent(model) if model.get("multi_latent_attention") else _grouped(model)
+    attention, products = (
+        _latent_attention_numbers(model) if model.get("multi_latent_attention") else _grouped_query_numbers(model)
+    )
     attention, products = attention // tensor, products // tensor
     # Both norms keep their input, and the products after them keep the norms' output.
-    around = 4 * hidden
-    # The last product of attention is added to the input, and what a norm makes of the sum depends on it.
-    found = _Widths(hidden, around + attention, 2 * hidden + products, 0)
+    norms = 4 * hidden
+    # The last product of attention is added to the input, and the norm of the sum depends on it.
+    widths = _Widths(hidden, norms + attention, 2 * hidden + products, 0)
     middles = {"ffn_hidden_size": 1.0 / tensor}
     if experts:
         # A rank's experts get as many tokens as it has, times the experts of a token.
         rows = model["moe_router_topk"] * layout.expert_tensor_size / tensor
         routed = 2 * rows * model["hidden_size"] + 2 * model["num_moe_experts"] * hidden / model["hidden_size"]
         # Of the experts, and of the norm before them, nothing is computed again.
-        products = found.products + 2 * hidden + math.ceil(routed)
-        found = replace(found, all=found.all + math.ceil(routed), products=products)
+        products = widths.products + 2 * hidden + math.ceil(routed)
+        widths = replace(widths, all=widths.all + math.ceil(routed), products=products)
         middles = {"moe_ffn_hidden_size": rows / layout.expert_tensor_size}
         if model.get("moe_shared_expert_intermediate_size"):
             middles["moe_shared_expert_intermediate_size"] = 1.0 / tensor
-    middle = math.ceil(sum(model[name] * share for name, share in middles.items()))
-    # Gate and other projection, and the product of both.
-    found = replace(found, all=found.all + 3 * middle, products=found.products + (3 if experts else 2) * middle)
-    return replace(found, gradients=2 * hidden + 3 * middle)
+    middle = math.ceil(sum(model[name] * factor for name, factor in middles.items()))
+    # Gate and up projections, and their product.
+    widths = replace(widths, all=widths.all + 3 * middle, products=widths.products + (3 if experts else 2) * middle)
+    return replace(widths, gradients=2 * hidden + 3 * middle)
 
 
-def _grouped(model: Options) -> tuple[int, int]:
+def _grouped_query_numbers(model: Options) -> tuple[int, int]:
     """Return the numbers of grouped-query attention: queries, keys and values, the first two normed and rotated, the result;
     and those of products and the result.
     """
     size = int(model["kv_channels"])
     queries, groups = int(model["num_attention_heads"]) * size, int(model["num_query_groups"]) * size
-    normed = queries + groups if model.get("qk_layernorm") else 0
+    normalized = queries + groups if model.get("qk_layernorm") else 0
     products = (queries + 2 * groups) + queries
-    return products + normed + (queries + groups), products
+    return products + normalized + (queries + groups), products
 
 
-def _latent(model: Options) -> tuple[int, int]:
+def _latent_attention_numbers(model: Options) -> tuple[int, int]:
     """Return the numbers of multi-head latent attention: latents, normed, what is made of them, rotated, and the result;
     and those of products and the result.
     """
     names = ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
-    heads, rotated, plain, values, latent, of_queries = (int(model[name] or 0) for name in names)
-    made, turned = (plain + rotated) + (plain + values), 2 * (plain + rotated)
-    products = of_queries + latent + rotated + heads * (made + values)
-    return products + of_queries + latent + heads * turned, products
+    heads, rope, plain, values, latent, query_latent = (int(model[name] or 0) for name in names)
+    projected, rotated = (plain + rope) + (plain + values), 2 * (plain + rope)
+    products = query_latent + latent + rope + heads * (projected + values)
+    return products + query_latent + latent + heads * rotated, products

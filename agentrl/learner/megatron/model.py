@@ -27,7 +27,7 @@ from agentrl.learner.megatron.dispatch import PairDispatcher
 from agentrl.learner.megatron.experts import GroupedExperts
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
-from agentrl.learner.megatron.fixes import mend
+from agentrl.learner.megatron.fixes import apply_fixes
 from agentrl.learner.megatron.heads import ValueHead
 from agentrl.learner.megatron.layers import (
     LatentNorm,
@@ -61,7 +61,7 @@ class MegatronModel:
     """Whether it has a value head in place of the language head."""
 
     @property
-    def tied(self) -> bool:
+    def head_is_tied(self) -> bool:
         """Whether the head has the weight of the embedding."""
         return not self.values and bool(self.hf.tie_word_embeddings)
 
@@ -77,7 +77,7 @@ def build_model(
 ) -> MegatronModel:
     """Build this rank's chunks; `load_weights` fills them. The groups of the layout exist (`Layout.start`).
 
-    A rank allocates what it holds, and nothing else.
+    A rank allocates the memory of its own weights only.
 
     Args:
         folder: a Hugging Face folder.
@@ -92,9 +92,9 @@ def build_model(
         ModelError: the folder has no model of a known family.
 
     """
-    mend()
+    apply_fixes()
     family, hf = read_family(folder, key)
-    layout = Layout.of(options)
+    layout = Layout.from_options(options)
     config = transformer_config(family.options(hf), options, device=device, dtype=dtype)
     rotary = _rotary(hf, config, device, f"{key}={folder}")
     chunks = []
@@ -136,7 +136,7 @@ def packed_tokens(
 ) -> PackedTokens:
     """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
 
-    With context parallelism the chunk's other arguments have this rank's tokens only, those of `own_tokens`.
+    With context parallelism the chunk's other arguments have this rank's tokens only, those of `local_tokens`.
 
     Args:
         model: of this rank.
@@ -148,26 +148,26 @@ def packed_tokens(
     """
     dtype = model.config.params_dtype
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
-    own = own_tokens(len(position_ids_L))
-    positions = to_device(position_ids_L[own], device)
+    local = local_tokens(len(position_ids_L))
+    positions = to_device(position_ids_L[local], device)
     context = rank_context()
     experts = None
     if experts_L is not None:
-        experts = by_layer(experts_L, _routed_tokens(own, model.config.sequence_parallel), device)
+        experts = by_layer(experts_L, _routed_tokens(local, model.config.sequence_parallel), device)
     divided = rows if context is None else DividedRows(rows, context)
-    return PackedTokens(positions, divided, experts, model.rotary.turns(positions, dtype))
+    return PackedTokens(positions, divided, experts, model.rotary.cos_sin(positions, dtype))
 
 
-def _routed_tokens(own: slice, sequence_parallel: bool) -> slice:
-    """Return those of this rank's tokens that its routers get."""
+def _routed_tokens(local: slice, sequence_parallel: bool) -> slice:
+    """Return which of this rank's tokens its routers get."""
     group = parallel_state.get_tensor_model_parallel_group()
     if not sequence_parallel:
-        return own
-    each = (own.stop - own.start) // group.size()
-    return slice(own.start + group.rank() * each, own.start + (group.rank() + 1) * each)
+        return local
+    count = (local.stop - local.start) // group.size()
+    return slice(local.start + group.rank() * count, local.start + (group.rank() + 1) * count)
 
 
-def own_tokens(length: int) -> slice:
+def local_tokens(length: int) -> slice:
     """Return which tokens of a micro-batch this rank computes; ranks of context parallelism divide ``length``."""
     context = rank_context()
     return slice(0, length) if context is None else context.token_slice(length)
@@ -206,7 +206,7 @@ def _sends_pairs(config: TransformerConfig) -> bool:
 
 
 def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
-    """Return the specification of a layer. With Transformer Engine it would be another."""
+    """Return the specification of a layer without Transformer Engine."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -228,9 +228,9 @@ def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSp
     return spec
 
 
-def _by_tokens(embedding: nn.Module, inputs: object, found: torch.Tensor) -> torch.Tensor:
+def _by_tokens(embedding: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     """Return embeddings ``[L, 1, H]`` with the strides of layers' outputs, so that the first layer has their compiled code."""
-    return found.flatten(0, 1)[:, None]
+    return output.flatten(0, 1)[:, None]
 
 
 def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str) -> PackedRotary:
@@ -238,8 +238,8 @@ def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = hf.rope_parameters
-    kind, share = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
-    size, scaling = int(head_size(hf) * share), 1.0
+    kind, fraction = parameters["rope_type"], parameters.get("partial_rotary_factor", 1.0)
+    size, scaling = int(head_size(hf) * fraction), 1.0
     if kind == "default":
         inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
     elif kind in ("linear", "llama3", "yarn"):
@@ -247,8 +247,8 @@ def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str
     else:
         raise ModelError(f"{where}: rope_type={kind!r} in config.json: the megatron learner lacks it")
     if scaling != 1 and not config.multi_latent_attention:
-        if share != 1:
-            raise ModelError(f"{where}: rope_type={kind!r} with partial_rotary_factor={share} in config.json")
+        if fraction != 1:
+            raise ModelError(f"{where}: rope_type={kind!r} with partial_rotary_factor={fraction} in config.json")
         # Of queries and keys alike: their product has the square.
         config.softmax_scale = scaling**2 * head_size(hf) ** -0.5
     return PackedRotary(inv_freq.to(device), scaling, config.rotary_interleaved, config.multi_latent_attention)

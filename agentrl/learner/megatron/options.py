@@ -33,22 +33,22 @@ _OTHER_KEYS = {
     "bf16": "learner.precision",
     "fp16": "learner.precision",
 }
-"""Options of the optimizer that agentrl has other keys for."""
+"""Options of Megatron-Core's optimizer, and the keys of agentrl that set them."""
 _CLASSES: tuple[Any, ...] = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
 
-def options_of(cls: Any, options: Mapping[str, Any]) -> Options:
-    """Return those options that a configuration class of Megatron-Core has; several classes may have one.
+def select_options(cls: Any, options: Mapping[str, Any]) -> Options:
+    """Return the options that are fields of a configuration class of Megatron-Core; classes may share a field.
 
     Raises:
         ConfigError: no class has one of them.
 
     """
-    known = {name for each in _CLASSES for name in _names(each)} | {*Layout.__slots__}
+    option_names = {name for config_class in _CLASSES for name in _names(config_class)} | {*Layout.__slots__}
     for name in options:
-        if name not in known:
-            near = nearest_key(name, sorted(known))
-            hint = f"; did you mean {_KEY}.{near}?" if near else ""
+        if name not in option_names:
+            nearest = nearest_key(name, sorted(option_names))
+            hint = f"; did you mean {_KEY}.{nearest}?" if nearest else ""
             raise ConfigError(f"{_KEY}.{name}: Megatron-Core has no such option{hint}")
     return {name: value for name, value in options.items() if name in _names(cls)}
 
@@ -73,7 +73,7 @@ def transformer_config(
 
     """
     cls = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
-    chosen = options_of(cls, options)
+    chosen = select_options(cls, options)
     if not model.get("num_moe_experts"):
         # A reference without experts may have a policy with them.
         chosen = {name: value for name, value in chosen.items() if not name.startswith("expert_")}
@@ -82,12 +82,12 @@ def transformer_config(
             raise ConfigError(f"{_KEY}.{name}: the model's config.json sets it to {model[name]!r}; leave it out")
         if name.endswith("_dropout") and chosen[name]:
             raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: agentrl trains without dropout; leave it out")
-    found: TransformerConfig = _made(cls, _defaults(model, device, dtype) | chosen | model)
-    return found
+    config: TransformerConfig = _create(cls, _defaults(model, device, dtype) | chosen | model)
+    return config
 
 
 def _defaults(model: Options, device: torch.device, dtype: torch.dtype) -> Options:
-    """Return what is set if no option does."""
+    """Return the values of fields that no option sets."""
     return {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -106,7 +106,7 @@ def _defaults(model: Options, device: torch.device, dtype: torch.dtype) -> Optio
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        # Routing is the engines': nothing pushes it towards a balance.
+        # No auxiliary loss balances the experts: routing must match that of the engines.
         "moe_router_load_balancing_type": "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
@@ -118,13 +118,13 @@ def learner_options(config: LearnerConfig) -> Options:
     """Return the options ``learner.megatron``, with those that follow from them and from other keys of ``learner``."""
     options = dict(config.megatron)
     if options.get("virtual_pipeline_model_parallel_size"):
-        # The other way round, stages get wrong inputs without an error.
+        # With Megatron-Core's defaults, stages get wrong inputs without an error.
         options = {"overlap_p2p_comm": True, "batch_p2p_comm": False} | options
     return options
 
 
 def recomputed_layers(config: LearnerConfig) -> Recompute:
-    """Return what agentrl computes again in the backward pass: nothing, if Megatron-Core is to do it."""
+    """Return what agentrl recomputes in the backward pass: nothing, if Megatron-Core recomputes."""
     return "none" if RECOMPUTE in config.megatron else recompute_mode(config)
 
 
@@ -135,8 +135,8 @@ def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelC
         ConfigError: an option is unknown, or Megatron-Core refuses it.
 
     """
-    chosen = options_of(DistributedDataParallelConfig, options)
-    return _made(DistributedDataParallelConfig, _DATA_PARALLEL | chosen)
+    chosen = select_options(DistributedDataParallelConfig, options)
+    return _create(DistributedDataParallelConfig, _DATA_PARALLEL | chosen)
 
 
 def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dtype: torch.dtype) -> OptimizerConfig:
@@ -151,11 +151,11 @@ def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dt
         ConfigError: an option is unknown, has another key, or Megatron-Core refuses it.
 
     """
-    chosen = options_of(OptimizerConfig, options)
+    chosen = select_options(OptimizerConfig, options)
     for name, key in _OTHER_KEYS.items():
         if name in chosen:
             raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: set {key}")
-    own = {
+    fixed = {
         "lr": optimizer.fixed_lr,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.betas[0],
@@ -165,11 +165,11 @@ def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dt
         "params_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
     }
-    shared = {"use_distributed_optimizer": True}
-    return _made(OptimizerConfig, shared | chosen | own)
+    defaults = {"use_distributed_optimizer": True}
+    return _create(OptimizerConfig, defaults | chosen | fixed)
 
 
-def _made(cls: Any, options: Options) -> Any:
+def _create(cls: Any, options: Options) -> Any:
     try:
         return cls(**options)
     except (AssertionError, TypeError, ValueError) as error:

@@ -20,23 +20,23 @@ from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions
 from agentrl.learner.megatron.heads import logprobs_at, values_at
 from agentrl.learner.megatron.layers import PackedTokens
-from agentrl.learner.megatron.model import MegatronModel, own_tokens, packed_tokens, rank_context
+from agentrl.learner.megatron.model import MegatronModel, local_tokens, packed_tokens, rank_context
 
 Scores = tuple[torch.Tensor, torch.Tensor | None]
 """Log-probabilities or values ``[N]``, at least float32, and entropies if requested."""
 Consumer = Callable[[int, Scores], torch.Tensor | None]
-"""Gets the number of a micro-batch and its scores, and returns the loss for a backward pass."""
+"""Called with the index of a micro-batch and its scores. Returns the loss if there is a backward pass."""
 
 
 class Pipeline:
-    """Computes the scores of micro-batches, with all ranks that have a part of them.
+    """Computes the scores of micro-batches, with all ranks of the model and of context parallelism.
 
     Args:
         model: this rank's part.
-        chunks: its chunks, as they are called: wrapped for data parallelism, or not.
+        chunks: its chunks, wrapped for data parallelism if the model is trained.
         device: of the rank.
         logits_chunk: tokens whose logits exist at the same time.
-        compiled: whether what follows the head's products is compiled.
+        compiled: whether the computation of scores from logits is compiled.
 
     """
 
@@ -51,16 +51,16 @@ class Pipeline:
         self._logits_chunk = logits_chunk
         self._compiled = compiled
         self.replays_routing = False
-        """Whether routers take the experts of micro-batches."""
+        """Whether routers use the experts recorded in micro-batches."""
         self.context = rank_context()
-        """The ranks that have the other parts of a micro-batch's tokens."""
+        """The ranks that divide a micro-batch's tokens; None without context parallelism."""
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         if self.is_last:
             # The head is applied to the hidden states of some tokens only; see `_scores`.
             model.chunks[-1].output_layer.forward = _hidden_states
 
-    def own(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
-        """Return those of the tokens at ``at_N`` that this rank scores: those predicted from its part."""
+    def local_places(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
+        """Return the positions in ``at_N`` that this rank scores: those predicted from its tokens."""
         return at_N if self.context is None else at_N[self.context.has(at_N - 1, len(micro.token_ids_L))]
 
     def run(
@@ -77,7 +77,7 @@ class Pipeline:
 
         Args:
             micros: on the CPU, as many on all ranks.
-            places: of each, int64 positions ``[N]`` of the tokens to score, of `own`, on the CPU.
+            places: of each, int64 positions ``[N]`` of the tokens to score, of `local_places`, on the CPU.
             temperature: logits are divided by it.
             consume: called on the last stage, in the order of ``micros``.
             entropy: whether to compute entropies.
@@ -85,43 +85,44 @@ class Pipeline:
 
         """
         padding = self._padding(len(micros))
-        given = [*zip([*micros, *padding], [*places, *(_NOWHERE for _ in padding)], strict=True)]
+        inputs = [*zip([*micros, *padding], [*places, *(_NO_PLACES for _ in padding)], strict=True)]
 
-        def scored(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-            micro, at_N = given[number]
+        def score_and_consume(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            micro, at_N = inputs[number]
             scores = self._scores(hidden, micro, at_N, temperature, entropy)
             loss = consume(number, scores) if number < len(micros) else scores[0].sum()
             return (loss if loss is not None else hidden.new_zeros(())), torch.zeros((), dtype=torch.int), None
 
         def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             number = next(numbers)
-            micro = given[number][0]
+            micro = inputs[number][0]
             ids, positions = (
-                each[None, own_tokens(len(micro.token_ids_L))] for each in (micro.token_ids_L, micro.position_ids_L)
+                tensor[None, local_tokens(len(micro.token_ids_L))]
+                for tensor in (micro.token_ids_L, micro.position_ids_L)
             )
             ids, positions = to_device(ids, self._device), to_device(positions, self._device)
-            hidden = chunk(ids, positions, None, packed_seq_params=self._packed(micro))
-            return hidden, partial(scored, number)
+            hidden = chunk(ids, positions, None, packed_seq_params=self._packed_tokens(micro))
+            return hidden, partial(score_and_consume, number)
 
-        numbers = [iter(range(len(given))) for _ in self._chunks]
+        numbers = [iter(range(len(inputs))) for _ in self._chunks]
         with torch.set_grad_enabled(backward):
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=numbers,
                 model=self._chunks,
-                num_microbatches=len(given),
-                seq_length=len(given[0][0].token_ids_L),  # of no effect: stages send shapes
+                num_microbatches=len(inputs),
+                seq_length=len(inputs[0][0].token_ids_L),  # of no effect: stages send shapes
                 micro_batch_size=1,
                 forward_only=not backward,
             )
 
     def _padding(self, count: int) -> list[MicroBatch]:
-        """Return micro-batches of padding with which the interleaved schedule, which computes groups of them, can run."""
+        """Return micro-batches of padding: the interleaved schedule needs a multiple of the number of stages."""
         if len(self._chunks) == 1:
             return []
         return [_only_padding() for _ in range(-count % self._stages)]
 
-    def _packed(self, micro: MicroBatch) -> PackedTokens:
+    def _packed_tokens(self, micro: MicroBatch) -> PackedTokens:
         experts_L = micro.experts_L if self.replays_routing else None
         return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L)
 
@@ -130,14 +131,14 @@ class Pipeline:
     ) -> Scores:
         """Return the scores of tokens from the last stage's output ``[1, L, H]``. A value has no entropy."""
         chunk = self.model.chunks[-1]
-        places_N = to_device(at_N - 1 - own_tokens(len(micro.token_ids_L)).start, self._device)
+        places_N = to_device(at_N - 1 - local_tokens(len(micro.token_ids_L)).start, self._device)
         if self.model.values:
             return values_at(chunk, hidden[0], places_N), None
         options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled)
         return logprobs_at(chunk, hidden[0], places_N, to_device(micro.token_ids_L[at_N], self._device), options)
 
 
-_NOWHERE = torch.zeros(0, dtype=torch.int64)
+_NO_PLACES = torch.zeros(0, dtype=torch.int64)
 
 
 def _only_padding() -> MicroBatch:
@@ -160,5 +161,5 @@ def _only_padding() -> MicroBatch:
 
 
 def _hidden_states(hidden: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
-    """Take the place of a head's ``forward``."""
+    """Replace the ``forward`` of a head: return the hidden states."""
     return hidden, None

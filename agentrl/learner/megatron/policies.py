@@ -14,7 +14,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.base import Role
 from agentrl.learner.device import compiles, uses_bfloat16
-from agentrl.learner.megatron.fixes import mend
+from agentrl.learner.megatron.fixes import apply_fixes
 from agentrl.learner.megatron.layers import prepare_decoder
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
@@ -39,14 +39,14 @@ class LoadedModel:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return parameters and buffers."""
-        return [each for chunk in self.model.chunks for each in (*chunk.parameters(), *chunk.buffers())]
+        return [tensor for chunk in self.model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
 
 def start_groups(options: Mapping[str, Any], seed: int) -> None:
     """Prepare Megatron-Core, and create the process groups of the layout in ``options``, if there are none. Collective."""
-    mend()
+    apply_fixes()
     if not parallel_state.model_parallel_is_initialized():
-        Layout.of(options).start(seed)
+        Layout.from_options(options).start(seed)
 
 
 def load_trained(
@@ -81,7 +81,7 @@ def load_reference(
     """Load the reference policy; see `load_trained`.
 
     Raises:
-        ConfigError: it reads other tokens than the policy.
+        ConfigError: its vocabulary is not the policy's.
 
     """
     check_reference(policy, folder)
@@ -113,27 +113,27 @@ def _freeze(weights: ModelWeights, config: LearnerConfig) -> None:
     """Mark the weights of `LearnerConfig.freeze`.
 
     Raises:
-        ConfigError: a pattern matches some of the weights that are one parameter in Megatron-Core.
+        ConfigError: a pattern matches only some of the weights that Megatron-Core has in one parameter.
 
     """
     if not config.freeze:
         return
     frozen = frozen_names([spec.name for spec in weights.specs()], config.freeze)
-    for held in weights.held:
-        names = {part.tensor.name for part in held.parts}
+    for weight in weights.rank_weights:
+        names = {weight_slice.tensor.name for weight_slice in weight.slices}
         if names & frozen and names - frozen:
             raise ConfigError(
                 f"{FREEZE_KEY}={config.freeze}: {min(names & frozen)} is frozen and {min(names - frozen)} trained, but the "
                 f"megatron learner has both in one parameter; freeze both or none"
             )
-        held.tensor.requires_grad_(held.tensor.requires_grad and not names & frozen)
+        weight.tensor.requires_grad_(weight.tensor.requires_grad and not names & frozen)
 
 
 def copy_weights(policy: LoadedModel, reference: LoadedModel) -> None:
     """Make the reference a copy of the policy.
 
     Raises:
-        LearnerError: they have other architectures.
+        LearnerError: their architectures differ.
 
     """
     if policy.weights.specs() != reference.weights.specs():
@@ -141,5 +141,5 @@ def copy_weights(policy: LoadedModel, reference: LoadedModel) -> None:
             "the reference has another architecture than the policy, so it cannot become the policy: set "
             "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
         )
-    for own, theirs in zip(reference.weights.held, policy.weights.held, strict=True):
-        own.tensor.copy_(theirs.tensor)
+    for target, source in zip(reference.weights.rank_weights, policy.weights.rank_weights, strict=True):
+        target.tensor.copy_(source.tensor)

@@ -28,7 +28,7 @@ from agentrl.learner.step_metrics import StepMetrics
 
 
 class MegatronRank(BackendRank):
-    """A rank of a Megatron-Core model. Every row is computed as a whole, and there are no LoRA adapters.
+    """A rank of a Megatron-Core model. Rows do not share prefixes, and there are no LoRA adapters.
 
     Raises:
         ConfigError: see `load_trained` and `load_reference`.
@@ -52,7 +52,7 @@ class MegatronRank(BackendRank):
             if options.reference is not None:
                 self.reference = load_reference(options.reference, config, megatron, device, self.model_folder)
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
-        self._groups = GatherGroups.of_megatron()
+        self._groups = GatherGroups.model_parallel()
         self._data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         """Ranks that together have each token of a batch once."""
         self._all_ranks = dist.new_group(backend="gloo")
@@ -65,11 +65,11 @@ class MegatronRank(BackendRank):
     @override
     def _add_gradients(self, batch: GlobalBatch, metrics: StepMetrics) -> None:
         [micros] = batch.micro
-        places = [self.trained.pipeline.own(micro, mask_positions(micro)) for micro in micros]
+        places = [self.trained.pipeline.local_places(micro, mask_positions(micro)) for micro in micros]
         references = self._reference_logprobs(batch, places)
         ratios = self._sequence_ratios(batch, places)
 
-        def loss_of(number: int, scores: Scores) -> torch.Tensor:
+        def compute_loss(number: int, scores: Scores) -> torch.Tensor:
             loss, loss_metrics = self.loss(
                 batch,
                 micros[number],
@@ -83,11 +83,11 @@ class MegatronRank(BackendRank):
 
         run = self.trained.pipeline.run
         self.training.begin_pass(completes=batch.completes)
-        run(micros, places, batch.temperature, loss_of, entropy=batch.kind == "rl", backward=True)
+        run(micros, places, batch.temperature, compute_loss, entropy=batch.kind == "rl", backward=True)
 
     @override
     def _reduce(self, metrics: StepMetrics, scale: float) -> dict[str, float]:
-        # Last stages have them.
+        # Last stages have the metrics.
         reduced = [metrics.reduce(self._data_parallel_group, scale) if self.trained.pipeline.is_last else None]
         # The last rank is on the last stage.
         dist.broadcast_object_list(reduced, src=dist.get_world_size() - 1, group=self._all_ranks)
@@ -109,7 +109,7 @@ class MegatronRank(BackendRank):
         self.training.zero_grad()
 
     def _sequence_ratios(self, batch: GlobalBatch, places: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the ratios that the loss needs of each micro-batch, which take a forward pass; see `SequenceRatios`."""
+        """Return the ratios that the loss needs of each micro-batch, from a separate forward pass; see `SequenceRatios`."""
         [micros] = batch.micro
         pipeline = self.trained.pipeline
         if not self.loss.needs_ratios(batch, divides_rows=pipeline.context is not None):
@@ -125,17 +125,17 @@ class MegatronRank(BackendRank):
     def _reference_logprobs(self, batch: GlobalBatch, places: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the reference policy's log-probabilities of each micro-batch, on last stages and on the device."""
         [micros] = batch.micro
-        found: list[torch.Tensor | None] = [None] * len(micros)
+        logprobs: list[torch.Tensor | None] = [None] * len(micros)
         if not self.loss.needs_reference(batch):
-            return found
+            return logprobs
 
         def keep(number: int, scores: Scores) -> None:
-            found[number] = scores[0]
+            logprobs[number] = scores[0]
 
-        self._loaded("reference").pipeline.run(micros, places, batch.temperature, keep)
-        return found
+        self._find_model("reference").pipeline.run(micros, places, batch.temperature, keep)
+        return logprobs
 
-    def _loaded(self, name: str) -> LoadedModel:
+    def _find_model(self, name: str) -> LoadedModel:
         """Return the policy, the critic or the reference."""
         if name == self.name:
             return self.trained
@@ -146,17 +146,17 @@ class MegatronRank(BackendRank):
     @override
     def _score_rows(self, batch: GlobalBatch, name: str) -> RowScores:
         [micros] = batch.micro
-        pipeline = self._loaded(name).pipeline
-        places = [pipeline.own(micro, score_positions(micro)) for micro in micros]
-        found: RowScores = {}
+        pipeline = self._find_model(name).pipeline
+        places = [pipeline.local_places(micro, score_positions(micro)) for micro in micros]
+        row_scores: RowScores = {}
         returns = parallel_state.get_tensor_model_parallel_rank() == 0
 
         def keep(number: int, scores: Scores) -> None:
             if returns:
-                found.update(by_row(micros[number], places[number], scores[0]))
+                row_scores.update(by_row(micros[number], places[number], scores[0]))
 
         pipeline.run(micros, places, batch.temperature, keep)
-        return found if pipeline.context is None else pipeline.context.sum_over_ranks(found)
+        return row_scores if pipeline.context is None else pipeline.context.sum_over_ranks(row_scores)
 
     @override
     def _copy_to_reference(self) -> None:
@@ -181,12 +181,12 @@ class MegatronRank(BackendRank):
         return self._offload.cpu_copy(tensor) if is_offloaded else tensor.detach()
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy on the CPU of a tensor of the rank's state, as of the last `save` or `sleep`; others moved there."""
+        """Return the CPU copy of a tensor of the rank's state as of the last `save` or `sleep`; copy other tensors to the CPU."""
         return self._offload.cpu_copy(tensor) if self._offload.has_copy(tensor) else tensor.cpu()
 
     @override
     def _settle_weights(self) -> None:
-        """Get weights that other ranks have updated; a rank that sleeps has them."""
+        """Get weights that other ranks have updated; a rank that sleeps has got them before."""
         if not self._offload:
             self.training.complete_weights()
 

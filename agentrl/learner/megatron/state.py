@@ -6,7 +6,7 @@
       model/         Hugging Face folder: safetensors in the learner's precision, configuration, the tokenizer's files
       megatron/      Megatron-Core's distributed format (torch_dist): float32 weights and moments, and a changed reference
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, number of ranks, shapes of weights, frozen ones
+      learner.json   finished steps, number of ranks, shapes of weights, frozen weights
 
 A checkpoint loads with any tensor, pipeline, expert and data parallel sizes.
 """
@@ -59,7 +59,7 @@ class SavedRank(Protocol):
     training: Training
     reference: LoadedModel | None
     reference_changed: bool
-    """Whether the reference was the policy of an earlier step."""
+    """Whether the reference has been replaced by the policy of an earlier step."""
     step: int
     """Finished optimizer steps."""
 
@@ -70,13 +70,13 @@ class SavedRank(Protocol):
         ...
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy on the CPU of a tensor of the state, which no step changes; other tensors moved there."""
+        """Return the CPU copy of a tensor of the state, which no step changes; copy other tensors to the CPU."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """The groups of the threads that write checkpoints."""
+    """Process groups of the threads that write checkpoints."""
 
     everyone: dist.ProcessGroup
     weights: GatherGroups
@@ -88,7 +88,10 @@ class Writers:
 
 
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
-    """Begin to write the state, whose tensors have been copied, and return when this rank's part is there. Collective."""
+    """Start to write the state, whose tensors have been copied. Collective.
+
+    The future is done when this rank has written its part.
+    """
     model = rank.trained.model
     drafts = None if model.values else DraftLayers(rank.model_folder, model.config.num_layers, "model.path")
     writer = WeightWriter(folder / "model", [*rank.trained.weights.specs(), *(drafts.specs if drafts else ())])
@@ -103,8 +106,8 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     dist.barrier()
     with rank.training.reading(rank.readable):
-        state = _sharded(rank, loading=False)
-    dict_list_map_inplace(lambda each: _staged(each, rank.cpu_copy), state)
+        state = _sharded_state(rank, loading=False)
+    dict_list_map_inplace(lambda shard: _move_to_cpu(shard, rank.cpu_copy), state)
     files = ShardedFiles(state, folder / "megatron")
     states = rank_states(rank.device)
 
@@ -124,15 +127,15 @@ def _write_model(rank: SavedRank, writer: WeightWriter) -> None:
     if all(dist.get_rank(group) < 0 for group in (groups.layers, groups.experts)):
         return
     fault: OSError | None = None
-    for plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
-        into = [_empty(spec) for spec in plan.specs]
+    for bucket_plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
+        into = [_empty(spec) for spec in bucket_plan.specs]
         rank.trained.weights.gather(into, groups, rank.cpu_copy)
         if dist.get_rank() == 0 and fault is None:
             try:
                 for name, tensor in into:
                     writer.write(name, tensor)
             except OSError as error:
-                fault = error  # other ranks still give their weights
+                fault = error  # other ranks still send their weights
     if fault is not None:
         raise fault
 
@@ -144,14 +147,14 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         CheckpointError: see `LearnerRank.load`.
 
     """
-    found, expected = _read_description(folder), _description(rank)
+    description, expected = _read_description(folder), _description(rank)
     path = CRITIC_KEY if rank.trained.model.values else "model.path"
     for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
-        if found[key] != expected[key]:
-            name = min(name for name, _ in {*_items(found[key])} ^ {*_items(expected[key])})
+        if description[key] != expected[key]:
+            name = min(name for name, _ in {*_items(description[key])} ^ {*_items(expected[key])})
             raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
-    rank.reference_changed = rank.reference is not None and found["reference"]
-    state = _sharded(rank, loading=True)
+    rank.reference_changed = rank.reference is not None and description["reference"]
+    state = _sharded_state(rank, loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(folder / "megatron"))
     except Exception as error:
@@ -162,11 +165,11 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         if rank.reference is not None and rank.reference_changed:
             rank.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
     rank.training.load(loaded["optimizer"])
-    rank.step = int(found["step"])
+    rank.step = int(description["step"])
     restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
-def _sharded(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
     """Return the state in Megatron-Core's sharded form."""
     chunks = rank.trained.model.chunks
     state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
@@ -177,10 +180,10 @@ def _sharded(rank: SavedRank, *, loading: bool) -> dict[str, Any]:
     return state | {"optimizer": optimizer}
 
 
-def _staged(each: Any, staged: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(each, ShardedTensor | ShardedTensorFactory) and isinstance(each.data, torch.Tensor):
-        each.data = staged(each.data)
-    return each
+def _move_to_cpu(shard: Any, cpu_copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(shard, ShardedTensor | ShardedTensorFactory) and isinstance(shard.data, torch.Tensor):
+        shard.data = cpu_copy(shard.data)
+    return shard
 
 
 def _empty(spec: TensorSpec) -> tuple[str, torch.Tensor]:
@@ -207,12 +210,12 @@ def _description(rank: SavedRank) -> dict[str, Any]:
 
 def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
-        found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        description: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
         return {
-            "step": int(found["step"]),
-            "shapes": dict(found["shapes"]),
-            "frozen": list(found["frozen"]),
-            "reference": bool(found["reference"]),
+            "step": int(description["step"]),
+            "shapes": dict(description["shapes"]),
+            "frozen": list(description["frozen"]),
+            "reference": bool(description["reference"]),
         }
 
 

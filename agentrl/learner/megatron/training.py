@@ -1,6 +1,6 @@
-"""What trains a Megatron-Core model: gradients added up over data-parallel ranks, and the (distributed) optimizer.
+"""Gradients of a Megatron-Core model, added up over data-parallel ranks, and its (distributed) optimizer.
 
-Nothing here divides a gradient: the weights of tokens have all denominators.
+Gradients are not divided: the weights of tokens include all denominators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentrl.learner.megatron.model import MegatronModel
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config
 from agentrl.learner.optimization import learning_rate
 
-_READ = "_get_main_param_and_optimizer_states"
-"""Of distributed optimizers: returns a weight's states on this rank."""
+_READ_STATES = "_get_main_param_and_optimizer_states"
+"""Method of distributed optimizers that returns a weight's states on this rank."""
 
 
 class Training:
@@ -34,7 +34,7 @@ class Training:
         options: the options ``learner.megatron``.
 
     Raises:
-        ConfigError: see `options_of`.
+        ConfigError: see `select_options`.
 
     """
 
@@ -58,8 +58,8 @@ class Training:
 
     def _optimizers(self) -> list[Any]:
         """Return Megatron-Core's optimizers, for experts a separate one; those without a parameter are left out."""
-        each = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [optimizer for optimizer in each if optimizer.optimizer is not None]
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [optimizer for optimizer in optimizers if optimizer.optimizer is not None]
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the groups of parameters of torch's optimizers."""
@@ -69,17 +69,17 @@ class Training:
         """Return float32 weights and moments.
 
         Args:
-            gathered: also those that a checkpoint gathers from data-parallel ranks, so that it has copies of them.
+            gathered: whether to include those that a checkpoint gathers from data-parallel ranks, and so copies.
 
         """
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for optimizer in self._optimizers():
-            if hasattr(optimizer, _READ) and not gathered:
+            if hasattr(optimizer, _READ_STATES) and not gathered:
                 continue
-            found += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+            tensors += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             for state in optimizer.optimizer.state.values():
-                found += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
-        return found
+                tensors += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
+        return tensors
 
     def complete_weights(self) -> None:
         """Get the weights that other data-parallel ranks have updated, if that waits for the next pass. Collective."""
@@ -88,7 +88,9 @@ class Training:
                 chunk.start_param_sync(force_sync=True)
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [each.grad_data for chunk in self.chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [
+            buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def release_gradients(self) -> None:
         """Free the memory of gradients, which are zeros between steps."""
@@ -102,17 +104,21 @@ class Training:
             gradients.zero_()
 
     @contextmanager
-    def reading(self, present: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """Let the optimizers read their states through ``present`` in the block, for a checkpoint of a rank that sleeps."""
-        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _READ)]
+    def reading(self, readable: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Let the optimizers read their states through ``readable`` in the block, for a checkpoint of a rank that sleeps."""
+        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _READ_STATES)]
         for optimizer in readers:
-            read = getattr(optimizer, _READ)
-            setattr(optimizer, _READ, lambda parameter, read=read: {k: present(t) for k, t in read(parameter).items()})
+            read = getattr(optimizer, _READ_STATES)
+            setattr(
+                optimizer,
+                _READ_STATES,
+                lambda parameter, read=read: {k: readable(t) for k, t in read(parameter).items()},
+            )
         try:
             yield
         finally:
             for optimizer in readers:
-                delattr(optimizer, _READ)
+                delattr(optimizer, _READ_STATES)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""
@@ -122,9 +128,9 @@ class Training:
             group.update(options)
 
     def begin_pass(self, *, completes: bool) -> None:
-        """Choose whether the next pass adds gradients over ranks at its end: only that which completes the optimizer step.
+        """Choose whether the next pass ends with the reduction of gradients over ranks: only the last pass of an optimizer step.
 
-        Until then each rank has its own: what has been added up must not be added again.
+        Until then each rank has separate gradients: reduced ones must not be reduced again.
         """
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = _finalize if completes else None
@@ -164,7 +170,7 @@ class Training:
 
 
 def _wait_before_layers(chunk: Any) -> None:
-    """Have all weights of a decoder layer waited for before the layer: within it, compiled code calls no hooks."""
+    """Wait for all weights of a decoder layer before the layer: compiled code calls no hooks within it."""
     for layer in chunk.module.decoder.layers:
         modules, wait = [*layer.modules()], chunk._make_forward_pre_hook()
         for module in modules:

@@ -16,41 +16,41 @@ from megatron.core import parallel_state
 from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import views
-from agentrl.learner.export.bucket import Plan, plan_buckets
+from agentrl.learner.export.bucket import BucketPlan, plan_buckets
 from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, model_weights
-from agentrl.learner.megatron.mapping import Part, Weight
+from agentrl.learner.megatron.mapping import Weight, WeightSlice
 from agentrl.learner.megatron.model import MegatronModel, has_experts
 from agentrl.models.weight_files import WeightFiles
 
 _PART_BYTES = 256 << 20
-"""Weights of one collective, at least one; further memory as large is needed for it."""
+"""Bytes of one collective, unless a weight is larger. It needs as much memory again."""
 
 Pair = tuple[str, torch.Tensor]
 """Name of a weight, and the tensor that it is written into."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A weight of this rank."""
+class RankWeight:
+    """A weight of Megatron-Core on this rank."""
 
     tensor: torch.Tensor
-    parts: tuple[Part, ...]
-    given: bool
-    """Whether this rank gives its parts to the others: of ranks that have the same, one does."""
+    slices: tuple[WeightSlice, ...]
+    sends: bool
+    """Whether this rank sends its slices when weights are gathered: of ranks with the same slices, one does."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups:
-    """The groups in which weights are gathered: together their ranks have each weight once."""
+    """Process groups in which weights are gathered: the ranks of a group together have each weight once."""
 
     layers: Any
-    """For all but experts: ranks of tensor and pipeline parallelism."""
+    """For weights outside of experts: ranks of tensor and pipeline parallelism."""
     experts: Any
-    """For experts: ranks of expert tensor, expert and pipeline parallelism."""
+    """For weights of experts: ranks of expert tensor, expert and pipeline parallelism."""
 
     @classmethod
-    def of_megatron(cls) -> GatherGroups:
-        """Return the groups of Megatron-Core, of the device on which it computes."""
+    def model_parallel(cls) -> GatherGroups:
+        """Return Megatron-Core's groups, on the device on which it computes."""
         return cls(
             parallel_state.get_model_parallel_group(), parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         )
@@ -58,10 +58,10 @@ class GatherGroups:
     @classmethod
     def with_rank_0(cls) -> GatherGroups:
         """Create the groups in which rank 0 gathers weights on CPUs, for a separate thread. Collective."""
-        own = cls.of_megatron()
-        ranks = [dist.get_process_group_ranks(group) for group in (own.layers, own.experts)]
+        device_groups = cls.model_parallel()
+        ranks = [dist.get_process_group_ranks(group) for group in (device_groups.layers, device_groups.experts)]
         dist.broadcast_object_list(ranks, src=0)
-        return cls(*(dist.new_group(each, backend="gloo") for each in ranks))
+        return cls(*(dist.new_group(group_ranks, backend="gloo") for group_ranks in ranks))
 
 
 class ModelWeights:
@@ -76,83 +76,83 @@ class ModelWeights:
         self.model = model
         dtype = str(model.config.params_dtype).removeprefix("torch.")
         self._specs: dict[str, TensorSpec] = {}
-        self._of_experts: set[str] = set()
-        for weight, of_expert in _all_weights(model):
+        self._expert_names: set[str] = set()
+        for weight, is_expert in _all_weights(model):
             for tensor in weight.tensors():
                 self._specs[tensor.name] = TensorSpec(tensor.name, weight.dtype or dtype, tensor.shape)
-                if of_expert:
-                    self._of_experts.add(tensor.name)
-        self.held = list(chain.from_iterable(_held(model, chunk) for chunk in model.chunks))
-        self._parts: dict[str, list[tuple[torch.Tensor, Part]]] = defaultdict(list)
-        for held in self.held:
-            for part in held.parts if held.given else ():
-                self._parts[part.tensor.name].append((held.tensor, part))
+                if is_expert:
+                    self._expert_names.add(tensor.name)
+        self.rank_weights = list(chain.from_iterable(_chunk_weights(model, chunk) for chunk in model.chunks))
+        self._slices: dict[str, list[tuple[torch.Tensor, WeightSlice]]] = defaultdict(list)
+        for weight_on_rank in self.rank_weights:
+            for weight_slice in weight_on_rank.slices if weight_on_rank.sends else ():
+                self._slices[weight_slice.tensor.name].append((weight_on_rank.tensor, weight_slice))
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes of the whole model's weights; see `LearnerRank.specs`."""
         return list(self._specs.values())
 
-    def whole(self) -> Iterator[Pair]:
-        """Iterate over the weights that this rank alone holds, without tensor or expert parallelism; one at a time is made."""
-        for name, parts in self._parts.items():
+    def full_tensors(self) -> Iterator[Pair]:
+        """Iterate over the weights of this rank, one tensor at a time. Only without tensor and expert parallelism."""
+        for name, slices in self._slices.items():
             spec = self._specs[name]
-            whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            for tensor, part in parts:
-                whole[part.there].copy_(tensor.detach()[part.here])
-            yield name, whole
+            full_tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            for tensor, weight_slice in slices:
+                full_tensor[weight_slice.hf_slices].copy_(tensor.detach()[weight_slice.local_index])
+            yield name, full_tensor
 
     @torch.no_grad()
     def gather(
         self,
         into: Sequence[Pair],
         groups: GatherGroups,
-        present: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+        readable: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> None:
         """Write whole weights, cast, into tensors. Collective: every rank of the groups calls it with the same names.
 
         Args:
             into: tensors on the device of the groups.
             groups: whose ranks have the weights.
-            present: returns a tensor of the model in readable memory on that device.
+            readable: returns a tensor of the model in readable memory on that device.
 
         """
-        of_experts = [pair for pair in into if pair[0] in self._of_experts]
-        others = [pair for pair in into if pair[0] not in self._of_experts]
-        for pairs, group in ((others, groups.layers), (of_experts, groups.experts)):
+        expert_pairs = [pair for pair in into if pair[0] in self._expert_names]
+        layer_pairs = [pair for pair in into if pair[0] not in self._expert_names]
+        for pairs, group in ((layer_pairs, groups.layers), (expert_pairs, groups.experts)):
             if dist.get_rank(group) < 0:
                 continue
             if group.size() == 1:
                 for name, out in pairs:
-                    self._write(name, out, present)
+                    self._write(name, out, readable)
                 continue
             outs = dict(pairs)
-            for plan in plan_buckets([tensor_spec(*pair) for pair in pairs], _PART_BYTES):
-                self._gather(plan, outs, group, present)
+            for bucket_plan in plan_buckets([tensor_spec(*pair) for pair in pairs], _PART_BYTES):
+                self._gather(bucket_plan, outs, group, readable)
 
     def _gather(
         self,
-        plan: Plan,
+        bucket_plan: BucketPlan,
         outs: Mapping[str, torch.Tensor],
         group: Any,
-        present: Callable[[torch.Tensor], torch.Tensor],
+        readable: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Write what this rank has into zeros, and add up the ranks' bytes: each byte comes from one of them."""
-        flat = torch.zeros(plan.size, dtype=torch.uint8, device=outs[plan.specs[0].name].device)
-        found = dict(views(plan.specs, flat))
-        for name, whole in found.items():
-            self._write(name, whole, present)
+        """Write this rank's slices into zeros, and add up the ranks' bytes: each byte is nonzero on one rank only."""
+        flat = torch.zeros(bucket_plan.size, dtype=torch.uint8, device=outs[bucket_plan.specs[0].name].device)
+        tensors = dict(views(bucket_plan.specs, flat))
+        for name, full_tensor in tensors.items():
+            self._write(name, full_tensor, readable)
         dist.all_reduce(flat, group=group)
-        for name, whole in found.items():
-            outs[name].copy_(whole)
+        for name, full_tensor in tensors.items():
+            outs[name].copy_(full_tensor)
 
-    def _write(self, name: str, whole: torch.Tensor, present: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for tensor, part in self._parts[name]:
-            whole[part.there].copy_(present(tensor)[part.here])
+    def _write(self, name: str, full_tensor: torch.Tensor, readable: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for tensor, weight_slice in self._slices[name]:
+            full_tensor[weight_slice.hf_slices].copy_(readable(tensor)[weight_slice.local_index])
 
 
 def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
     """Iterate over the weights of the whole model, and whether each is of an expert."""
-    embedding, *rest = model_weights(model.hf, values=model.values)
+    embedding, *norm_and_head = model_weights(model.hf, values=model.values)
     yield embedding, False
     for layer in range(model.config.num_layers):
         yield from ((weight, False) for weight in model.family.layer(model.hf, layer))
@@ -160,36 +160,40 @@ def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
             assert model.family.expert is not None
             for expert in range(model.config.num_moe_experts):
                 yield from ((weight, True) for weight in model.family.expert(model.hf, layer, expert))
-    yield from ((weight, False) for weight in rest)
+    yield from ((weight, False) for weight in norm_and_head)
 
 
-def _held(model: MegatronModel, chunk: Any) -> Iterator[Held]:
-    """Iterate over the weights of a chunk. All of its parameters and persistent buffers are among them."""
+def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
+    """Iterate over the weights of a chunk: all of its parameters and persistent buffers."""
     persistent = chunk.state_dict().keys()
-    named = dict(chunk.named_parameters()) | {name: each for name, each in chunk.named_buffers() if name in persistent}
+    tensors = dict(chunk.named_parameters()) | {
+        name: tensor for name, tensor in chunk.named_buffers() if name in persistent
+    }
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
-    def take(weight: Weight, prefix: str = "") -> Held:
-        given = weight.split is not None or rank == 0
-        # Megatron-Core sets it with an initialization only. Norms of gradients leave copies of a weight out by it.
-        named[prefix + weight.name].tensor_model_parallel = weight.split is not None
-        return Held(named.pop(prefix + weight.name), tuple(weight.parts(rank, size)), given)
+    def take(weight: Weight, prefix: str = "") -> RankWeight:
+        sends = weight.split is not None or rank == 0
+        # Megatron-Core sets it only if it initializes weights. Norms of gradients count copies of a weight once by it.
+        tensors[prefix + weight.name].tensor_model_parallel = weight.split is not None
+        return RankWeight(tensors.pop(prefix + weight.name), tuple(weight.slices(rank, size)), sends)
 
     for weight in model_weights(model.hf, values=model.values):
-        # Stages have the first ones, the last ones, or none of these. A head that is tied has its weight from the embedding.
-        if weight.name in named:
-            held = take(weight)
-            is_copy = weight.name.startswith("output_layer") and model.tied
-            yield replace(held, given=held.given and not is_copy)
+        # Stages have the first ones, the last ones, or none of these. The weight of a tied head is that of the embedding.
+        if weight.name in tensors:
+            weight_on_rank = take(weight)
+            is_copy = weight.name.startswith("output_layer") and model.head_is_tied
+            yield replace(weight_on_rank, sends=weight_on_rank.sends and not is_copy)
     for index, layer in enumerate(chunk.decoder.layers):
         number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
         yield from (take(weight, prefix) for weight in model.family.layer(model.hf, number))
         if has_experts(model.config, number):
-            yield from _held_experts(model, number, f"{prefix}mlp.experts.", named)
-    assert not named, f"no mapping has {', '.join(named)}"
+            yield from _expert_weights(model, number, f"{prefix}mlp.experts.", tensors)
+    assert not tensors, f"no mapping has {', '.join(tensors)}"
 
 
-def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str, torch.Tensor]) -> Iterator[Held]:
+def _expert_weights(
+    model: MegatronModel, layer: int, prefix: str, tensors: dict[str, torch.Tensor]
+) -> Iterator[RankWeight]:
     """Iterate over the stacked weights of this rank's experts."""
     assert model.family.expert is not None
     rank, size = (
@@ -200,10 +204,14 @@ def _held_experts(model: MegatronModel, layer: int, prefix: str, named: dict[str
     first = parallel_state.get_expert_model_parallel_rank() * count
     experts = [model.family.expert(model.hf, layer, first + index) for index in range(count)]
     for weights in zip(*experts, strict=True):
-        tensor = named.pop(prefix + weights[0].name)
+        tensor = tensors.pop(prefix + weights[0].name)
         tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
-        parts = (part.of_expert(index) for index, weight in enumerate(weights) for part in weight.parts(rank, size))
-        yield Held(tensor, tuple(parts), given=True)
+        slices = (
+            weight_slice.stacked_at(index)
+            for index, weight in enumerate(weights)
+            for weight_slice in weight.slices(rank, size)
+        )
+        yield RankWeight(tensor, tuple(slices), sends=True)
 
 
 @torch.no_grad()
@@ -222,30 +230,34 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
 
     """
     files = WeightFiles(folder, key)
-    found = {spec.name: spec for spec in files.specs()}
-    new = () if found.keys() & {*VALUE_HEAD} else VALUE_HEAD
-    read = [spec for spec in weights.specs() if spec.name not in new]
-    wrong = [text for spec in read if (text := _fault_of(found.get(spec.name), spec))]
-    if wrong:
-        raise ModelError(f"{key}={folder}: {len(wrong)} weights cannot be read; {wrong[0]}")
-    head_is_copy = weights.model.tied and HEAD in found
-    for held in weights.held:
-        for part in held.parts:
-            if part.tensor.name in new:
+    file_specs = {spec.name: spec for spec in files.specs()}
+    initialized = () if file_specs.keys() & {*VALUE_HEAD} else VALUE_HEAD
+    specs = [spec for spec in weights.specs() if spec.name not in initialized]
+    mismatches = [text for spec in specs if (text := _describe_mismatch(file_specs.get(spec.name), spec))]
+    if mismatches:
+        raise ModelError(f"{key}={folder}: {len(mismatches)} weights cannot be read; {mismatches[0]}")
+    head_is_copy = weights.model.head_is_tied and HEAD in file_specs
+    for weight_on_rank in weights.rank_weights:
+        for weight_slice in weight_on_rank.slices:
+            if weight_slice.tensor.name in initialized:
                 continue
-            values = files.read(part.tensor.name, part.there)
-            if head_is_copy and part.tensor.name == EMBEDDING and not torch.equal(values, files.read(HEAD, part.there)):
+            tensor = files.read(weight_slice.tensor.name, weight_slice.hf_slices)
+            if (
+                head_is_copy
+                and weight_slice.tensor.name == EMBEDDING
+                and not torch.equal(tensor, files.read(HEAD, weight_slice.hf_slices))
+            ):
                 raise ModelError(
                     f"{key}={folder}: {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true; set it to "
                     "false"
                 )
-            held.tensor[part.here].copy_(values)
+            weight_on_rank.tensor[weight_slice.local_index].copy_(tensor)
 
 
-def _fault_of(found: TensorSpec | None, wanted: TensorSpec) -> str:
-    """Return why a weight in the files is not the required one; empty if it is."""
-    if found is None:
-        return f"{wanted.name} is missing"
-    if found.shape != wanted.shape:
-        return f"{wanted.name} has the shape {list(found.shape)}, not {list(wanted.shape)}"
-    return "" if found.dtype in ("bfloat16", "float16", "float32") else f"{wanted.name} is quantised ({found.dtype})"
+def _describe_mismatch(spec: TensorSpec | None, expected: TensorSpec) -> str:
+    """Return how a weight in the files differs from the expected one; empty if it does not."""
+    if spec is None:
+        return f"{expected.name} is missing"
+    if spec.shape != expected.shape:
+        return f"{expected.name} has the shape {list(spec.shape)}, not {list(expected.shape)}"
+    return "" if spec.dtype in ("bfloat16", "float16", "float32") else f"{expected.name} is quantised ({spec.dtype})"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.export.bucket import Plan, RankBucket
+from agentrl.learner.export.bucket import BucketPlan, RankBucket
 from agentrl.models.random_models import SHAPES, write_random_model
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ def test_models_and_buckets_get_it(tmp_path: Path, mode: int) -> None:
     save_policy(tmp_path / "small", ["one two"], vocabulary=300)
     bucket: Any = SimpleNamespace(on_cpu=lambda size: torch.zeros(size, dtype=torch.uint8))
     spec = TensorSpec("w", "float32", (2,))
-    RankBucket(Plan((spec,), 8, True), bucket, bucket, bucket).save(tmp_path / "bucket.safetensors")
+    RankBucket(BucketPlan((spec,), 8, True), bucket, bucket, bucket).save(tmp_path / "bucket.safetensors")
     assert modes(tmp_path) == {mode}
 
 

@@ -98,4 +98,4 @@ def test_a_bucket_that_does_not_fit_names_the_key() -> None:
     with pytest.raises(
         LearnerError, match=r"bucket of weights of 1,099,511,627,776 MiB; a smaller weights\.bucket_mib"
     ):
-        SharedMemory.of(1 << 60, torch.device("cpu"))
+        SharedMemory.reserve(1 << 60, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What a family of models is to Megatron-Core, and the parts that families have in common."""
+"""`Family`: options and weights of an architecture in Megatron-Core, and the parts that families have in common."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def dense_options(hf: Any, **options: Any) -> Options:
 
 
 def at_layer(layer: int) -> Callable[..., HfTensor]:
-    """Return what makes tensors of a layer, from name and shape."""
+    """Return a function from name and shape to a tensor of the layer."""
 
     def make(name: str, *shape: int) -> HfTensor:
         return HfTensor(f"model.layers.{layer}.{name}", shape)
@@ -108,16 +108,18 @@ def attention(hf: Any, layer: int, *, bias: bool = False, qk_norm: bool = False)
     at, size, heads, groups = at_layer(layer), head_size(hf), hf.num_attention_heads, hf.num_key_value_heads
     rows = {"q": heads * size, "k": groups * size, "v": groups * size}
     shapes = {"weight": (hf.hidden_size,)} | ({"bias": ()} if bias else {})
-    found = []
-    for kind, rest in shapes.items():
-        query, key, value = (at(f"self_attn.{name}_proj.{kind}", count, *rest) for name, count in rows.items())
-        found.append(grouped_qkv(f"self_attention.linear_qkv.{kind}", query, key, value, groups))
+    weights = []
+    for kind, trailing_shape in shapes.items():
+        query, key, value = (
+            at(f"self_attn.{name}_proj.{kind}", count, *trailing_shape) for name, count in rows.items()
+        )
+        weights.append(grouped_qkv(f"self_attention.linear_qkv.{kind}", query, key, value, groups))
     if qk_norm:
-        found += [
+        weights += [
             same(f"self_attention.{name}_layernorm.weight", at(f"self_attn.{name}_norm.weight", size)) for name in "qk"
         ]
     output = at("self_attn.o_proj.weight", hf.hidden_size, heads * size)
-    return [*found, same("self_attention.linear_proj.weight", output, "columns")]
+    return [*weights, same("self_attention.linear_proj.weight", output, "columns")]
 
 
 def norms(hf: Any, layer: int) -> list[Weight]:
@@ -129,18 +131,18 @@ def norms(hf: Any, layer: int) -> list[Weight]:
     ]
 
 
-def mlp(hf: Any, layer: int, size: int, there: str = "mlp", here: str = "mlp.") -> list[Weight]:
+def mlp(hf: Any, layer: int, size: int, hf_prefix: str = "mlp", prefix: str = "mlp.") -> list[Weight]:
     """Return the weights of a gated MLP.
 
     Args:
         hf: configuration.
         layer: index.
-        size: of its middle.
-        there: its name in the Hugging Face layer.
-        here: prefix of its names in Megatron-Core.
+        size: intermediate size.
+        hf_prefix: name of the MLP in the Hugging Face layer.
+        prefix: of its names in Megatron-Core.
 
     """
     at = at_layer(layer)
-    gate, up = (at(f"{there}.{name}_proj.weight", size, hf.hidden_size) for name in ("gate", "up"))
-    down = at(f"{there}.down_proj.weight", hf.hidden_size, size)
-    return [gate_up(f"{here}linear_fc1.weight", gate, up), same(f"{here}linear_fc2.weight", down, "columns")]
+    gate, up = (at(f"{hf_prefix}.{name}_proj.weight", size, hf.hidden_size) for name in ("gate", "up"))
+    down = at(f"{hf_prefix}.down_proj.weight", hf.hidden_size, size)
+    return [gate_up(f"{prefix}linear_fc1.weight", gate, up), same(f"{prefix}linear_fc2.weight", down, "columns")]

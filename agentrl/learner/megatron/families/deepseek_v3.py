@@ -24,7 +24,7 @@ def _options(hf: Any) -> Options:
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
         "qk_layernorm": True,
-        # Of the softmax; the frequencies are computed by transformers.
+        # For the scale of the softmax; transformers computes the frequencies.
         "rotary_scaling_factor": hf.rope_parameters.get("factor", 1.0),
         "mscale_all_dim": hf.rope_parameters.get("mscale_all_dim", 0.0),
     }
@@ -52,8 +52,8 @@ def _attention(hf: Any, layer: int) -> list[Weight]:
         shapes["linear_q_up_proj"] = ("q_b_proj", queries, hf.q_lora_rank)
     return [
         *(
-            same(f"self_attention.{here}.weight", at(f"self_attn.{there}.weight", *shape), "rows")
-            for here, (there, *shape) in shapes.items()
+            same(f"self_attention.{name}.weight", at(f"self_attn.{hf_name}.weight", *shape), "rows")
+            for name, (hf_name, *shape) in shapes.items()
         ),
         *(
             same(f"self_attention.{name}_layernorm.weight", at(f"self_attn.{name}_a_layernorm.weight", size))

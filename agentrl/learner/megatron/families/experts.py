@@ -56,10 +56,10 @@ def sigmoid_layer(hf: Any, layer: int) -> list[Weight]:
     if layer < hf.first_k_dense_replace:
         return mlp(hf, layer, hf.intermediate_size)
     bias = at_layer(layer)("mlp.gate.e_score_correction_bias", hf.n_routed_experts)
-    found = [*router(hf, layer, hf.n_routed_experts), same("mlp.router.expert_bias", bias, dtype="float32")]
+    weights = [*router(hf, layer, hf.n_routed_experts), same("mlp.router.expert_bias", bias, dtype="float32")]
     if size := _shared_size(hf):
-        found += mlp(hf, layer, size, "mlp.shared_experts", "mlp.shared_experts.")
-    return found
+        weights += mlp(hf, layer, size, "mlp.shared_experts", "mlp.shared_experts.")
+    return weights
 
 
 def _shared_size(hf: Any) -> int:

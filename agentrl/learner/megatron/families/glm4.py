@@ -14,10 +14,10 @@ def _options(hf: Any) -> Options:
 
 def _layer(hf: Any, layer: int) -> list[Weight]:
     at, hidden, size = at_layer(layer), hf.hidden_size, hf.intermediate_size
-    after = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+    post_norms = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
     return [
         *norms(hf, layer),
-        *(same(name, at(name, hidden)) for name in after),
+        *(same(name, at(name, hidden)) for name in post_norms),
         *attention(hf, layer, bias=hf.attention_bias),
         fused_gate_up("mlp.linear_fc1.weight", at("mlp.gate_up_proj.weight", 2 * size, hidden)),
         same("mlp.linear_fc2.weight", at("mlp.down_proj.weight", hidden, size), "columns"),

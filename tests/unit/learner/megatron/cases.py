@@ -18,7 +18,7 @@ from agentrl.learner.megatron.cpu import computing_on as computing_on
 from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles, is_distributed_checkpoint
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
-from agentrl.learner.megatron.model import MegatronModel, build_model, own_tokens, packed_tokens
+from agentrl.learner.megatron.model import MegatronModel, build_model, local_tokens, packed_tokens
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
 from tests.unit.learner.megatron.models import LAYOUTS, MODELS, SP, TP, rows
 
@@ -35,7 +35,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     """Every layout of two ranks; logits are None with pipeline stages."""
     found = {}
     for name, (model, options) in LAYOUTS.items():
-        Layout.of(options).start(0)
+        Layout.from_options(options).start(0)
         found[name] = _computed(folder / model, options)
         parallel_state.destroy_model_parallel()
     return found
@@ -43,7 +43,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 def compiled(folder: Path) -> dict[str, Any]:
     """Graphs of all layers of a model on two ranks, each of which must be one graph, and how far its logits are off."""
-    Layout.of(TP | SP).start(0)
+    Layout.from_options(TP | SP).start(0)
     built = build_model(folder / "glm4", TP | SP, device=CPU, dtype=torch.float32)
     load_weights(ModelWeights(built), folder / "glm4")
     plain = _logits(built)
@@ -187,7 +187,7 @@ def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.T
     load_weights(weights, folder)
     files = load_file(folder / "model.safetensors")
     into = [(spec.name, torch.full(spec.shape, 7.0)) for spec in weights.specs()]
-    weights.gather(into, GatherGroups.of_megatron())
+    weights.gather(into, GatherGroups.model_parallel())
     assert {name for name, _ in into} == files.keys()
     wrong = [name for name, out in into if not torch.equal(out, files[name])]
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -201,7 +201,7 @@ def _logits(built: MegatronModel) -> torch.Tensor:
     """Return logits ``[L, V]`` of `rows`."""
     token_ids_L, positions_L, row_L = rows()
     [chunk] = built.chunks
-    packed, own = packed_tokens(built, positions_L, row_L, CPU), own_tokens(len(row_L))
+    packed, own = packed_tokens(built, positions_L, row_L, CPU), local_tokens(len(row_L))
     chunk.eval()
     inputs = token_ids_L[own][None], positions_L[own][None]
     [found] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)

@@ -36,7 +36,7 @@ TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
 )
 def test_a_layout_that_does_not_fit_is_refused(model: dict, options: dict, ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Layout.of(options).check(model, options, ranks)
+        Layout.from_options(options).check(model, options, ranks)
 
 
 def test_layouts_that_fit() -> None:
@@ -45,10 +45,10 @@ def test_layouts_that_fit() -> None:
         (EXPERTS, {TP: 2, "sequence_parallel": True, EP: 4, "expert_tensor_parallel_size": 1}, 8),
         (MODEL, {PP: 4, "num_layers_in_first_pipeline_stage": 3}, 4),
     ]:
-        Layout.of(options).check(model, options, ranks)
-    assert Layout.of({TP: 2, PP: 3, "context_parallel_size": 2}).ranks_per_share == 12
+        Layout.from_options(options).check(model, options, ranks)
+    assert Layout.from_options({TP: 2, PP: 3, "context_parallel_size": 2}).ranks_per_replica == 12
 
 
 def test_a_size_is_a_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match=rf"learner\.megatron\.{TP}=0 is not a number of ranks"):
-        Layout.of({TP: 0})
+        Layout.from_options({TP: 0})
