@@ -20,7 +20,7 @@ from agentrl.cluster.placement_group import ActorLocation, actor_location
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, kill_actor, raylet_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
-from agentrl.learner.base import LearnerRank, RankGroup, RankOptions, RowScores
+from agentrl.learner.base import RankGroup, RankOptions, RowScores
 from agentrl.obs.waiting import waiting
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class RankActors(RankGroup):
         """The ranks stay usable after a refused batch."""
         check_provenance(batch)
         parts = self._put_parts(batch)
-        return self._call_with_parts(parts, lambda rank, part: rank.train_step(part), "train_step")[0]
+        return self._call_with_parts(parts, lambda actor, part: actor.learner.train_step(part), "train_step")[0]
 
     @override
     def sleep(self) -> None:
@@ -176,7 +176,7 @@ class RankActors(RankGroup):
                 self._runtime.stop()
 
     def _scores(
-        self, batch: GlobalBatch, call: Callable[[LearnerRank, GlobalBatch], RowScores], phase: str
+        self, batch: GlobalBatch, call: Callable[[LearnerActor, GlobalBatch], RowScores], phase: str
     ) -> RowScores:
         """Call every rank with its part of a batch, and return the results of all rows."""
         results = self._call_with_parts(self._put_parts(batch), call, phase)
@@ -193,11 +193,11 @@ class RankActors(RankGroup):
         return [ray.put(replace(batch, micro=(part,), metrics={})) for part in batch.micro]
 
     def _call_with_parts(
-        self, parts: Sequence[ray.ObjectRef[GlobalBatch]], call: Callable[[LearnerRank, GlobalBatch], T], phase: str
+        self, parts: Sequence[ray.ObjectRef[GlobalBatch]], call: Callable[[LearnerActor, GlobalBatch], T], phase: str
     ) -> list[T]:
         """Call every rank with the part of a batch that it computes; return the results by rank."""
         refs = [
-            actor.__ray_call__.remote(lambda actor, part: call(actor.learner, part), parts[rank])
+            actor.__ray_call__.remote(call, parts[rank])
             for actor, rank in zip(self._actors, self._data_parallel_ranks, strict=True)
         ]
         return self._results(refs, phase)
