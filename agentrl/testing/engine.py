@@ -20,30 +20,10 @@ if TYPE_CHECKING:
 _JOIN_S = 10.0
 
 
-class FakeEngine:
-    """Implements `agentrl.inference.base.EngineControl`, `WeightUpdates`, `WeightGroups` and `EngineMemory`.
+class FakeWeightUpdates:
+    """Implements `agentrl.inference.base.WeightUpdates`: stores the weights of every transport as an engine would."""
 
-    Weights of every transport are decoded and stored as an engine would. ``events`` has what was called, in order.
-    """
-
-    def __init__(
-        self,
-        number: int = 0,
-        *,
-        refuse: str | None = None,
-        stuck: bool = False,
-        checksum_kind: Literal["sha256", "words"] = "sha256",
-    ) -> None:
-        """Create an engine without weights.
-
-        Args:
-            number: index in the run.
-            refuse: an update with the weight of this name fails; with any weight, if it comes from a folder.
-            stuck: updates succeed, but the engine goes on with its first version.
-            checksum_kind: kind of `checksums`.
-        """
-        self.number = number
-        self.url = f"http://127.0.0.1:{9 + number}"
+    def __init__(self, refuse: str | None = None, *, stuck: bool = False) -> None:
         self.refuse, self.stuck = refuse, stuck
         self.weights: dict[str, list[float]] = {}
         """What the last updates have loaded, by name."""
@@ -54,9 +34,6 @@ class FakeEngine:
         self.events: list[str] = []
         self.sampled_version = 0
         """The policy version that samples."""
-        self.is_healthy = True
-        self.updates = self.groups = self.memory = self
-        self._checksum_kind = checksum_kind
         self.group: BroadcastGroup | None = None
         """The last group that it has joined."""
         self.received_name: str | None = None
@@ -157,6 +134,36 @@ class FakeEngine:
         self.adapters = dict(adapters)
         self.events.append("adapters")
         self.sampled_version = version
+
+
+class FakeEngine(FakeWeightUpdates):
+    """Implements `agentrl.inference.base.EngineControl`, `WeightGroups` and `EngineMemory`.
+
+    Weights of every transport are decoded and stored as an engine would. ``events`` has what was called, in order.
+    """
+
+    def __init__(
+        self,
+        number: int = 0,
+        *,
+        refuse: str | None = None,
+        stuck: bool = False,
+        checksum_kind: Literal["sha256", "words"] = "sha256",
+    ) -> None:
+        """Create an engine without weights.
+
+        Args:
+            number: index in the run.
+            refuse: an update with the weight of this name fails; with any weight, if it comes from a folder.
+            stuck: updates succeed, but the engine goes on with its first version.
+            checksum_kind: kind of `checksums`.
+        """
+        super().__init__(refuse, stuck=stuck)
+        self.number = number
+        self.url = f"http://127.0.0.1:{9 + number}"
+        self.is_healthy = True
+        self.updates = self.groups = self.memory = self
+        self._checksum_kind = checksum_kind
 
     async def ranks(self) -> int:
         """Return 1."""
