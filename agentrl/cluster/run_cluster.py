@@ -108,7 +108,7 @@ class RunCluster:
 
     def _start_ranks(self) -> RayLearnerGroup:
         config, checkpoint = self.config, self.checkpoint
-        critic = resolve_critic(config, self.model)
+        critic = resolve_critic(config.algo, self.model)
         if critic is not None and checkpoint is not None:
             critic = checkpoint / CRITIC / "model"
             if not critic.is_dir():

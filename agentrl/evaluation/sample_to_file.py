@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from agentrl.config.evaluation import EvalSet
+from agentrl.config.model import ModelConfig
 from agentrl.config.schema import Config
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
@@ -116,7 +117,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
         episodes.close()
-        _finish(config, file, done)
+        _finish(config.model, file, done)
     by_source = {
         name: [rollout for rollout in done if task_source_name(rollout.prompt_id) == name] for name in config.sources
     }
@@ -125,13 +126,13 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
-def _finish(config: Config, file: RolloutFile, done: Sequence[Rollout]) -> None:
+def _finish(model: ModelConfig, file: RolloutFile, done: Sequence[Rollout]) -> None:
     """Convert the finished rollouts to the requested file, and name their model next to it; without any, write nothing."""
     path = file.finish()
     if not done:
         path.unlink()
         return
-    section = {"path": config.model.path, "trust_remote_code": config.model.trust_remote_code}
+    section = {"path": model.path, "trust_remote_code": model.trust_remote_code}
     sampled_with(path).write_text(yaml.safe_dump({"model": section}), encoding="utf-8")
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.rollout import ResetSeed
 from agentrl.config.schema import Config
+from agentrl.config.tasks import TasksConfig
+from agentrl.config.train import TrainConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
@@ -102,7 +104,7 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
 
 def can_evaluate(config: Config, tasks: TaskSet) -> bool:
     """Return whether the set of the section ``eval`` has tasks: data files may have no evaluation file."""
-    return config.eval.path is not None or len(_split(config, tasks, config.eval, "eval")[1]) > 0
+    return config.eval.path is not None or len(_split(config.tasks, tasks, config.eval, "eval")[1]) > 0
 
 
 def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
@@ -133,15 +135,15 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
 def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
     if plan.path is not None:
         return str(plan.path), read_tasks(plan.path, config.data, f"{key}.path")
-    return _split(config, tasks, plan, key)
+    return _split(config.tasks, tasks, plan, key)
 
 
-def _split(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
-    split, of = (plan.split, f"{key}.split") if plan.split else (config.tasks.eval_split, "tasks.eval_split")
+def _split(config: TasksConfig, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
+    split, of = (plan.split, f"{key}.split") if plan.split else (config.eval_split, "tasks.eval_split")
     return f"the split {split!r}", read_split(tasks, split, of)
 
 
-def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
+def check_goals(config: TrainConfig, sets: Sequence[EvalTasks]) -> None:
     """Check that an evaluation can reach ``train.stop_at``.
 
     Raises:
@@ -149,7 +151,7 @@ def check_goals(config: Config, sets: Sequence[EvalTasks]) -> None:
 
     """
     names = [eval_set.full_name for eval_set in sets if eval_set.full_name]
-    for goal in config.train.stop_at:
+    for goal in config.stop_at:
         if not sets:
             raise ConfigError(
                 f"train.stop_at={{{goal}: …}}, but nothing is evaluated: there are no tasks to evaluate on"

@@ -62,10 +62,8 @@ def describe_memory(config: Config, folder: Path, critic: Path | None = None) ->
     ranks = config.learner.ranks
     line = f"about {memory.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
     if critic is not None and not memory.critic:
-        critic_rank = critic_memory(config, critic, memory_options(config, folder))
-        lines.insert(
-            0, f"{'memory':<13}about {critic_rank.total / 2**30:.1f} GiB on each of {ranks} ranks of the critic"
-        )
+        critic_bytes = critic_memory(config, critic, memory_options(config, folder)).total
+        lines.insert(0, f"{'memory':<13}about {critic_bytes / 2**30:.1f} GiB on each of {ranks} ranks of the critic")
     return [f"{'memory':<13}{line}", *lines]
 
 
@@ -102,7 +100,7 @@ def with_recompute(
         config.model_copy(update={"learner": learner.model_copy(update={"recompute": choice})})
         for choice in ("selective", "full")
     )
-    critic_folder = resolve_critic(config, folder, fetch=False) if critic else None
+    critic_folder = resolve_critic(config.algo, folder, fetch=False) if critic else None
     selective_bytes = estimate_memory(selective, folder, critic_folder)[0].total
     of_gpu = f"of the {gpu / 2**30:.1f} of a GPU"
     line = f"(learner.recompute=auto): selective recomputation needs about {selective_bytes / 2**30:.1f} GiB {of_gpu}"
@@ -138,7 +136,7 @@ def estimate_memory(
 
     options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
     if is_megatron := config.learner.backend == "megatron":
-        memory = _megatron_memory(config, folder, options)
+        memory = _megatron_memory(config.learner, folder, options)
     else:
         memory = fsdp_memory(trained_model(config.learner, folder), config.learner, options)
     if critic is not None and config.placement.shares_gpus:
@@ -152,16 +150,17 @@ def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> Learn
 
     options = replace(options, reference=False)
     if config.learner.backend == "megatron":
-        return _megatron_memory(config, folder, options, values=True)
+        return _megatron_memory(config.learner, folder, options, values=True)
     learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
     return fsdp_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
 
 
-def _megatron_memory(config: Config, folder: Path, options: MemoryOptions, *, values: bool = False) -> LearnerMemory:
+def _megatron_memory(
+    learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool = False
+) -> LearnerMemory:
     from agentrl.learner.megatron.families.registry import read_family
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 
-    learner = config.learner
     work = MegatronWork(
         options.ranks,
         options.tokens,

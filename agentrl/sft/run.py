@@ -97,7 +97,7 @@ def _train(
             step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
             metrics.write(step, step_metrics)
             if step % SHOWN_EVERY == 0 or step == config.sft.steps:
-                note(_line(config, step, spent, step_metrics))
+                note(_line(config.sft.steps, step, spent, step_metrics))
     return step, interrupted.is_set()
 
 
@@ -122,9 +122,9 @@ def _interrupts() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _line(config: Config, step: int, spent: float, step_metrics: dict[str, float]) -> str:
+def _line(steps: int, step: int, spent: float, step_metrics: dict[str, float]) -> str:
     return (
-        f"step {step}/{config.sft.steps}  loss {step_metrics['train/loss']:.4f}  "
+        f"step {step}/{steps}  loss {step_metrics['train/loss']:.4f}  "
         f"expert's reward {step_metrics['sft/reward']:.3f}  "
         f"tokens/s {step_metrics['batch/tokens'] / step_metrics['time/step_s']:,.0f}  {spent:.0f} s"
     )

@@ -89,7 +89,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         tasks = open_tasks(config)
         train = _train_tasks(config, tasks)
         sets = load_eval_tasks(config, tasks)
-        check_goals(config, sets)
+        check_goals(config.train, sets)
     with _collect_missing(unmet):
         check_tools(config)
     with _collect_missing(unmet):
@@ -102,7 +102,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
     warnings, training = [], []
     if model is not None:
-        critic = resolve_critic(config, model)
+        critic = resolve_critic(config.algo, model)
         training = describe_training(config, model, critic)
         lines += training
         if not fetch:
@@ -110,7 +110,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
-        lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm)}")
+        lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm.sft)}")
     return Plan(lines, unmet, warnings, training, template)
 
 
@@ -174,13 +174,13 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)
         check_frozen(config, model, fetch=fetch)
-        critic = resolve_critic(config, model, fetch=fetch)
+        critic = resolve_critic(config.algo, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)
         make_backend(config.learner).check(
             config.algo, [folder for folder in (model, critic, reference) if folder is not None]
         )
-        check_teachers(config, model, fetch=fetch)
+        check_teachers(config.algo.distillation, model, fetch=fetch)
     return model
 
 

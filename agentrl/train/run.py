@@ -155,7 +155,7 @@ async def run_training(
         print_message(console, f"run {folder}{start}")
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
-            state = _read_state(config, checkpoint)
+            state = _read_state(config.run.seed, checkpoint)
             with interrupt:
                 save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
@@ -190,11 +190,11 @@ def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, r
     return CheckpointError(f"{error}. The one before it is {older[-1]}: move {checkpoint.name} away, then\n  {again}")
 
 
-def _read_state(config: Config, checkpoint: Path | None) -> dict[str, Any]:
+def _read_state(seed: int, checkpoint: Path | None) -> dict[str, Any]:
     """Return the trainer's state in a checkpoint, or that of a new run."""
     if checkpoint is None:
         return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "estimators": {}, "source": {}}
     state = read_state(checkpoint)
-    if state["seed"] != config.run.seed:
-        raise ConfigError(f"run.seed={config.run.seed}: {checkpoint} was written with run.seed={state['seed']}")
+    if state["seed"] != seed:
+        raise ConfigError(f"run.seed={seed}: {checkpoint} was written with run.seed={state['seed']}")
     return state

@@ -49,12 +49,12 @@ class Teachers:
     """The teachers of a run, opened by `open_teachers`.
 
     Args:
-        config: of the run.
+        config: of distillation.
         teachers: by name.
 
     """
 
-    def __init__(self, config: Config, teachers: Mapping[str, Teacher]) -> None:
+    def __init__(self, config: DistillationConfig, teachers: Mapping[str, Teacher]) -> None:
         self._config = config
         self._teachers = teachers
 
@@ -76,7 +76,7 @@ class Teachers:
         """
         assigned: dict[str, list[Rollout]] = {}
         for rollout in groups.rollouts_N:
-            for name in select_teachers(self._config.algo.distillation, rollout):
+            for name in select_teachers(self._config, rollout):
                 assigned.setdefault(name, []).append(rollout)
         scores_by_teacher = {}
         for name, rollouts in assigned.items():
@@ -149,7 +149,7 @@ def _align_values(values: NDArray[np.float32], longer: int) -> NDArray[np.float3
     return values[longer:] if longer >= 0 else np.concatenate([np.zeros(-longer, np.float32), values])
 
 
-def check_teachers(config: Config, model: Path, *, fetch: bool) -> None:
+def check_teachers(config: DistillationConfig, model: Path, *, fetch: bool) -> None:
     """Check contexts and models of teachers before anything is started.
 
     Raises:
@@ -157,7 +157,7 @@ def check_teachers(config: Config, model: Path, *, fetch: bool) -> None:
         UserError: a function or a model does not exist, or a model has other tokens than the policy's folder ``model``.
 
     """
-    for name, teacher in config.algo.distillation.teachers.items():
+    for name, teacher in config.teachers.items():
         if teacher.context is not None:
             load_context(teacher.context, f"{KEY}.{name}.context")
         if teacher.path is not None:
@@ -189,7 +189,7 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
         if isinstance(teacher, BaseException):
             raise teacher
         teacher_by_name[name] = teacher
-    return Teachers(config, teacher_by_name)
+    return Teachers(config.algo.distillation, teacher_by_name)
 
 
 async def _open(config: Config, name: str, number: int, model: Path, logs: Path, exits: AsyncExitStack) -> Teacher:

@@ -19,6 +19,7 @@ from agentrl.config.load import read_yaml, validate
 from agentrl.config.merging import Tree, merge
 from agentrl.config.saved import config_files, save_config, saved_layers
 from agentrl.config.schema import Config
+from agentrl.config.sft import SftConfig
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
@@ -62,10 +63,10 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     return warm
 
 
-def describe(warm: Config) -> str:
+def describe(sft: SftConfig) -> str:
     """Return one line on the length of a warm start."""
-    minutes = f", {warm.sft.minutes:g} minutes at most" if warm.sft.minutes else ""
-    return f"{warm.sft.steps} steps of {warm.sft.batch_size} demonstrations{minutes}"
+    minutes = f", {sft.minutes:g} minutes at most" if sft.minutes else ""
+    return f"{sft.steps} steps of {sft.batch_size} demonstrations{minutes}"
 
 
 async def initial_policy(
@@ -88,7 +89,7 @@ async def initial_policy(
     # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model.
     resumed = checkpoint / "model" if checkpoint and config.learner.lora is None else None
     model = resumed or warm or resolve_model(config.model.path)
-    return with_rates(config, model, resolve_critic(config, model)), model
+    return with_rates(config, model, resolve_critic(config.algo, model)), model
 
 
 async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:
@@ -113,7 +114,7 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     shutil.rmtree(warm_folder, ignore_errors=True)
     warm_folder.mkdir(parents=True)
     save_config(warm, warm_folder)
-    print_message(console, f"warm start {config.model.warm_start}: {describe(warm)}")
+    print_message(console, f"warm start {config.model.warm_start}: {describe(warm.sft)}")
     with _start(warm_folder, folder / "logs" / f"{FOLDER}.log") as child:
         async with interrupt.guard():
             await _LogTail(child, console).follow()

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-from agentrl_tasks.small_policy import save_policy
+from agentrl_tasks.small_policy import run_command, save_policy
 
 from .data import Contest
 
@@ -30,12 +28,7 @@ def texts() -> Iterator[str]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    save_policy(arguments.out, texts(), seed=arguments.seed)
-    print(f"untrained policy: {arguments.out}")
+    run_command(__doc__, lambda out, seed: save_policy(out, texts(), seed=seed))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
-from agentrl_tasks.small_policy import PolicySize, save_policy
+from agentrl_tasks.small_policy import PolicySize, run_command, save_policy
 
 from .data import GamePositions
 
@@ -28,12 +26,7 @@ def texts() -> Iterator[str]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    save_policy(arguments.out, texts(), vocabulary=_VOCABULARY, seed=arguments.seed, size=SIZE)
-    print(f"untrained policy: {arguments.out}")
+    run_command(__doc__, lambda out, seed: save_policy(out, texts(), vocabulary=_VOCABULARY, seed=seed, size=SIZE))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 
 from agentrl import Message, make_env
+from agentrl_tasks.small_policy import train_bpe, wrap_tokenizer
 
 from .data import Multihop
 
 VOCABULARY = 1536
-PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
 """The protocol's tags, one token each. They are ordinary text for the template, and no merge crosses them."""
 
@@ -29,32 +30,10 @@ _WORLDS = range(9000, 9008)
 _QUESTIONS = 300
 
 
-def train_tokenizer() -> Tokenizer:
-    """Return the tokenizer: 256 bytes, the tags and control tokens, and merges up to `VOCABULARY`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS),
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    return tokenizer
-
-
-def save_tokenizer(folder: str) -> Any:
+def save_tokenizer(folder: Path) -> Any:
     """Train the tokenizer, save it in the format of Transformers with its chat template, and return it."""
-    from transformers import PreTrainedTokenizerFast
-
-    make_tokenizer: Any = PreTrainedTokenizerFast
-    wrapped = make_tokenizer(tokenizer_object=train_tokenizer(), pad_token=PAD, eos_token=END)
-    wrapped.add_special_tokens({"additional_special_tokens": [START]})
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.save_pretrained(folder)
-    return wrapped
+    bpe = train_bpe(_texts(), VOCABULARY, TAGS, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    return wrap_tokenizer(folder, bpe, CHAT_TEMPLATE)
 
 
 def _texts() -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import argparse
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,13 @@ def init_model(folder: Path, tokenizer: Any, *, seed: int = 0, size: PolicySize 
     model: Any = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     give_default_mode(*folder.glob("*.safetensors"))
+
+
+def run_command(description: str | None, save: Callable[[Path, int], None]) -> None:
+    """Run the command line of a module that writes an untrained policy: ``save`` gets its folder and seed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    save(arguments.out, arguments.seed)
+    print(f"untrained policy: {arguments.out}")

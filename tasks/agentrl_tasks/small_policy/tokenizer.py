@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,30 +53,43 @@ def tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
             separate token, so that numbers are copied digit by digit.
 
     """
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    digits = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    made.decoder = decoders.ByteLevel()
+    return train_bpe(_without_markers(texts), vocabulary, MARKERS, digits)
+
+
+def train_bpe(
+    texts: Iterable[str], vocabulary: int, markers: Sequence[str], pre_tokenizer: pre_tokenizers.PreTokenizer
+) -> Tokenizer:
+    """Return a byte-level BPE tokenizer of ``vocabulary`` tokens: 256 bytes, control tokens, ``markers``, and merges."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizer
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(MARKERS),
+        vocab_size=vocabulary - len(markers),
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(_without_markers(texts), trainer)
-    made.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in MARKERS])
-    return made
+    bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in markers])
+    return bpe
 
 
 def save_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = VOCABULARY) -> Any:
     """Save a `tokenizer` of ``texts`` in the format of Transformers with its chat template, and return it."""
+    return wrap_tokenizer(folder, tokenizer(texts, vocabulary), CHAT_TEMPLATE)
+
+
+def wrap_tokenizer(folder: Path, bpe: Tokenizer, chat_template: str) -> Any:
+    """Save a tokenizer in the format of Transformers with a chat template, and return it."""
     from transformers import PreTrainedTokenizerFast
 
     make_tokenizer: Any = PreTrainedTokenizerFast
-    wrapped = make_tokenizer(tokenizer_object=tokenizer(texts, vocabulary), pad_token=PAD, eos_token=END)
+    wrapped = make_tokenizer(tokenizer_object=bpe, pad_token=PAD, eos_token=END)
     wrapped.add_special_tokens({"additional_special_tokens": [START]})
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = chat_template
     wrapped.save_pretrained(folder)
     return wrapped
 

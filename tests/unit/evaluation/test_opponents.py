@@ -70,9 +70,9 @@ def test_the_policy_has_each_seat_with_the_same_seeds_against_all_opponents():
 
 def test_a_goal_names_set_and_opponent():
     made = config("train.stop_at={nash/score: 0.5}")
-    check_goals(made, load_eval_tasks(made, open_tasks(made)))
+    check_goals(made.train, load_eval_tasks(made, open_tasks(made)))
     with pytest.raises(UserError, match="such as random/score"):
-        check_goals(config("train.stop_at={score: 0.5}"), sets())
+        check_goals(config("train.stop_at={score: 0.5}").train, sets())
 
 
 class Plain:

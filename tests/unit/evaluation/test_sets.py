@@ -120,18 +120,18 @@ def test_nothing_to_evaluate_on() -> None:
     empty = config("tasks.eval_split=none")
     assert load_eval_tasks(empty, {"": Splits()}) == []
     with pytest.raises(ConfigError, match="nothing is evaluated"):
-        check_goals(config("tasks.eval_split=none", "train.stop_at.reward=1"), [])
-    check_goals(empty, [])
+        check_goals(config("tasks.eval_split=none", "train.stop_at.reward=1").train, [])
+    check_goals(empty.train, [])
 
 
 def test_goals_name_a_set_where_there_are_several() -> None:
     made = config("eval.sets={a: {}, b: {}}", "train.stop_at={exact_match: 0.5}")
     with pytest.raises(ConfigError, match="a/exact_match"):
-        check_goals(made, load_eval_tasks(made, {"": Splits()}))
+        check_goals(made.train, load_eval_tasks(made, {"": Splits()}))
     made = config("eval.sets={a: {}, b: {}}", "train.stop_at={a/exact_match: 0.5, b/reward/hops=1: 0.5}")
-    check_goals(made, load_eval_tasks(made, {"": Splits()}))
+    check_goals(made.train, load_eval_tasks(made, {"": Splits()}))
     plain = config("train.stop_at={exact_match/hops=2: 0.5}")
-    check_goals(plain, load_eval_tasks(plain, {"": Splits()}))
+    check_goals(plain.train, load_eval_tasks(plain, {"": Splits()}))
 
 
 def test_goals_are_reached_together_or_not_at_all() -> None:
@@ -174,7 +174,7 @@ def test_every_source_of_a_mixed_run_is_evaluated() -> None:
     assert [each.id for each in b.tasks] == ["b/h0", "b/h1", "b/h2"]
     assert (a.plan.group_by, b.plan.group_by) == ("hops", None)
     assert (a.reset_seed, b.reset_seed) == ("task", "episode")
-    check_goals(config("sources.a={}", "sources.b={}", "train.stop_at={b/reward: 1}"), [a, b])
+    check_goals(config("sources.a={}", "sources.b={}", "train.stop_at={b/reward: 1}").train, [a, b])
     none = config("sources.a={}", "sources.b.tasks.eval_split=none")
     assert [each.name for each in load_eval_tasks(none, SOURCES)] == ["a"], "a source may have nothing to evaluate on"
 

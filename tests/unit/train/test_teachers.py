@@ -74,7 +74,9 @@ class Positions:
 
 
 def scored(config: Config, teachers: dict[str, Teacher], *given: Rollout, learner: LearnerGroup | None = None) -> Any:
-    return asyncio.run(Teachers(config, teachers).score(group_rollouts(given), learner or FakeLearner(), 0))
+    return asyncio.run(
+        Teachers(config.algo.distillation, teachers).score(group_rollouts(given), learner or FakeLearner(), 0)
+    )
 
 
 def test_a_server_scores_from_the_first_sampled_token_to_the_last_over_observations() -> None:
@@ -296,7 +298,7 @@ def test_a_student_learns_its_teachers_distribution_through_the_engine(tmp_path:
         teacher, student = InProcessEngine(teacher_folder, TOKENIZER), InProcessEngine(student_folder, TOKENIZER)
         client = ScoringClient("http://a", "teacher 'a'", timeout_s=9, vocabulary_size=24)
         client._http = teacher  # type: ignore[assignment]
-        teachers, found = Teachers(config, {"a": Teacher(client=client)}), []
+        teachers, found = Teachers(config.algo.distillation, {"a": Teacher(client=client)}), []
         async with teacher.running(), student.running():
             for step in range(16):
                 for bucket in learner.buckets(1 << 30):
@@ -353,7 +355,7 @@ def test_self_distillation_moves_probability_towards_the_privileged_answer(polic
     context = "{message} {answer}"
     me = [f"algo.distillation.teachers.me.policy={policy}", f"algo.distillation.teachers.me.context='{context}'"]
     config = load_config(None, ["algo.distillation.reward_coef=0", *me, "algo.loss.name=reinforce"])
-    teachers = Teachers(config, {"me": Teacher(policy=policy, privileged=privileged(context))})
+    teachers = Teachers(config.algo.distillation, {"me": Teacher(policy=policy, privileged=privileged(context))})
     learners, random, plain = Learners(warm), np.random.default_rng(0), prompt_of("q")
     try:
         learner = learners.open(reference=warm, algo=config.algo, lr=4e-3, max_grad_norm=1.0)
