@@ -73,7 +73,9 @@ def no_curve(config: Config, folder: Path, console: Console) -> None:
 
 def main() -> int:
     """Run the command line."""
-    run.draw_curve = no_curve  # type: ignore[assignment]
-    run_cluster.start_critic = start_critic  # type: ignore[assignment]
-    run_cluster.start_learners = start_learners  # type: ignore[assignment]
+    training_run: Any = run
+    cluster: Any = run_cluster
+    training_run.draw_curve = no_curve
+    cluster.start_critic = start_critic
+    cluster.start_learners = start_learners
     return command_line()

@@ -55,10 +55,9 @@ class RecordingLearner(in_process_learner.InProcessLearner):
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take one optimizer step."""
         with (self.folder / "batches.jsonl").open("a", encoding="utf-8") as file:
+            rank: Any = self.rank
             rows = [[key.rollout_id, key.row] for micro in batch.micro[0] for key in micro.keys]
-            file.write(
-                json.dumps({"step": sum(self.rank.steps.values()), "lr_scale": batch.lr_scale, "rows": rows}) + "\n"
-            )
+            file.write(json.dumps({"step": sum(rank.steps.values()), "lr_scale": batch.lr_scale, "rows": rows}) + "\n")
         return super().train_step(batch)
 
     def load(self, folder: Path) -> None:
@@ -81,7 +80,7 @@ def main() -> int:
     kill_at = os.environ.get(KILL_AT)
     moments = Moments(None if kill_at is None else int(kill_at))
     sys.addaudithook(moments)
-    in_process_learner.start_learners = start_learners  # type: ignore[assignment]
+    in_process_learner.start_learners = start_learners
     code = in_process_learner.main()
     moments.write()
     return code

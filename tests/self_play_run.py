@@ -45,6 +45,7 @@ def start_learners(*arguments: Any, run_dir: Path, **options: Any) -> DrawingLea
 
 def main() -> int:
     """Run the command line."""
-    in_process_learner.start_learners = start_learners  # type: ignore[assignment]
-    run.Trainer = RecordingTrainer  # type: ignore[misc]
+    training_run: Any = run
+    in_process_learner.start_learners = start_learners
+    training_run.Trainer = RecordingTrainer
     return in_process_learner.main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +46,7 @@ class Policies:
         for number, policy in enumerate(TWO.policies):
             for step in range(3):
                 batch = make_batch([20, 12, 30], seed=7 * self.version + 100 * number + step)
-                batch.policy = policy
-                self.learner.train_step(batch)
+                self.learner.train_step(replace(batch, policy=policy))
         write_adapters(self.learner, out, TWO, None)
         found = {name: peft.PeftModel.from_pretrained(load_model(self.folder), out / name) for name in TWO.policies}
         return {name: each.merge_and_unload() for name, each in found.items()}
@@ -87,7 +86,7 @@ async def scored(client: SGLangClient, policy: str, found: Generation) -> list[f
     scorer = ScoringClient(client.url, "the policy", timeout_s=60, vocabulary_size=384)
     scores = await scorer.score([*PROMPT, *found.token_ids], len(PROMPT), client.adapter(policy))
     await scorer.aclose()
-    return scores.tolist()
+    return [float(score) for score in scores]
 
 
 class Adapters:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,8 @@ def in_float32(learner: LocalLearnerGroup) -> Iterator[None]:
 
     With its own weights it would not agree: a step changes most by less than half of what bfloat16 can tell apart.
     """
-    model = learner.rank.model
+    rank: Any = learner.rank
+    model = rank.model
     autocast, precision = model.autocast, torch.get_float32_matmul_precision()
     held = [(part, part.clone()) for part in map(local, model.parameters())]
     try:

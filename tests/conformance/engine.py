@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 import torch
 from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
@@ -94,7 +95,9 @@ class Engine:
         wanted = reference_logprobs(model, ids, list(generation.token_ids), temperature)
         self.assert_close(generation.logprobs, wanted)
 
-    def assert_close(self, found: Sequence[float], wanted: Sequence[float]) -> None:
+    def assert_close(
+        self, found: Sequence[float] | npt.NDArray[Any], wanted: Sequence[float] | npt.NDArray[Any]
+    ) -> None:
         np.testing.assert_allclose(found, wanted, atol=self.traits.tolerance)
 
     def post(self, path: str, body: Any) -> httpx.Response:

@@ -61,7 +61,7 @@ class Memory:
             late = asyncio.create_task(sample(client, prompt(64), many, "late"))
             await asyncio.sleep(0)  # its request is on the way
             await client.memory.release(mode)
-            assert client.sent == 0
+            assert client.unanswered == 0
             assert not any(one.done() for one in running)
             await client.memory.resume("weights")
             await client.updates.from_tensors(named, 8, last=True)

@@ -13,6 +13,7 @@ import pytest
 from conformance.control import Control
 from conformance.engine import Engine
 from conformance.sampling import Sampling
+from deadlines import until
 
 from agentrl.core.types import Generation
 from agentrl.inference.client.generation import GenerationClient
@@ -84,9 +85,11 @@ async def introduced(router: str, engine: str) -> None:
     pool = EngineHttp(router, 10)
     workers = Workers(pool)
     await workers.add(engine)
-    async with asyncio.timeout(20):
-        while engine not in await workers.listed():  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.05)
+
+    async def listed() -> bool:
+        return engine in await workers.listed()
+
+    await until(listed)
     await pool.aclose()
 
 

@@ -66,7 +66,7 @@ class Sampling:
             for seed in range(20):
                 greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
                 free = await engine.sample_greedily(client, prompt(seed), greedy)
-                texts = [tokenizer.decode([token]) for token in free.token_ids]
+                texts = [str(tokenizer.decode([token])) for token in free.token_ids]
                 for at, text in enumerate(texts):
                     stop = text[:-1]
                     if at < 2 or len(stop) < 2 or not text.isascii() or any(stop in earlier for earlier in texts[:at]):

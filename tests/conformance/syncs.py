@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ BUCKET = 40_000
 """Bytes: several buckets for the models here."""
 
 
-def by_value(bucket: RankBucket) -> WeightBucket:
+def by_value(bucket: WeightBucket) -> WeightBucket:
     """Has the bucket share its weights by value: on a CPU there are no handles."""
+    assert isinstance(bucket, RankBucket)
     bucket.ipc_handles = lambda: [serialize_tensors(bucket.tensors())]  # type: ignore[method-assign]
     return bucket
 
@@ -68,7 +70,7 @@ class Syncs:
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_engine_and_learner_agree_after_every_sync(self, engine: Engine, transport: str, tmp_path: Path) -> None:
         """The prompt is the same every time: its keys and values of the version before lie in the prefix cache."""
-        learner = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
+        learner: Any = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
         ids = prompt(90, 60)
 
         async def play(client: SGLangClient) -> None:
@@ -94,8 +96,8 @@ class Syncs:
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_half_an_update_is_never_sampled_with(self, engine: Engine, transport: str, tmp_path: Path) -> None:
         """The learner fails between two buckets: the engine has its old weights, or samples nothing until it has new."""
-        learner = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
-        broken = Learner(load_model(engine.other), fail_at=2)
+        learner: Any = Learner(load_model(engine.folder), dtype=engine.traits.dtype)
+        broken: Any = Learner(load_model(engine.other), fail_at=2)
         ids = prompt(91, 40)
 
         async def play(client: SGLangClient) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from conformance.engine import GREEDY, Engine, prompt, sample
+from conformance.engine import GREEDY, Engine, prompt, sample, until_sampling
 from engine_tiny import reference_logprobs
 
 from agentrl.core.errors import EngineError
@@ -36,7 +36,7 @@ class Weights:
 
         async def play(client: SGLangClient) -> Generation:
             task = asyncio.create_task(sample(client, prompt(30), SamplingParams(max_new_tokens=400)))
-            await asyncio.sleep(0.05)
+            await until_sampling(client, [task])
             await client.pause("retract")
             named = list(engine.other_model.state_dict().items())
             disk = transport == "disk"

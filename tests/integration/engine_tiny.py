@@ -78,7 +78,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     text = ["</search>x", "<search>who wrote it", "the city of the river", ">x>x>x"] * 4
     tokenizer.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    make: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = make(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    return fast
 
 
 def reference_logprobs(
