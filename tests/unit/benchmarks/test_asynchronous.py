@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams
@@ -85,7 +85,6 @@ def test_a_request_waits_for_room_in_the_batch() -> None:
     assert found["b/0"][0] > found["a/0"][0]
 
 
-@settings(max_examples=20)
 @given(rollouts())
 def test_recorded_rollouts_become_plans(rollout: Rollout) -> None:
     plan = plan_from_rollout(rollout)

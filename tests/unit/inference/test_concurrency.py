@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.errors import ConfigError, EngineError
@@ -41,7 +41,6 @@ def falls(limits):
 capacities, ends = st.integers(1, 2000), st.integers(1, 200)
 
 
-@settings(max_examples=25, deadline=None)
 @given(capacity=capacities, ends=ends)
 def test_a_constant_load_settles_below_the_capacity(capacity, ends):
     limits = observe(ConcurrencyControl(5000), Engine(capacity, ends), demand=10_000)
@@ -52,7 +51,6 @@ def test_a_constant_load_settles_below_the_capacity(capacity, ends):
     assert sorted(late)[len(late) // 10] >= int(0.75 * capacity), "and near it"
 
 
-@settings(max_examples=25, deadline=None)
 @given(capacity=capacities, ends=ends, demand=st.integers(0, 3000), most=st.integers(1, 3000))
 def test_bounds(capacity, ends, demand, most):
     limits = observe(ConcurrencyControl(most), Engine(capacity, ends), demand, 500)
@@ -60,7 +58,6 @@ def test_bounds(capacity, ends, demand, most):
     assert max(limits) <= max(FIRST, 1.25 * demand + 1), "a limit that no demand fills does not rise"
 
 
-@settings(max_examples=15, deadline=None)
 @given(before=st.integers(50, 2000), share=st.floats(0.1, 0.9), ends=st.integers(5, 200))
 def test_it_follows_a_capacity_that_falls_and_rises_again(before, share, ends):
     control, engine = ConcurrencyControl(5000), Engine(before, ends)

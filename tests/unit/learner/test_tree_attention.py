@@ -44,7 +44,7 @@ def paths(tree: PrefixTree, rows: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("stored", [1024, 10], ids=["stored", "kernel"])
 @pytest.mark.parametrize(("scaling", "window"), [(None, None), (0.3, 7)])
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 2)  # each in four ways
 @given(forks=FORKS, padding=st.integers(0, 3))
 def test_rows_of_a_tree_have_the_attention_and_gradients_of_each_alone(scaling, window, stored, forks, padding):
     rows = make_rows(forks)
@@ -75,7 +75,6 @@ def dense(tree: PrefixTree, length: int, window: int | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-@settings(max_examples=20)
 @given(forks=FORKS)
 def test_blocks_of_flex_attention_hold_the_mask(window, forks):
     tree = prefix_tree(make_rows(forks))

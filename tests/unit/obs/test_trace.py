@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 from deadlines import wait_until
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.obs import trace
@@ -94,7 +94,6 @@ async def _tree(plan):
 PLANS = st.recursive(st.just([]), lambda plans: st.lists(plans, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=30, deadline=None)
 @given(plans=st.lists(PLANS, min_size=1, max_size=4))
 def test_spans_of_a_track_are_nested_or_apart(plans, tmp_path_factory):
     async def episode(number, plan):

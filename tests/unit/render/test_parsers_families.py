@@ -111,7 +111,6 @@ _arguments = st.fixed_dictionaries({}, optional={
 
 @pytest.mark.parametrize("name", WRITERS)
 @given(calls=st.lists(st.tuples(st.just("typed"), _arguments), min_size=1, max_size=2))
-@settings(max_examples=20)
 def test_calls_are_read_as_their_family_writes_them(name, calls):
     found = read(name.split()[0], WRITERS[name](calls), (typed,))
     assert [(call.name, call.arguments, call.status) for call in found] == [(*call, CallStatus.OK) for call in calls]
@@ -119,7 +118,6 @@ def test_calls_are_read_as_their_family_writes_them(name, calls):
 
 @pytest.mark.parametrize("name", WRITERS)
 @given(data=st.data())
-@settings(max_examples=20)
 def test_a_cut_call_is_typed_or_not_yet_one(name, data):
     """However short a turn is cut, no call is read that the whole turn does not have."""
     whole = WRITERS[name]([("typed", {"text": 'a "b"', "count": 3})])
@@ -198,7 +196,7 @@ PIECES = sorted(
 
 
 @given(parts=st.lists(st.sampled_from(PIECES), max_size=24), name=st.sampled_from(sorted(PARSERS)))
-@settings(max_examples=400)
+@settings(max_examples=8 * settings.default.max_examples)  # of many families
 def test_nothing_that_a_policy_says_raises(parts, name):
     for call in read(name, "".join(parts), (typed,)):
         assert call.status in (CallStatus.OK, CallStatus.INVALID_JSON, CallStatus.TRUNCATED)

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from agentrl_envs.kuhn_poker.players import NASH
 from agentrl_envs.kuhn_poker.tree import KuhnTree, nash_strategy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.self_play.best_response import (
@@ -84,7 +84,6 @@ def test_in_kuhn_poker_with_cards_in_the_moves_uniform_play_is_as_exploitable():
     assert exploitability(game, (uniform, uniform)) == pytest.approx(11 / 24)
 
 
-@settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_a_best_response_is_the_best_of_all_pure_strategies(chances):
     mixed = strategy(**dict(zip((*FIRST, *SECOND), chances, strict=True)))
@@ -99,7 +98,6 @@ def test_the_scripted_player_of_the_environment_is_an_equilibrium():
     assert exploitability(KuhnTree(), (scripted, scripted)) == pytest.approx(0, abs=1e-12)
 
 
-@settings(max_examples=20)
 @given(st.lists(st.floats(0, 1), min_size=36, max_size=36))
 def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances):
     one, two, other = (
