@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from deadlines import wait_until
 from engine_tiny import save_model
 
 from agentrl.core import child_process
@@ -47,9 +47,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
 
     try:
         asyncio.run(play())
-        deadline = time.monotonic() + 20
-        while engine.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not engine.alive(), 20)
         with pytest.raises(EngineError, match=r"(?s)exit status 1.*logits are not finite"):
             engine.check()
     finally:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deadlines import until
 from engine_tiny import save_model
 
 from agentrl.config.load import load_config
@@ -101,12 +102,6 @@ async def play(fleet: Fleet, sessions: int, turns: int, tokens: int) -> dict[str
 
 def tokens(said: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
     return {name: generation.token_ids for name, generation in said.items()}
-
-
-async def until(true: Callable[[], bool], seconds: float = 40) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110 - of processes
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("router", ROUTERS)

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ import preloaded
 import psutil
 import pytest
 import ray
+from deadlines import wait_until
 from engine_tiny import save_model
 from ray.cluster_utils import Cluster
 from shared_runs import SMALL, Running
@@ -93,13 +94,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-def until(true: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """After it was killed, and after the actor that holds it was; it ends with its placement."""
     settings = ["placement.mode=disaggregate", "learner.ranks=2", "sampler.engines=1", *EMBEDDED]
@@ -120,13 +114,13 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
         assert second.log_tail(1) == "its last words"
         ray.kill(launcher._hosts[0])
         assert "the process that held the engine" in ended(second)
-        until(lambda: gone(second.pid))
+        wait_until(lambda: gone(second.pid), 30)
         second.kill()
         assert "cannot be read" in second.log_tail()
         third = launcher.launch(0)
         third.check()
         placement.close()
-        until(lambda: gone(third.pid))
+        wait_until(lambda: gone(third.pid), 30)
     finally:
         placement.close()
 
@@ -267,6 +261,6 @@ def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cl
     finally:
         run.process.kill()
         run.process.wait()
-    until(lambda: all(gone(engine.pid) for engine in last))
+    wait_until(lambda: all(gone(engine.pid) for engine in last), 30)
     _, placement = reserve(["placement.mode=disaggregate", "learner.ranks=3"], "cpu")
     placement.close()

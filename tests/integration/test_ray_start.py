@@ -4,11 +4,11 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import wait_until
 
 START = """
 import sys
@@ -56,10 +56,7 @@ def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     assert killed.exists()
     assert process.returncode == 1, error
     assert "LearnerError: Ray does not start: its process gcs_server has ended" in error
-    end = time.monotonic() + GONE_S
-    while left := of_session(process.pid):
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    wait_until(lambda: not of_session(process.pid), GONE_S)
 
 
 def of_session(leader: int) -> list[psutil.Process]:

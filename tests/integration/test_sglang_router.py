@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from deadlines import until
 from engine_tiny import save_model
-from test_fleet import configured, opened, play, tokens, until
+from test_fleet import configured, opened, play, tokens
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
@@ -39,9 +40,11 @@ async def sample(fleet: Fleet, name: str, count: int) -> Generation:
 
 async def all_sampling(fleet: Fleet, seconds: float) -> None:
     """Wait until both engines have three requests each, and then let them sample for a while."""
-    async with asyncio.timeout(20):
-        while await loads(fleet) != [3, 3]:  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.02)
+
+    async def both_sample() -> bool:
+        return await loads(fleet) == [3, 3]
+
+    await until(both_sample)
     await asyncio.sleep(seconds)
 
 

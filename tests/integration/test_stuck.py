@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
+
+from deadlines import until
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
@@ -43,10 +44,7 @@ class Stops(Env):
 
 
 async def reported(said: list[str], text: str) -> None:
-    end = time.monotonic() + 20
-    while not any(text in report for report in said):
-        assert time.monotonic() < end, said
-        await asyncio.sleep(0.02)
+    await until(lambda: any(text in report for report in said))
 
 
 def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) -> None:

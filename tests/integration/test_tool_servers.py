@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+from deadlines import until
 
 from agentrl import Env, Task
 from agentrl.config.toolserver import ClientConfig
@@ -59,12 +60,6 @@ def calling(server):
     """Return how many calls run there."""
     text = httpx.get(f"{server.url}/metrics", trust_env=False).text
     return float(re.search(r"^agentrl_tool_calls_running ([\d.]+)$", text, re.MULTILINE)[1])
-
-
-async def until(holds):
-    async with asyncio.timeout(20):
-        while not await holds():  # noqa: ASYNC110  of servers
-            await asyncio.sleep(0.02)
 
 
 async def emptied(*started):

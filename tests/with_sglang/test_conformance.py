@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from conformance.sampling import Sampling
 from conformance.scoring import Scoring
 from conformance.syncs import Syncs
 from conformance.weights import Weights
+from deadlines import wait_for_exit
 from packaging.version import Version
 
 pytestmark = pytest.mark.sglang
@@ -119,7 +119,5 @@ def test_nothing_is_left_when_the_parent_is_killed(engine: Engine, started: list
     assert any("scheduler" in process.name() + " ".join(process.cmdline()) for process in family)
     one.parent.kill()
     one.parent.wait()
-    deadline = time.monotonic() + 20
-    while left := [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    for process in family:
+        wait_for_exit(process.pid, 20)

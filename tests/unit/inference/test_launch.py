@@ -182,7 +182,7 @@ def test_a_start_that_takes_too_long_is_ended_and_reports_its_phase(
     with pytest.raises(EngineError, match=r"after 3 s, capturing CUDA graphs; raise sampler\.start_timeout_s"):
         launch_sglang(tmp_path, log=tmp_path / "log", timeout_s=3)
     assert "SGLang is not healthy after 1 s: capturing CUDA graphs" in caplog.text
-    wait_for_exit(int((tmp_path / "log").read_text().split()[-1]))
+    wait_for_exit(int((tmp_path / "log").read_text().split()[-1]), 20)
 
 
 FAMILY = """
@@ -210,7 +210,7 @@ def test_the_whole_group_ends_when_its_parent_is_killed(tmp_path: Path, monkeypa
         parent.kill()
         parent.wait()
     for pid in pids:
-        wait_for_exit(pid)
+        wait_for_exit(pid, 20)
 
 
 def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from deadlines import run_ready_tasks, until
 
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
@@ -45,24 +46,13 @@ def ask(router: RoutedSampler, session: str, request: str = "", prompt: str = ""
     )
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110 - of fakes
-            await asyncio.sleep(0)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 @in_loop
 async def test_turns_of_a_session_stay_and_new_sessions_go_where_least_runs() -> None:
     gates = [asyncio.Event(), asyncio.Event()]
     engines = [engine(0, gates[0]), engine(1, gates[1])]
     router = routed(*engines)
     first = [ask(router, f"s{number}") for number in range(6)]
-    await settle()
+    await run_ready_tasks()
     assert [e.running for e in engines] == [3, 3]
     at = [{asked.session_id for asked in e.requests} for e in engines]
     gates[1].set()
@@ -85,11 +75,11 @@ async def test_sessions_with_one_prompt_go_to_one_engine_until_it_has_eight_requ
     engines = [engine(number, gate) for number in range(3)]
     router = routed(*engines)
     asked = [ask(router, f"{group}/{sample}", prompt=group) for group in "abc" for sample in range(8)]
-    await settle()
+    await run_ready_tasks()
     at = [{request.session_id[0] for request in one.requests} for one in engines]
     assert sorted(map(sorted, at)) == [["a"], ["b"], ["c"]]
     asked += [ask(router, f"d/{sample}", prompt="d") for sample in range(10)]
-    await settle()
+    await run_ready_tasks()
     assert sorted(one.running for one in engines) == [8, 10, 16], (
         "the ninth goes to another engine, and the tenth after it"
     )
@@ -103,13 +93,13 @@ async def test_a_prompt_of_an_engine_that_is_full_or_removed_goes_elsewhere() ->
     engines = [engine(number, gate) for number in range(3)]
     router = routed(*engines, max_running=2)
     asked = [ask(router, f"a{sample}", prompt="a") for sample in range(3)]
-    await settle()
+    await run_ready_tasks()
     assert [one.running for one in engines] == [2, 1, 0]
     router.remove("engine-1")
-    await settle()
+    await run_ready_tasks()
     assert [one.running for one in engines] == [2, 0, 1], "the request that was lost"
     asked.append(ask(router, "a3", prompt="a"))
-    await settle()
+    await run_ready_tasks()
     assert [one.running for one in engines] == [2, 0, 2]
     gate.set()
     await asyncio.gather(*asked)
@@ -121,10 +111,10 @@ async def test_an_engine_gets_so_many_requests_at_a_time_and_the_first_to_wait_i
     engines = [engine(0, gates[0]), engine(1, gates[1])]
     router = routed(*engines, max_running=2)
     asked = [ask(router, f"s{number}") for number in range(4)]
-    await settle()
+    await run_ready_tasks()
     sticky = ask(router, "s0", "s0/1")  # waits for its engine, even once the other one is free
     late = [ask(router, f"late{number}") for number in range(4)]
-    await settle()
+    await run_ready_tasks()
     assert [e.running for e in engines] == [2, 2]
     gates[1].set()
     await asyncio.gather(*late)
@@ -142,9 +132,9 @@ async def test_two_requests_of_a_session_that_waits_go_to_one_engine() -> None:
     engines = [engine(0, gates[0]), engine(1, gates[1])]
     router = routed(*engines, max_running=1)
     full = [ask(router, "a"), ask(router, "b")]
-    await settle()
+    await run_ready_tasks()
     twins = [ask(router, "twin", "twin/0"), ask(router, "twin", "twin/1")]
-    await settle()
+    await run_ready_tasks()
     for gate in gates:
         gate.set()
     await asyncio.gather(*full, *twins)
@@ -177,9 +167,9 @@ async def test_without_an_engine_requests_wait_for_one_or_for_the_end() -> None:
     asked = ask(router, "s")
     await until(lambda: first.running == 1)
     router.remove("engine-0")
-    await settle()
+    await run_ready_tasks()
     aborted = ask(router, "gone")
-    await settle()
+    await run_ready_tasks()
     await router.abort("gone")
     assert (await aborted).finish_reason is FinishReason.ABORT
     assert not asked.done()
@@ -187,7 +177,7 @@ async def test_without_an_engine_requests_wait_for_one_or_for_the_end() -> None:
     assert (await asked).token_ids == (5,) * 4
     router.remove("engine-0")
     waiting = ask(router, "w")
-    await settle()
+    await run_ready_tasks()
     router.fail("engine-0 died for good")
     for last in (waiting, ask(router, "later")):
         with pytest.raises(SamplerError, match="died for good"):
@@ -211,7 +201,7 @@ async def test_a_request_that_cannot_reach_its_engine_goes_elsewhere_and_is_not_
     assert lost == ["engine-0"] * 3
     router.on_lost = router.remove
     asked = ask(router, "s")
-    await settle()
+    await run_ready_tasks()
     router.add("engine-1", engine(1))
     assert (await asked).token_ids == (1,) * 4
 
@@ -242,7 +232,7 @@ async def test_abort_reaches_the_engine_and_cancelling_gives_the_place_back() ->
     assert (half.token_ids, half.finish_reason) == ((0, 0), FinishReason.ABORT)
     await until(lambda: only.running == 1)
     queued = ask(router, "c")
-    await settle()
+    await run_ready_tasks()
     queued.cancel()
     waiting.cancel()
     await asyncio.gather(queued, waiting, return_exceptions=True)

@@ -116,4 +116,4 @@ def test_workers_end_with_a_process_that_is_killed():
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    wait_for_exit(worker)
+    wait_for_exit(worker, 20)

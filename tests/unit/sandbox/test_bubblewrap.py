@@ -206,7 +206,7 @@ def test_a_killed_server_leaves_no_process_and_the_next_start_removes_the_rest(b
         processes = descendants(server.pid)
         assert own_groups(server.pid)
         server.kill()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), 10)
 
     async def main() -> None:
         async with other_backend() as backend:

@@ -234,7 +234,7 @@ def test_members_are_killed_and_the_group_goes(tree: CgroupTree) -> None:
         assert not group.remove()
         group.kill()
         assert child.wait(10) == -9
-    wait_until(group.remove)
+    wait_until(group.remove, 10)
 
 
 def test_remains_of_a_server_are_killed(tree: CgroupTree) -> None:

@@ -277,7 +277,7 @@ def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path
             await client.aclose()
 
         asyncio.run(scenario())
-        wait_until(lambda: not server.alive())
+        wait_until(lambda: not server.alive(), 10)
 
 
 def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -> None:
@@ -295,5 +295,5 @@ def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -
         while "building" not in child.log_tail():
             child.check()
         os.kill(child.pid, signal.SIGTERM)
-        wait_until(lambda: not child.alive())
+        wait_until(lambda: not child.alive(), 20)
         assert child.exit_code() == 0, child.log_tail()

@@ -71,7 +71,7 @@ def test_the_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
     parent.stdout.close()
     parent.kill()
     parent.wait()
-    wait_until(lambda: not listens(port))
+    wait_until(lambda: not listens(port), 10)
 
 
 def listens(port: int) -> bool:

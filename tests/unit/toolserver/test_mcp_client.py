@@ -172,7 +172,7 @@ def test_the_process_is_gone_when_the_tool_server_is_killed() -> None:
     finally:
         server.kill()
         server.communicate()  # which waits for the end of the pipe, and thus of both
-    wait_until(lambda: gone(int(pid)))
+    wait_until(lambda: gone(int(pid)), 10)
 
 
 def test_a_servers_file_may_hold_several_under_names_of_ones_own() -> None:

@@ -51,7 +51,7 @@ def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
     child.stop()
     assert not child.alive()
     assert child.exit_code() == -signal.SIGTERM
-    wait_for_exit(grandchild)
+    wait_for_exit(grandchild, 10)
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_child_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for_exit(pid)
+    wait_for_exit(pid, 10)
 
 
 LIMITS = """
@@ -142,7 +142,7 @@ def test_a_worker_whose_result_is_never_read_ends_with_the_main_process(tmp_path
     script.write_text(MAIN_OF_WORKERS)
     worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=True, timeout=30).stdout)
     try:
-        wait_for_exit(worker)
+        wait_for_exit(worker, 10)
     except AssertionError:
         os.kill(worker, signal.SIGKILL)
         raise

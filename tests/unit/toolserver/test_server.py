@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from deadlines import until, wait_until
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
@@ -142,19 +142,21 @@ def server(folder: Path, *words: str) -> Iterator[tuple[ChildProcess, str]]:
 
 
 async def calls_running(client: httpx.AsyncClient, count: int) -> None:
-    while f"agentrl_tool_calls_running {count}.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async def run() -> bool:
+        return f"agentrl_tool_calls_running {count}.0" in (await client.get("/metrics")).text
+
+    await until(run)
 
 
 async def draining(client: httpx.AsyncClient) -> None:
-    while (await client.get("/health")).json()["status"] != "draining":  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    async def drains() -> bool:
+        return (await client.get("/health")).json()["status"] == "draining"
+
+    await until(drains)
 
 
 def exit_code(child: ChildProcess, within_s: float = 10.0) -> int | None:
-    deadline = time.monotonic() + within_s
-    while child.alive() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not child.alive(), within_s)
     return child.exit_code()
 
 

@@ -17,6 +17,7 @@ from agentrl.core.types import RowKey
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
+from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.engine_weights import EngineWeights
 from agentrl.train.gpu_time_sharing import open_gpus
 from agentrl.train.sampling import Sampling
@@ -305,7 +306,7 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
         assert other.said() == ["push 3 to e0"]
         await restarting
 
-    asyncio.run(run())
+    run_virtual(run())
 
 
 def test_a_sync_that_sends_what_the_one_before_sent_is_marked() -> None:
