@@ -25,14 +25,14 @@ from agentrl.learner.layers import prepare_forward
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """What layers read of a micro-batch. The last three are fields of ``PackedSeqParams``."""
+    """A micro-batch's packed rows as layers read them. The last three are fields of ``PackedSeqParams``."""
 
     position_ids_L: torch.Tensor
     """int64, of this rank's tokens in their rows."""
     rows: PackedRows | DividedRows
     """Rows among the tokens of all ranks of context parallelism, for attention."""
     experts: torch.Tensor | None = None
-    """``[layers, T, K]`` experts that routers take, of the tokens of this rank's routers; None: they choose all."""
+    """``[layers, T, K]`` recorded experts of the tokens of this rank's routers; None if the routers choose."""
     rotary_cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
     """Cosines and sines ``[L, 1, 1, D]`` of the tokens' positions, the same in all layers; None with latent attention."""
     qkv_format: str = "sbhd"
@@ -132,7 +132,7 @@ class PackedRotary(nn.Module):
     def get_rotary_seq_len(
         self, context: object, decoder: object, hidden: object, config: object, packed: PackedTokens
     ) -> PackedTokens:
-        """Return the tokens."""
+        """Return ``packed``: Megatron-Core passes the result to `forward`."""
         return packed
 
     def forward(self, packed: PackedTokens, *, packed_seq: bool = False, cp_group: None = None) -> Any:

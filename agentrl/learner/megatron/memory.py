@@ -133,14 +133,13 @@ def _stage(
     tokens = math.ceil(work.tokens / layout.context_parallel_size)
     weights = work.size * (dense + experts)
     outputs = 1 if work.values else hf.vocab_size // tensor
+    activations = _activation_numbers(model, options, stages[stage], in_flight(layout, stage), work.recompute)
     return LearnerMemory(
         weights=weights,
         gradients=_FLOAT32 * (dense + experts),
         optimizer=per_number * (math.ceil(dense / optimizer_ranks) + math.ceil(experts / expert_optimizer_ranks)),
         reference=weights if work.reference else 0,
-        activations=work.size
-        * tokens
-        * _activation_numbers(model, options, stages[stage], in_flight(layout, stage), work.recompute),
+        activations=work.size * tokens * activations,
         logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * outputs if is_last else 0,
     )
 
@@ -219,9 +218,7 @@ def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Width
     layout = Layout.from_options(options)
     tensor = layout.tensor_model_parallel_size
     hidden = model["hidden_size"] // (tensor if options.get("sequence_parallel") else 1)
-    attention, products = (
-        _latent_attention_numbers(model) if model.get("multi_latent_attention") else _grouped_query_numbers(model)
-    )
+    attention, products = _mla_numbers(model) if model.get("multi_latent_attention") else _gqa_numbers(model)
     attention, products = attention // tensor, products // tensor
     # Both norms keep their input, and the products after them keep the norms' output.
     norms = 4 * hidden
@@ -244,9 +241,10 @@ def _widths(model: Options, options: Mapping[str, Any], experts: bool) -> _Width
     return replace(widths, gradients=2 * hidden + 3 * middle)
 
 
-def _grouped_query_numbers(model: Options) -> tuple[int, int]:
-    """Return the numbers of grouped-query attention: queries, keys and values, the first two normed and rotated, the result;
-    and those of products and the result.
+def _gqa_numbers(model: Options) -> tuple[int, int]:
+    """Return how many numbers of a token grouped-query attention keeps, and how many of them are of products and the result.
+
+    It keeps queries, keys and values; queries and keys after norm and rotation; the result.
     """
     size = int(model["kv_channels"])
     queries, groups = int(model["num_attention_heads"]) * size, int(model["num_query_groups"]) * size
@@ -255,9 +253,10 @@ def _grouped_query_numbers(model: Options) -> tuple[int, int]:
     return products + normalized + (queries + groups), products
 
 
-def _latent_attention_numbers(model: Options) -> tuple[int, int]:
-    """Return the numbers of multi-head latent attention: latents, normed, what is made of them, rotated, and the result;
-    and those of products and the result.
+def _mla_numbers(model: Options) -> tuple[int, int]:
+    """Return how many numbers of a token multi-head latent attention keeps, and how many of them are of products and the result.
+
+    It keeps latents, before and after their norm; their projections, before and after rotation; the result.
     """
     names = ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
     heads, rope, plain, values, latent, query_latent = (int(model[name] or 0) for name in names)

@@ -54,7 +54,7 @@ class MegatronModel:
     layout: Layout
     family: Family
     rotary: PackedRotary
-    """Of all layers."""
+    """Shared by all layers."""
     hf: Any
     """Configuration in transformers."""
     values: bool = False
@@ -102,7 +102,7 @@ def build_model(
         number = stage if layout.virtual_pipeline_model_parallel_size else None
         chunk = GPTModel(
             config,
-            _block(config, family, number),
+            _decoder_spec(config, family, number),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
@@ -134,7 +134,7 @@ def packed_tokens(
     device: torch.device,
     experts_L: torch.Tensor | None = None,
 ) -> PackedTokens:
-    """Return what layers read of packed rows, the argument ``packed_seq_params`` of a chunk.
+    """Return packed rows as layers read them: the argument ``packed_seq_params`` of a chunk.
 
     With context parallelism the chunk's other arguments have this rank's tokens only, those of `local_tokens`.
 
@@ -143,7 +143,7 @@ def packed_tokens(
         position_ids_L: int64 on the CPU, from 0 in every row, of all tokens.
         row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
-        experts_L: those that routers take, as in `MicroBatch`; None: they choose all.
+        experts_L: recorded experts that routers use, as in `MicroBatch`; None if the routers choose.
 
     """
     dtype = model.config.params_dtype
@@ -174,20 +174,19 @@ def local_tokens(length: int) -> slice:
 
 
 def rank_context() -> Context | None:
-    """Return the ranks of context parallelism; None for one."""
+    """Return the ranks of context parallelism; None without it."""
     group = parallel_state.get_context_parallel_group()
     return Context(group.group_name, group.size(), group.rank()) if group.size() > 1 else None
 
 
-def _block(config: TransformerConfig, family: Family, stage: int | None) -> TransformerBlockSubmodules:
-    """Return the specification of the layers of a chunk."""
+def _decoder_spec(config: TransformerConfig, family: Family, stage: int | None) -> TransformerBlockSubmodules:
     if config.pipeline_model_parallel_layout is not None:
         layers = config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=stage)
     else:
         first = get_transformer_layer_offset(config, vp_stage=stage)
         layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, family, has_experts(config, layer)) for layer in layers], layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config, family, has_experts(config, layer)) for layer in layers], layer_norm=RMSNorm
     )
 
 
@@ -197,7 +196,7 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _sends_pairs(config: TransformerConfig) -> bool:
-    """Return whether all pairs of a token and an expert are exchanged, by all-to-all; options can change that."""
+    """Return whether `PairDispatcher` can exchange the tokens: all-to-all, no limit of an expert's tokens, no overlap."""
     return (
         config.moe_token_dispatcher_type == "alltoall"
         and config.moe_expert_capacity_factor is None
@@ -205,8 +204,7 @@ def _sends_pairs(config: TransformerConfig) -> bool:
     )
 
 
-def _layer(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
-    """Return the specification of a layer without Transformer Engine."""
+def _layer_spec(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -233,7 +231,7 @@ def _by_tokens(embedding: nn.Module, inputs: object, output: torch.Tensor) -> to
     return output.flatten(0, 1)[:, None]
 
 
-def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str) -> PackedRotary:
+def _rotary(hf: Any, config: TransformerConfig, device: torch.device, setting: str) -> PackedRotary:
     """Return the rotary embedding, with the frequencies that transformers computes."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -245,10 +243,10 @@ def _rotary(hf: Any, config: TransformerConfig, device: torch.device, where: str
     elif kind in ("linear", "llama3", "yarn"):
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     else:
-        raise ModelError(f"{where}: rope_type={kind!r} in config.json: the megatron learner lacks it")
+        raise ModelError(f"{setting}: rope_type={kind!r} in config.json: the megatron learner lacks it")
     if scaling != 1 and not config.multi_latent_attention:
         if fraction != 1:
-            raise ModelError(f"{where}: rope_type={kind!r} with partial_rotary_factor={fraction} in config.json")
+            raise ModelError(f"{setting}: rope_type={kind!r} with partial_rotary_factor={fraction} in config.json")
         # Of queries and keys alike: their product has the square.
         config.softmax_scale = scaling**2 * head_size(hf) ** -0.5
     return PackedRotary(inv_freq.to(device), scaling, config.rotary_interleaved, config.multi_latent_attention)

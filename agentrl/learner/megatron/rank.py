@@ -186,7 +186,7 @@ class MegatronRank(BackendRank):
 
     @override
     def _settle_weights(self) -> None:
-        """Get weights that other ranks have updated; a rank that sleeps has got them before."""
+        """Get weights that other ranks have updated; a rank that sleeps already has them."""
         if not self._offload:
             self.training.complete_weights()
 

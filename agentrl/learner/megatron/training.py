@@ -21,7 +21,7 @@ from agentrl.learner.megatron.model import MegatronModel
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config
 from agentrl.learner.optimization import learning_rate
 
-_READ_STATES = "_get_main_param_and_optimizer_states"
+_STATES = "_get_main_param_and_optimizer_states"
 """Method of distributed optimizers that returns a weight's states on this rank."""
 
 
@@ -74,7 +74,7 @@ class Training:
         """
         tensors: list[torch.Tensor] = []
         for optimizer in self._optimizers():
-            if hasattr(optimizer, _READ_STATES) and not gathered:
+            if hasattr(optimizer, _STATES) and not gathered:
                 continue
             tensors += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             for state in optimizer.optimizer.state.values():
@@ -106,19 +106,15 @@ class Training:
     @contextmanager
     def reading(self, readable: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
         """Let the optimizers read their states through ``readable`` in the block, for a checkpoint of a rank that sleeps."""
-        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _READ_STATES)]
+        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _STATES)]
         for optimizer in readers:
-            read = getattr(optimizer, _READ_STATES)
-            setattr(
-                optimizer,
-                _READ_STATES,
-                lambda parameter, read=read: {k: readable(t) for k, t in read(parameter).items()},
-            )
+            read = getattr(optimizer, _STATES)
+            setattr(optimizer, _STATES, lambda weight, read=read: {k: readable(t) for k, t in read(weight).items()})
         try:
             yield
         finally:
             for optimizer in readers:
-                delattr(optimizer, _READ_STATES)
+                delattr(optimizer, _STATES)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""

@@ -166,9 +166,7 @@ def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
 def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
     """Iterate over the weights of a chunk: all of its parameters and persistent buffers."""
     persistent = chunk.state_dict().keys()
-    tensors = dict(chunk.named_parameters()) | {
-        name: tensor for name, tensor in chunk.named_buffers() if name in persistent
-    }
+    tensors = dict(chunk.named_parameters()) | {name: t for name, t in chunk.named_buffers() if name in persistent}
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
     def take(weight: Weight, prefix: str = "") -> RankWeight:
@@ -239,14 +237,11 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
     head_is_copy = weights.model.head_is_tied and HEAD in file_specs
     for weight_on_rank in weights.rank_weights:
         for weight_slice in weight_on_rank.slices:
-            if weight_slice.tensor.name in initialized:
+            name, slices = weight_slice.tensor.name, weight_slice.hf_slices
+            if name in initialized:
                 continue
-            tensor = files.read(weight_slice.tensor.name, weight_slice.hf_slices)
-            if (
-                head_is_copy
-                and weight_slice.tensor.name == EMBEDDING
-                and not torch.equal(tensor, files.read(HEAD, weight_slice.hf_slices))
-            ):
+            tensor = files.read(name, slices)
+            if head_is_copy and name == EMBEDDING and not torch.equal(tensor, files.read(HEAD, slices)):
                 raise ModelError(
                     f"{key}={folder}: {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true; set it to "
                     "false"

@@ -201,9 +201,9 @@ def _logits(built: MegatronModel) -> torch.Tensor:
     """Return logits ``[L, V]`` of `rows`."""
     token_ids_L, positions_L, row_L = rows()
     [chunk] = built.chunks
-    packed, own = packed_tokens(built, positions_L, row_L, CPU), local_tokens(len(row_L))
+    packed, local = packed_tokens(built, positions_L, row_L, CPU), local_tokens(len(row_L))
     chunk.eval()
-    inputs = token_ids_L[own][None], positions_L[own][None]
+    inputs = token_ids_L[local][None], positions_L[local][None]
     [found] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)
     parts = [torch.empty_like(found) for _ in range(built.layout.context_parallel_size)]
     dist.all_gather(parts, found, group=parallel_state.get_context_parallel_group())
