@@ -63,7 +63,7 @@ PackedRows = RowBounds | RowGroups
 
 @dataclass(frozen=True, slots=True)
 class DividedRows:
-    """Rows of a micro-batch of whose tokens this rank has a part."""
+    """Rows of a micro-batch whose tokens are divided among the ranks of a context."""
 
     rows: PackedRows | Tree
     """Of the whole micro-batch."""
@@ -145,9 +145,9 @@ def unpack_rows(
     starts = (positions == 0) & real
     bins = torch.where(real, starts.cumsum(0) - 1, 0)
     count, longest = max(int(starts.sum()), 1), int(positions[real].max()) + 1 if real.any() else 1
-    place = (bins * longest + positions)[real]
+    flat_index = (bins * longest + positions)[real]
     ids, rows = token_ids_L.new_zeros(count * longest), row_L.new_full((count * longest,), -1)
-    ids[place], rows[place] = token_ids_L[real], row_L[real]
+    ids[flat_index], rows[flat_index] = token_ids_L[real], row_L[real]
     padded = torch.arange(longest).repeat(count)
     at = bins[at_N] * longest + positions[at_N]
     return ids.view(count, -1), padded.view(count, -1), rows.view(count, -1), at
@@ -185,8 +185,8 @@ def packed_attention(
             )
     if isinstance(packed, DividedRows):
         query, key, value = packed.context.to_heads(query, key, value)
-        whole: dict[str, Any] = {"packed": packed.rows, "scaling": scaling, "sliding_window": sliding_window}
-        return packed.context.to_tokens(packed_attention(module, query, key, value, None, **whole)[0]), None
+        row_options: dict[str, Any] = {"packed": packed.rows, "scaling": scaling, "sliding_window": sliding_window}
+        return packed.context.to_tokens(packed_attention(module, query, key, value, None, **row_options)[0]), None
     if isinstance(packed, TreeRows | TreeMasks):
         return attend_tree(query, key, value, packed, scaling=scaling, sliding_window=sliding_window), None
     if isinstance(packed, RowBounds):
@@ -215,16 +215,16 @@ def flash_attention(
 ) -> torch.Tensor:
     """Return `packed_attention` by torch's variable-length flash attention, which takes 16-bit values on GPUs only."""
     bins, heads, length, size = query.shape
-    of_value = value.shape[-1]
-    if of_value < size:
-        value = F.pad(value, (0, size - of_value))  # it takes one size; those of latent attention differ
+    value_size = value.shape[-1]
+    if value_size < size:
+        value = F.pad(value, (0, size - value_size))  # it takes one size; those of latent attention differ
     q, k, v = (x.transpose(1, 2).reshape(bins * length, x.shape[1], size).to(value.dtype) for x in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
     attended = varlen_attn(
         q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen, **_GROUPED
     )
     assert isinstance(attended, torch.Tensor)
-    return attended.view(bins, length, heads, size)[..., :of_value]
+    return attended.view(bins, length, heads, size)[..., :value_size]
 
 
 def _causal(
@@ -249,10 +249,10 @@ def blockwise_causal(
     """
     rows, heads, length, size = q.shape
     key_heads = k.shape[1]
-    shared = heads // key_heads
+    group_size = heads // key_heads
     exact = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        q = (q.to(exact) * scaling).reshape(rows * key_heads, shared, length, size)
+        q = (q.to(exact) * scaling).reshape(rows * key_heads, group_size, length, size)
         k_t = k.to(exact).reshape(rows * key_heads, length, size).transpose(1, 2)
         v = v.reshape(rows * key_heads, length, -1)
         outputs = []
@@ -263,9 +263,11 @@ def blockwise_causal(
             unseen = hidden.triu(1 + first - start)
             if window is not None:
                 unseen = unseen + hidden.tril(first - start - window)
-            block = q[:, :, first:last].reshape(rows * key_heads, shared * (last - first), size)
-            shares = torch.baddbmm(unseen.repeat(shared, 1), block, k_t[:, :, start:last]).softmax(-1).to(v.dtype)
-            outputs.append((shares @ v[:, start:last]).view(rows * key_heads, shared, last - first, -1))
+            block = q[:, :, first:last].reshape(rows * key_heads, group_size * (last - first), size)
+            probabilities = (
+                torch.baddbmm(unseen.repeat(group_size, 1), block, k_t[:, :, start:last]).softmax(-1).to(v.dtype)
+            )
+            outputs.append((probabilities @ v[:, start:last]).view(rows * key_heads, group_size, last - first, -1))
         return torch.cat(outputs, 2).view(rows, heads, length, -1)
 
 

@@ -179,7 +179,7 @@ class LearnerBackend(ABC):
     @property
     @abstractmethod
     def data_parallel_size(self) -> int:
-        """The number of shares of a batch: the learner's ranks, over those that compute a share together."""
+        """The number of data-parallel groups: the learner's ranks, over those that compute a micro-batch together."""
 
     @abstractmethod
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:

@@ -69,13 +69,13 @@ class BatchLoss:
 
         """
         scores_N, entropy_N = scores
-        given = LossInput(
+        loss_input = LossInput(
             **self._fields(batch, micro, at_N),
             sequence_log_ratio_N=ratio_N,
             reference_logprobs_N=reference_N,
             entropy_N=entropy_N if self.algo.needs_entropy else None,
         )
-        loss, metrics = self.losses[batch.kind](scores_N, given)
+        loss, metrics = self.losses[batch.kind](scores_N, loss_input)
         if entropy_N is not None:
             metrics.sums["entropy"] = entropy_N.detach().sum()
         return loss, metrics
@@ -84,9 +84,9 @@ class BatchLoss:
         self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-ratio of each token, ``[N]`` without gradient, and the number of its sequence, int64 ``[N]``."""
-        given = LossInput(**self._fields(batch, micro, at_N))
-        assert given.sequence_N is not None
-        return logprobs_N - self.objective.old_logprobs(logprobs_N, given), given.sequence_N
+        loss_input = LossInput(**self._fields(batch, micro, at_N))
+        assert loss_input.sequence_N is not None
+        return logprobs_N - self.objective.old_logprobs(logprobs_N, loss_input), loss_input.sequence_N
 
     def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
         """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""
@@ -103,11 +103,14 @@ class BatchLoss:
         numbers = torch.tensor(micro.sequences, dtype=torch.int64)
         chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
         chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        found: dict[str, Any] = {
+        loss_fields: dict[str, Any] = {
             name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
         }
-        found["source_tokens"], found["sequences"] = self._source_tokens(micro, at_N), len(batch.sequence_sizes)
-        return found
+        loss_fields["source_tokens"], loss_fields["sequences"] = (
+            self._source_tokens(micro, at_N),
+            len(batch.sequence_sizes),
+        )
+        return loss_fields
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""

@@ -47,23 +47,23 @@ class Checkpoints:
     Args:
         folder: created with the first checkpoint.
         keep: number of newest checkpoints that are kept. The one with the highest ``score`` in its state is kept too.
-        began_with: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
+        resumed_from: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
             learner copies its tokenizer files into the next checkpoints.
 
     """
 
-    def __init__(self, folder: Path, *, keep: int, began_with: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int, resumed_from: Path | None = None) -> None:
         self.folder = folder
         self.keep = keep
-        self.began_with = began_with
+        self.resumed_from = resumed_from
         self.candidate: int | None = None
         """A step whose ``score`` is not known yet: its checkpoint is kept until then."""
         self._writing: Future[None] | None = None
 
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any], critic: CriticGroup | None = None) -> Path:
-        """Begin to write the checkpoint of ``step`` and return its folder, which is there once it is complete.
+        """Begin to write the checkpoint of ``step`` and return its folder, which exists once it is complete.
 
-        When it returns, training may go on. The checkpoint before is waited for. A kill at any time leaves all older
+        When it returns, training may go on. The previous checkpoint is waited for. A kill at any time leaves all older
         checkpoints complete.
 
         Args:
@@ -79,25 +79,25 @@ class Checkpoints:
         self.finish()
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self._path(step)
-        part = partial_path(target)
-        for left in self.folder.glob(f"step_*{PARTIAL}"):  # by a kill
-            shutil.rmtree(left)
+        partial_folder = partial_path(target)
+        for leftover in self.folder.glob(f"step_*{PARTIAL}"):  # by a kill
+            shutil.rmtree(leftover)
         groups: list[LearnerGroup | CriticGroup] = [learner] if critic is None else [learner, critic]
         try:
-            for group, folder in zip(groups, (part, part / CRITIC), strict=False):
+            for group, folder in zip(groups, (partial_folder, partial_folder / CRITIC), strict=False):
                 group.save(folder)
-            _write_state(part, state)
+            _write_state(partial_folder, state)
         except BaseException:
-            _end_and_remove(groups, part)
+            _end_and_remove(groups, partial_folder)
             raise
 
         def complete() -> None:
             try:
                 for group in groups:
                     group.finish_save()
-                publish(part, target)
+                publish(partial_folder, target)
             except BaseException:
-                _end_and_remove(groups, part)
+                _end_and_remove(groups, partial_folder)
                 raise
             self._drop_old()
 
@@ -108,7 +108,7 @@ class Checkpoints:
         """Wait until the checkpoint that is being written is complete.
 
         Raises:
-            LearnerError, OSError: it could not be written, and nothing of it is left. Raised once.
+            LearnerError, OSError: it could not be written, and was removed. Raised once.
 
         """
         writing, self._writing = self._writing, None
@@ -147,12 +147,12 @@ class Checkpoints:
         return max(map(_score, complete_checkpoints(self.folder)), default=float("-inf"))
 
     def _drop_old(self) -> None:
-        whole = complete_checkpoints(self.folder)
-        best = max(reversed(whole), key=_score)
-        kept = {*whole[-self.keep :], self.began_with} | ({best} if _score(best) > float("-inf") else set())
-        kept |= set() if self.candidate is None else {self._path(self.candidate)}
-        for folder in whole:
-            if folder in kept:
+        checkpoints = complete_checkpoints(self.folder)
+        best = max(reversed(checkpoints), key=_score)
+        retained = {*checkpoints[-self.keep :], self.resumed_from} | ({best} if _score(best) > float("-inf") else set())
+        retained |= set() if self.candidate is None else {self._path(self.candidate)}
+        for folder in checkpoints:
+            if folder in retained:
                 continue
             doomed = partial_path(folder)
             os.replace(
@@ -161,12 +161,12 @@ class Checkpoints:
             shutil.rmtree(doomed)
 
 
-def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], part: Path) -> None:
+def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], partial_folder: Path) -> None:
     """Remove a checkpoint that could not be written, as a full disk needs the space, once nothing writes into it any more."""
     for group in groups:
         with suppress(Exception):  # one error is enough
             group.finish_save()
-    shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def _write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -187,21 +187,21 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / STATE).is_file()]
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered) if (path / STATE).is_file()]
 
 
 def checkpoint_step(folder: Path) -> int:
     """Return the step of a checkpoint's folder."""
     match = _NAME.fullmatch(folder.name)
-    assert match is not None, "it is one"
+    assert match is not None, folder
     return int(match[1])
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None."""
-    found = complete_checkpoints(folder)
-    return found[-1] if found else None
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -18,62 +18,62 @@ def process_group(name: Any) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-@torch.library.custom_op("agentrl::all_gather", mutates_args=(), schema="(Tensor part, int size, str group) -> Tensor")
-def all_gather(part: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Return the parts of all ranks, one after the other. Gradients are summed over ranks, each of which gets its part."""
-    whole = part.new_empty(size * part.shape[0], *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=process_group(group))
-    return whole
+@torch.library.custom_op("agentrl::all_gather", mutates_args=(), schema="(Tensor shard, int size, str group) -> Tensor")
+def all_gather(shard: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Return the shards of all ranks, concatenated. Gradients are summed over ranks, and each rank gets its shard."""
+    gathered = shard.new_empty(size * shard.shape[0], *shard.shape[1:])
+    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=process_group(group))
+    return gathered
 
 
 @all_gather.register_fake
-def _(part: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return part.new_empty(size * part.shape[0], *part.shape[1:])
+def _(shard: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return shard.new_empty(size * shard.shape[0], *shard.shape[1:])
 
 
 @torch.library.custom_op(
-    "agentrl::reduce_scatter", mutates_args=(), schema="(Tensor whole, int size, str group) -> Tensor"
+    "agentrl::reduce_scatter", mutates_args=(), schema="(Tensor summand, int size, str group) -> Tensor"
 )
-def reduce_scatter(whole: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Return this rank's part of the sum over ranks. Gradients are gathered."""
-    part = whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
-    dist.reduce_scatter_tensor(part, whole.contiguous(), group=process_group(group))
-    return part
+def reduce_scatter(summand: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Return this rank's shard of the sum over ranks. Gradients are gathered."""
+    shard = summand.new_empty(summand.shape[0] // size, *summand.shape[1:])
+    dist.reduce_scatter_tensor(shard, summand.contiguous(), group=process_group(group))
+    return shard
 
 
 @reduce_scatter.register_fake
-def _(whole: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return whole.new_empty(whole.shape[0] // size, *whole.shape[1:])
+def _(summand: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    return summand.new_empty(summand.shape[0] // size, *summand.shape[1:])
 
 
-@torch.library.custom_op("agentrl::all_reduce", mutates_args=(), schema="(Tensor part, str group) -> Tensor")
-def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
+@torch.library.custom_op("agentrl::all_reduce", mutates_args=(), schema="(Tensor summand, str group) -> Tensor")
+def all_reduce(summand: torch.Tensor, group: str) -> torch.Tensor:
     """Return the sum over ranks. Its gradient is that of each rank's summand."""
-    whole = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(whole, group=process_group(group))
-    return whole
+    total = summand.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group(group))
+    return total
 
 
 @all_reduce.register_fake
-def _(part: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(part, memory_format=torch.contiguous_format)
+def _(summand: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(summand, memory_format=torch.contiguous_format)
 
 
 class _WithReducedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, same: torch.Tensor, group: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        return same.view_as(same)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
 
-def with_reduced_gradient(same: torch.Tensor, group: str) -> torch.Tensor:
-    """Return what all ranks have, whose gradient is the sum of theirs."""
-    found: torch.Tensor = _WithReducedGradient.apply(same, group)  # type: ignore[no-untyped-call]
-    return found
+def with_reduced_gradient(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Return a tensor that all ranks have, with the sum of their gradients as its gradient."""
+    identity: torch.Tensor = _WithReducedGradient.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return identity
 
 
 def _keep_sizes(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
@@ -92,9 +92,9 @@ all_reduce.register_autograd(lambda ctx, gradient: (gradient, None))
 @torch.library.custom_op("agentrl::exchange", mutates_args=(), schema="(Tensor parts, str group) -> Tensor")
 def exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
     """Send ``parts[i]`` to rank ``i`` of a group, and return what the ranks sent, in their order. Collective."""
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, parts.contiguous(), group=process_group(group))
-    return found
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=process_group(group))
+    return received
 
 
 @exchange.register_fake

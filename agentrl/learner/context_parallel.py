@@ -33,13 +33,13 @@ class Context:
 
     def token_slice(self, length: int) -> slice:
         """Return this rank's part of a sequence; ``size`` divides its length."""
-        each = length // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        tokens = length // self.size
+        return slice(self.rank * tokens, (self.rank + 1) * tokens)
 
     def has(self, places_N: torch.Tensor, length: int) -> torch.Tensor:
         """Return, as bools ``[N]``, which places of a sequence are in this rank's part."""
-        part = self.token_slice(length)
-        inside_N: torch.Tensor = (places_N >= part.start) & (places_N < part.stop)
+        tokens = self.token_slice(length)
+        inside_N: torch.Tensor = (places_N >= tokens.start) & (places_N < tokens.stop)
         return inside_N
 
     def sum_over_ranks(self, rows: RowScores) -> RowScores:
@@ -51,7 +51,7 @@ class Context:
         if self.rank > 0:
             return {}
         parts = torch.split(flat, [len(row) for row in rows.values()])
-        return {key: part.numpy() for key, part in zip(rows, parts, strict=True)}
+        return {key: row_scores.numpy() for key, row_scores in zip(rows, parts, strict=True)}
 
     def to_heads(self, *states: torch.Tensor) -> list[torch.Tensor]:
         """Return all tokens of this rank's heads, each ``[1, H/P, L, D]``, from all heads of its tokens. Collective.
@@ -60,11 +60,11 @@ class Context:
             states: each ``[1, H, T, D]``. If ``P`` does not divide the heads, as with few key heads, they are repeated.
 
         """
-        parts = exchange(torch.cat([self._by_heads(each) for each in states], -1), self.group).flatten(0, 1)
-        sizes = [self._divisible_heads(each.shape[1]) // self.size * each.shape[3] for each in states]
+        received = exchange(torch.cat([self._by_heads(state) for state in states], -1), self.group).flatten(0, 1)
+        sizes = [self._divisible_heads(state.shape[1]) // self.size * state.shape[3] for state in states]
         return [
-            found.view(found.shape[0], -1, each.shape[3]).transpose(0, 1)[None].to(each.dtype)
-            for found, each in zip(torch.split(parts, sizes, -1), states, strict=True)
+            block.view(block.shape[0], -1, state.shape[3]).transpose(0, 1)[None].to(state.dtype)
+            for block, state in zip(torch.split(received, sizes, -1), states, strict=True)
         ]
 
     def _by_heads(self, states: torch.Tensor) -> torch.Tensor:
@@ -80,8 +80,8 @@ class Context:
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """Return all heads of this rank's tokens ``[1, T, H, D]`` from all tokens of its heads ``[1, L, H/P, D]``. Collective."""
-        parts: torch.Tensor = exchange(attended.reshape(self.size, -1, *attended.shape[2:]), self.group)
-        return parts.transpose(0, 1).flatten(1, 2)[None]
+        received: torch.Tensor = exchange(attended.reshape(self.size, -1, *attended.shape[2:]), self.group)
+        return received.transpose(0, 1).flatten(1, 2)[None]
 
 
 def join_context(size: int) -> Context | None:

@@ -54,7 +54,7 @@ def compiles(config: LearnerConfig) -> bool:
 
 
 def recompute_mode(config: LearnerConfig) -> Recompute:
-    """Return what is computed again in the backward pass: as configured, or for ``auto`` all but products on GPUs."""
+    """Return which activations are recomputed: as configured, or for ``auto`` all but products on GPUs."""
     if config.recompute != "auto":
         return config.recompute
     return "selective" if resolve_device(config) == "cuda" else "none"

@@ -40,7 +40,7 @@ class HeadOptions:
     """Tokens whose logits exist at the same time."""
     compiled: bool
     """Whether what follows the matrix products is compiled."""
-    part: VocabularyPart | None = None
+    vocabulary_part: VocabularyPart | None = None
     """Of a weight that is divided among ranks. Gradients of hidden states are then those of the part; ranks add them up."""
 
 
@@ -97,19 +97,21 @@ class _TokenScores(torch.autograd.Function):
         options: HeadOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         statistics = _function(_statistics, options.compiled)
-        if options.part is not None:
-            targets_N = targets_N - options.part.first
-        parts = [
+        if options.vocabulary_part is not None:
+            targets_N = targets_N - options.vocabulary_part.first
+        chunk_statistics = [
             statistics(_logits(hidden, weight_V_H, bias_V, dtype), targets, options.temperature, options.entropy)
             for hidden, targets in zip(
                 torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
             )
         ]
-        normalizer_N, target_N, mean_N = (torch.cat(part) for part in zip(*parts, strict=True))
-        if options.part is not None:
+        normalizer_N, target_N, mean_N = (torch.cat(chunks) for chunks in zip(*chunk_statistics, strict=True))
+        if options.vocabulary_part is not None:
             is_here_N = (targets_N >= 0) & (targets_N < len(weight_V_H))
             target_N = torch.where(is_here_N, target_N, 0)
-            normalizer_N, target_N, mean_N = _joined(normalizer_N, target_N, mean_N, options.part.group)
+            normalizer_N, target_N, mean_N = _combine_statistics(
+                normalizer_N, target_N, mean_N, options.vocabulary_part.group
+            )
         logprobs_N = target_N - normalizer_N
         entropy_N = normalizer_N - mean_N if options.entropy else mean_N
         ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N)
@@ -120,32 +122,32 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
-        of_logprob_N, of_entropy_N = gradients_N
-        wanted = ctx.needs_input_grad
-        if (of_logprob_N is None and of_entropy_N is None) or not any(wanted):
+        gradient_logprob_N, gradient_entropy_N = gradients_N
+        needs_gradient = ctx.needs_input_grad
+        if (gradient_logprob_N is None and gradient_entropy_N is None) or not any(needs_gradient):
             return None, None, None, None, None, None
-        if of_logprob_N is None:
-            of_logprob_N = torch.zeros_like(normalizer_N)
+        if gradient_logprob_N is None:
+            gradient_logprob_N = torch.zeros_like(normalizer_N)
         derive = _function(_logits_gradient, ctx.options.compiled)
         hidden_gradients, weight_gradient, bias_gradient = [], None, None
         for first in range(0, max(1, len(targets_N)), ctx.options.chunk):  # without tokens the gradients are zeros
-            here = slice(first, first + ctx.options.chunk)
+            chunk = slice(first, first + ctx.options.chunk)
             gradient_n_V = derive(
-                _logits(hidden_N_H[here], weight_V_H, bias_V, ctx.dtype),
-                targets_N[here],
+                _logits(hidden_N_H[chunk], weight_V_H, bias_V, ctx.dtype),
+                targets_N[chunk],
                 ctx.options.temperature,
-                normalizer_N[here],
-                of_logprob_N[here],
-                None if of_entropy_N is None else entropy_N[here],
-                None if of_entropy_N is None else of_entropy_N[here],
+                normalizer_N[chunk],
+                gradient_logprob_N[chunk],
+                None if gradient_entropy_N is None else entropy_N[chunk],
+                None if gradient_entropy_N is None else gradient_entropy_N[chunk],
             )
-            if bias_V is not None and wanted[2]:
+            if bias_V is not None and needs_gradient[2]:
                 bias_gradient = _add(bias_gradient, gradient_n_V.sum(0))
             gradient_n_V = gradient_n_V.to(ctx.dtype)
-            if wanted[0]:
+            if needs_gradient[0]:
                 hidden_gradients.append(gradient_n_V @ weight_V_H.to(ctx.dtype))
-            if wanted[1]:
-                weight_gradient = _add(weight_gradient, _product(gradient_n_V.t(), hidden_N_H[here].to(ctx.dtype)))
+            if needs_gradient[1]:
+                weight_gradient = _add(weight_gradient, _product(gradient_n_V.t(), hidden_N_H[chunk].to(ctx.dtype)))
         return (
             torch.cat(hidden_gradients).to(hidden_N_H.dtype) if hidden_gradients else None,
             None if weight_gradient is None else weight_gradient.to(weight_V_H.dtype),
@@ -163,17 +165,17 @@ def _logits(
     return logits_n_V if bias_V is None else logits_n_V + bias_V.to(logits_n_V.dtype)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _product(lhs: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
     """Return the matrix product in at least float32."""
-    if left.dtype in (torch.float32, torch.float64):
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
+    if lhs.dtype in (torch.float32, torch.float64):
+        return lhs @ rhs
+    if lhs.is_cuda:
+        return torch.mm(lhs, rhs, out_dtype=torch.float32)
+    return lhs.float() @ rhs.float()
 
 
-def _add(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    return part if total is None else total.add_(part)
+def _add(total: torch.Tensor | None, summand: torch.Tensor) -> torch.Tensor:
+    return summand if total is None else total.add_(summand)
 
 
 def _statistics(
@@ -181,7 +183,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logarithm of the softmax's denominator, the targets' scaled logits, and the means of all, or nothing.
 
-    What stands at a target that is no column is any number.
+    The logit of a target that is no column is arbitrary.
     """
     scaled_n_V = logits_n_V / temperature
     normalizer_n = scaled_n_V.logsumexp(-1)
@@ -191,14 +193,14 @@ def _statistics(
     return normalizer_n, target_n, ((scaled_n_V - normalizer_n[:, None]).exp() * scaled_n_V).sum(-1)
 
 
-def _joined(
+def _combine_statistics(
     normalizer_N: torch.Tensor, target_N: torch.Tensor, mean_N: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `_statistics` returns of the whole vocabulary, from that of the parts; ``target_N`` is 0 in all but one."""
+    """Return the `_statistics` of the full vocabulary from those of its parts; ``target_N`` is 0 in all parts but one."""
     largest_N = normalizer_N.clone()
     dist.all_reduce(largest_N, dist.ReduceOp.MAX, group)
-    share_N = (normalizer_N - largest_N).exp()
-    added = torch.stack([share_N, target_N, *([share_N * mean_N] if len(mean_N) == len(share_N) else [])])
+    scale_N = (normalizer_N - largest_N).exp()
+    added = torch.stack([scale_N, target_N, *([scale_N * mean_N] if len(mean_N) == len(scale_N) else [])])
     dist.all_reduce(added, group=group)
     mean_N = added[2] / added[0] if len(added) == 3 else mean_N
     return largest_N + added[0].log(), added[1], mean_N
@@ -209,16 +211,16 @@ def _logits_gradient(
     targets_n: torch.Tensor,
     temperature: float,
     normalizer_n: torch.Tensor,
-    of_logprob_n: torch.Tensor,
+    gradient_logprob_n: torch.Tensor,
     entropy_n: torch.Tensor | None,
-    of_entropy_n: torch.Tensor | None,
+    gradient_entropy_n: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient of the logits; see `_TokenScores`."""
     log_n_V = logits_n_V / temperature - normalizer_n[:, None]
-    weight_n_1 = of_logprob_n[:, None]
+    weight_n_1 = gradient_logprob_n[:, None]
     factor_n_V: torch.Tensor = weight_n_1
-    if entropy_n is not None and of_entropy_n is not None:
-        factor_n_V = weight_n_1 + of_entropy_n[:, None] * (log_n_V + entropy_n[:, None])
+    if entropy_n is not None and gradient_entropy_n is not None:
+        factor_n_V = weight_n_1 + gradient_entropy_n[:, None] * (log_n_V + entropy_n[:, None])
     gradient_n_V = -log_n_V.exp() * factor_n_V
     is_target_n_V = torch.arange(logits_n_V.shape[1], device=logits_n_V.device) == targets_n[:, None]
     return torch.where(is_target_n_V, gradient_n_V + weight_n_1, gradient_n_V) / temperature

@@ -46,10 +46,10 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
 _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def _kept() -> set[Any]:
+def _saved_operations() -> set[Any]:
     """Return the operations whose results are kept: matrix products and attention. All else is cheap to compute again."""
     aten = torch.ops.aten
-    kept = {
+    saved = {
         aten.mm.default,
         aten.addmm.default,
         aten._grouped_mm.default,
@@ -61,14 +61,14 @@ def _kept() -> set[Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
     if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # registered when torch.nn.attention.varlen is imported
-        kept.add(torch.ops.torch_attn._varlen_attn.default)
-    return kept
+        saved.add(torch.ops.torch_attn._varlen_attn.default)
+    return saved
 
 
 def _keep_products() -> Any:
-    kept = _kept()
+    saved = _saved_operations()
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -26,15 +26,17 @@ class CpuOffload:
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the contents to the CPU, for `cpu_copy`. Contents that are offloaded are there already."""
         storages = {_key(tensor): tensor.untyped_storage() for tensor in tensors}
-        self._contents = {key: kept for key, kept in self._contents.items() if key in storages or key in self._storages}
+        self._contents = {
+            key: content for key, content in self._contents.items() if key in storages or key in self._storages
+        }
         for key, storage in storages.items():
             if key in self._storages:
                 continue
-            kept = self._contents.get(key)
-            if kept is None or len(kept) != storage.nbytes():
-                kept = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                self._contents[key] = kept
-            kept.copy_(_bytes(storage), non_blocking=True)
+            content = self._contents.get(key)
+            if content is None or len(content) != storage.nbytes():
+                content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+                self._contents[key] = content
+            content.copy_(_bytes(storage), non_blocking=True)
         _finish(storages.values())
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -57,9 +59,9 @@ class CpuOffload:
         storages = {key: self._storages[key] for key in keys}
         try:
             for key, storage in storages.items():
-                kept = self._contents[key]
-                storage.resize_(len(kept))
-                _bytes(storage).copy_(kept, non_blocking=True)
+                content = self._contents[key]
+                storage.resize_(len(content))
+                _bytes(storage).copy_(content, non_blocking=True)
             _finish(storages.values())
         except BaseException:
             for storage in storages.values():

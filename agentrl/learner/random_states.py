@@ -22,10 +22,10 @@ def seed_everything(seed: int) -> None:
 
 def random_states() -> dict[str, Any]:
     """Return the states of the CPU generators in a form that ``torch.save`` writes and ``weights_only`` loads."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *counters = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *counters],
         "python": random.getstate(),
     }
 
@@ -33,8 +33,8 @@ def random_states() -> dict[str, Any]:
 def restore_random(states: dict[str, Any]) -> None:
     """Restore what `random_states` returned."""
     torch.set_rng_state(states["torch"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    kind, keys, *counters = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *counters))
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
 
@@ -62,20 +62,20 @@ def restore_rank(file: Path, device: torch.device) -> None:
 
 def states_to_json(states: dict[str, Any]) -> dict[str, Any]:
     """Return states as JSON-able data."""
-    kind, keys, *rest = states["numpy"]
+    kind, keys, *counters = states["numpy"]
     version, numbers, gauss = states["python"]
     return {
         "torch": states["torch"].numpy().tobytes().hex(),
-        "numpy": [kind, keys.tolist(), *rest],
+        "numpy": [kind, keys.tolist(), *counters],
         "python": [version, list(numbers), gauss],
     }
 
 
 def states_from_json(data: dict[str, Any]) -> dict[str, Any]:
     """Return the states that `states_to_json` encoded."""
-    kind, keys, *rest = data["numpy"]
+    kind, keys, *counters = data["numpy"]
     return {
         "torch": torch.frombuffer(bytearray.fromhex(data["torch"]), dtype=torch.uint8),
-        "numpy": [kind, torch.tensor(keys, dtype=torch.int64), *rest],
+        "numpy": [kind, torch.tensor(keys, dtype=torch.int64), *counters],
         "python": data["python"],
     }

@@ -27,15 +27,15 @@ def backend_class(name: str) -> type[LearnerBackend]:
     """
     if name in BACKENDS:
         return BACKENDS[name]
-    known = names(LEARNERS)
-    if not is_reference(name) and name not in known:
-        raise unknown_name("learner backend", name, [*BACKENDS, *known], KEY)
+    plugins = names(LEARNERS)
+    if not is_reference(name) and name not in plugins:
+        raise unknown_name("learner backend", name, [*BACKENDS, *plugins], KEY)
     cls = lookup(LEARNERS, name, "learner backend", KEY)
     if not (inspect.isclass(cls) and issubclass(cls, LearnerBackend)):
         raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.learner.base.LearnerBackend")
     if inspect.isabstract(cls):
-        missing = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {missing}")
+        methods = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {methods}")
     return cls
 
 

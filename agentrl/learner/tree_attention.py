@@ -82,19 +82,19 @@ def tree_rows(tree: PrefixTree, rows: Collection[int], length: int) -> TreeRows:
     paths = np.split(tree.index_N, np.cumsum([*rows])[:-1]) if rows else []
     owned = [path[shared:] for path, shared in zip(paths, tree.shared, strict=True)]
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, (path, own) in enumerate(zip(paths, owned, strict=True)):
-        if len(own):
-            alike[_size_class(len(own)), _size_class(len(path))].append(number)
+    for number, (path, own_tokens) in enumerate(zip(paths, owned, strict=True)):
+        if len(own_tokens):
+            alike[_size_class(len(own_tokens)), _size_class(len(path))].append(number)
     groups: list[RowGroup] = []
     back = np.empty(length, np.int64)
     placed = 0
     for numbers in alike.values():
-        query, key = (_padded([indices[number] for number in numbers]) for indices in (owned, paths))
+        query, key = (_pad_rows([indices[number] for number in numbers]) for indices in (owned, paths))
         for line, number in enumerate(numbers):
             first = placed + line * query.shape[1]
             back[owned[number]] = np.arange(first, first + len(owned[number]))
         placed += query.size
-        groups.append(RowGroup(*(torch.from_numpy(each) for each in (query, tree.depth_U[query], key))))
+        groups.append(RowGroup(*(torch.from_numpy(array) for array in (query, tree.depth_U[query], key))))
     back[len(tree.token_ids_U) :] = placed
     return TreeRows(tuple(groups), torch.from_numpy(back))
 
@@ -104,7 +104,7 @@ def _size_class(length: int) -> int:
     return int(math.log(length, LENGTH_RATIO))
 
 
-def _padded(rows: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _pad_rows(rows: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Return ``rows`` as one array; each is padded with its last element."""
     longest = max(map(len, rows))
     return np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
@@ -122,7 +122,7 @@ def tree_masks(tree: PrefixTree, length: int, device: torch.device, windows: Col
     """
     end, depth = np.arange(1, length + 1), np.zeros(length, np.int64)
     end[: len(tree.depth_U)], depth[: len(tree.depth_U)] = tree.subtree_end_U, tree.depth_U
-    end_L, depth_L = (to_device(torch.from_numpy(each.astype(np.int32)), device) for each in (end, depth))
+    end_L, depth_L = (to_device(torch.from_numpy(array.astype(np.int32)), device) for array in (end, depth))
     return TreeMasks({window: _block_mask(end_L, depth_L, window) for window in (None, *windows)})
 
 
@@ -131,25 +131,25 @@ def _block_mask(end_L: torch.Tensor, depth_L: torch.Tensor, window: int | None) 
     number = torch.arange(len(end_L) // FLEX_MULTIPLE, device=end_L.device)
     (end_low, end_high), (low, high) = (x.view(-1, FLEX_MULTIPLE).aminmax(dim=1) for x in (end_L, depth_L))
     query, key = number[:, None], number
-    some = (key <= query) & (query * FLEX_MULTIPLE < end_high)
-    every = (key < query) & ((query + 1) * FLEX_MULTIPLE <= end_low)
+    any_visible = (key <= query) & (query * FLEX_MULTIPLE < end_high)
+    all_visible = (key < query) & ((query + 1) * FLEX_MULTIPLE <= end_low)
 
     def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end_L[k])
 
     if window is not None:
         size, below = window, sees
-        some &= low[:, None] - high < size
-        every &= high[:, None] - low < size
+        any_visible &= low[:, None] - high < size
+        all_visible &= high[:, None] - low < size
 
         def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             return below(b, h, q, k) & (depth_L[q] - depth_L[k] < size)
 
-    (partial, partial_index), (full, full_index) = _listed(some & ~every), _listed(every)
+    (partial, partial_index), (full, full_index) = _list_blocks(any_visible & ~all_visible), _list_blocks(all_visible)
     return BlockMask.from_kv_blocks(partial, partial_index, full, full_index, BLOCK_SIZE=FLEX_MULTIPLE, mask_mod=sees)
 
 
-def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of blocks in each line ``[1, 1, lines]``, and a line of indices that begins with theirs."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
@@ -215,26 +215,26 @@ def tree_input(
     scored_U, before_U = np.zeros(unique, np.bool_), np.empty(unique, np.int64)
     scored_U[token_N], before_U[token_N] = True, tree.index_N[at_N.numpy() - 1]
     arrays = (
-        *(np.pad(each, (0, length - unique)) for each in (tree.token_ids_U, tree.depth_U)),
+        *(np.pad(array, (0, length - unique)) for array in (tree.token_ids_U, tree.depth_U)),
         *(before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N]),
     )
     token_ids_L, position_ids_L, before_M, targets_M, scored_N = (
-        to_device(torch.from_numpy(each), device) for each in arrays
+        to_device(torch.from_numpy(array), device) for array in arrays
     )
-    given: Tree
+    packed: Tree
     if device.type == "cpu":
-        given = tree_rows(tree, [len(row) for row in rows], length)
+        packed = tree_rows(tree, [len(row) for row in rows], length)
     else:
-        given = tree_masks(tree, length, device, windows)
+        packed = tree_masks(tree, length, device, windows)
     experts_L = None if micro.experts_L is None else _experts(micro.experts_L, tree, length)
-    return TreeInput(token_ids_L, position_ids_L, given, before_M, targets_M, scored_N, experts_L)
+    return TreeInput(token_ids_L, position_ids_L, packed, before_M, targets_M, scored_N, experts_L)
 
 
 def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:
     """Return the experts of the tokens of a padded tree, known ones of tokens that rows share."""
-    given_N = experts_N.numpy()[: len(tree.index_N)]
-    experts_L, known = unknown_experts(length, given_N), ~unknown_expert_mask(given_N)
-    experts_L[tree.index_N[known]] = given_N[known]
+    experts = experts_N.numpy()[: len(tree.index_N)]
+    experts_L, is_known = unknown_experts(length, experts), ~unknown_expert_mask(experts)
+    experts_L[tree.index_N[is_known]] = experts[is_known]
     return torch.from_numpy(experts_L)
 
 
@@ -283,8 +283,8 @@ def _attend_rows(
     query_L, key_L, value_L = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
     for group in tree.groups:
-        q = _gathered(query_L, group.query_N_Q)
-        k, v = (_gathered(x, group.key_N_T) for x in (key_L, value_L))
+        q = _gather_heads(query_L, group.query_N_Q)
+        k, v = (_gather_heads(x, group.key_N_T) for x in (key_L, value_L))
         attended = _in_blocks(q, k, v, group.depth_N_Q, scaling, window)
         outputs.append(attended.transpose(1, 2).reshape(-1, heads, size))
     nothing = value.new_zeros(1, heads, size)
@@ -294,7 +294,7 @@ def _attend_rows(
     return torch.cat([*outputs, nothing]).index_select(0, tree.back_L)[None]
 
 
-def _gathered(x_L: torch.Tensor, index_N_T: torch.Tensor) -> torch.Tensor:
+def _gather_heads(x_L: torch.Tensor, index_N_T: torch.Tensor) -> torch.Tensor:
     """Return the heads at each index, ``[N, heads, T, D]``."""
     return x_L.index_select(0, index_N_T.reshape(-1)).view(*index_N_T.shape, *x_L.shape[1:]).transpose(1, 2)
 
@@ -342,5 +342,5 @@ def _attend_stored(
     with torch.autocast("cpu", enabled=False):
         q = (q.to(exact) * scaling).reshape(rows, key_heads, -1, size)
         scores = (q @ k.to(exact).transpose(2, 3)).view(rows, key_heads, heads // key_heads, length, -1)
-        shares = scores.masked_fill(~sees_N_Q_T[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
-        return (shares.view(rows, key_heads, -1, v.shape[2]) @ v).view(rows, heads, length, -1)
+        probabilities = scores.masked_fill(~sees_N_Q_T[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
+        return (probabilities.view(rows, key_heads, -1, v.shape[2]) @ v).view(rows, heads, length, -1)

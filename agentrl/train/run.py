@@ -76,7 +76,7 @@ class TrainingRun:
                 learner=learner,
                 estimators=estimators,
                 critic=critic,
-                checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, began_with=self.checkpoint),
+                checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=self.checkpoint),
                 metrics=exits.enter_context(metrics),
                 view=view,
                 teachers=teachers,

@@ -127,7 +127,7 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
         whole = [torch.arange(math.prod(shape)).float().view(shape) for shape in shapes]
         into = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole[:-1]]
-        usual, gather._PART_BYTES = gather._PART_BYTES, 40
+        usual, gather._CHUNK_BYTES = gather._CHUNK_BYTES, 40
         try:
             gather.gather_weights(zip([*sharded, whole[-1]], into, strict=True))
             experts = torch.arange(48).float().view(3, 8, 2)
@@ -140,7 +140,7 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
             whole += [tensor.slice_weight(experts) for tensor in rows]
             gather.gather_rows([(fused, out, tensor) for out, tensor in zip(halves, rows, strict=True)])
         finally:
-            gather._PART_BYTES = usual
+            gather._CHUNK_BYTES = usual
         return [torch.equal(*pair) for pair in zip(into, [tensor.bfloat16() for tensor in whole], strict=True)]
 
     assert group._call(gathered, "gather") == [[True] * 12] * 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
@@ -19,15 +21,16 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 class FsdpBackend(LearnerBackend):
-    """Every rank has a part of every weight. ``learner.context_parallel`` ranks compute a share of the batch."""
+    """Every rank has a shard of every weight; ``learner.context_parallel`` ranks compute a micro-batch together."""
 
     @property
+    @override
     def data_parallel_size(self) -> int:
-        """The number of groups of ranks that compute a share."""
         return self.config.ranks // self.config.context_parallel
 
+    @override
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
-        """Check ``learner.context_parallel``; what else does not fit a model is found when it is loaded."""
+        """Check ``learner.context_parallel``; all else is checked when a model is loaded."""
         size = self.config.context_parallel
         if size == 1:
             return
@@ -48,8 +51,8 @@ class FsdpBackend(LearnerBackend):
         for folder in models:
             _check_attention(folder, size)
 
+    @override
     def rank_class(self) -> RankClass:
-        """Import `FsdpRank`."""
         from agentrl.learner.fsdp.rank import FsdpRank
 
         return FsdpRank
@@ -61,8 +64,8 @@ def _check_attention(folder: Path, size: int) -> None:
         raise ConfigError(
             f"{KEY}={size} does not divide the {heads} attention heads of the model in {folder}: set {KEY} to a divisor"
         )
-    if found := sorted(read_rope_types(folder).intersection(_BY_LENGTH)):
+    if rope_types := sorted(read_rope_types(folder).intersection(_BY_LENGTH)):
         raise ConfigError(
-            f"{KEY}={size}: the RoPE of the model in {folder} ({', '.join(found)}) depends on the longest row, of which a rank "
-            f"has only a part; set {KEY}=1"
+            f"{KEY}={size}: the RoPE of the model in {folder} ({', '.join(rope_types)}) depends on the longest row, of which a "
+            f"rank has only a part; set {KEY}=1"
         )

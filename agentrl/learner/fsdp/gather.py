@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from typing_extensions import override
 
 from agentrl.config.learner import LoraConfig
 from agentrl.core.lineup import MAIN
@@ -28,8 +29,8 @@ from agentrl.learner.fsdp.weights import (
 )
 from agentrl.models.hub_tensors import HubTensor
 
-_PART_BYTES = 256 << 20
-"""Weights of one collective, at least one; further memory as large is needed for it."""
+_CHUNK_BYTES = 256 << 20
+"""Bytes of the weights of one collective, unless a single weight is larger; its buffers take as much again."""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """A weight, and the tensor that it is written into."""
@@ -40,59 +41,64 @@ _Rows = tuple[DTensor, torch.Tensor, HubTensor]
 
 def gather_weights(pairs: Iterable[_Pair]) -> None:
     """Write whole weights, cast, into other tensors on the same device. Collective: all ranks call it with the same weights."""
-    there, sharded = [], []
+    unsharded, sharded = [], []
     for weight, out in pairs:
         if not isinstance(weight, DTensor):
-            there.append((weight, out))
+            unsharded.append((weight, out))
         elif weight.device_mesh.size() == 1:
-            there.append((weight.to_local(), out))
+            unsharded.append((weight.to_local(), out))
         else:
             assert weight.placements == (Shard(0),), weight.placements
             sharded.append((weight, out))
-    copy_all(there)
-    for part in _parts(sharded):
-        _all_gather(part)
+    copy_all(unsharded)
+    for chunk in _chunks(sharded):
+        _all_gather(chunk)
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
-    """Copy each first tensor into the second: on a GPU a few kernels for all of them, if their dtypes are alike."""
+    """Copy each first tensor into the second: on a GPU a few kernels for all of them, if their dtypes are the same."""
     if pairs:
         torch._foreach_copy_([out for _, out in pairs], [source for source, _ in pairs])
 
 
-def _parts(pairs: Sequence[_Shards]) -> Iterator[list[_Shards]]:
-    part: list[_Shards] = []
+def _chunks(pairs: Sequence[_Shards]) -> Iterator[list[_Shards]]:
+    chunk: list[_Shards] = []
     size = 0
     for pair in pairs:
         size += pair[1].nbytes
-        if part and size > _PART_BYTES:
-            yield part
-            part, size = [], pair[1].nbytes
-        part.append(pair)
-    if part:
-        yield part
+        if chunk and size > _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], pair[1].nbytes
+        chunk.append(pair)
+    if chunk:
+        yield chunk
 
 
-def _all_gather(part: Sequence[_Shards]) -> None:
-    """Gather shards through two buffers in which each begins at the same place on every rank."""
-    mesh, device = part[0][0].device_mesh, part[0][1].device
-    # As FSDP divides: the same number of rows for each rank, fewer or none for the last ones.
-    rows = [max(-(-len(out) // mesh.size()), 1) for _, out in part]
-    sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows, part, strict=True)]
-    begins = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    own = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+def _all_gather(pairs: Sequence[_Shards]) -> None:
+    """Gather shards through two buffers, in which each shard has the same offset on every rank."""
+    mesh, device = pairs[0][0].device_mesh, pairs[0][1].device
+    # FSDP gives every rank the same number of rows, the last ones fewer or none.
+    rows_per_rank = [max(-(-len(out) // mesh.size()), 1) for _, out in pairs]
+    sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows_per_rank, pairs, strict=True)]
+    offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    send_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
 
-    def at(flat: torch.Tensor, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return flat[begin : begin + like.numel() * dtype.itemsize].view(dtype).view(like.shape)
+    def view_at(flat: torch.Tensor, offset: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return flat[offset : offset + like.numel() * dtype.itemsize].view(dtype).view(like.shape)
 
-    shards = [(weight.to_local(), out.dtype) for weight, out in part]
-    copy_all([(shard, at(own, begin, shard, dtype)) for (shard, dtype), begin in zip(shards, begins, strict=False)])
-    found = DTensor.from_local(own, mesh, (Shard(0),), run_check=False).full_tensor()
-    ranks = found.chunk(mesh.size())
+    shards = [(weight.to_local(), out.dtype) for weight, out in pairs]
+    copy_all(
+        [
+            (shard, view_at(send_buffer, offset, shard, dtype))
+            for (shard, dtype), offset in zip(shards, offsets, strict=False)
+        ]
+    )
+    gathered = DTensor.from_local(send_buffer, mesh, (Shard(0),), run_check=False).full_tensor()
+    rank_buffers = gathered.chunk(mesh.size())
     copies = []
-    for (_, out), count, begin in zip(part, rows, begins, strict=False):
-        for flat, piece in zip(ranks, torch.split(out, count), strict=False):
-            copies.append((at(flat, begin, piece, out.dtype), piece))
+    for (_, out), count, offset in zip(pairs, rows_per_rank, offsets, strict=False):
+        for flat, out_rows in zip(rank_buffers, torch.split(out, count), strict=False):
+            copies.append((view_at(flat, offset, out_rows, out.dtype), out_rows))
     copy_all(copies)
 
 
@@ -101,32 +107,34 @@ def gather_rows(rows: Sequence[_Rows]) -> None:
 
     Consecutive rows are mostly those of one rank, such as an expert, so each rank broadcasts what it has.
     """
-    sized = [(weight, out) for weight, out, _ in rows]
-    begin = 0
-    for part in _parts(sized):
-        _broadcast(rows[begin : begin + len(part)])
-        begin += len(part)
+    pairs = [(weight, out) for weight, out, _ in rows]
+    first = 0
+    for chunk in _chunks(pairs):
+        _broadcast(rows[first : first + len(chunk)])
+        first += len(chunk)
 
 
-def _broadcast(part: Sequence[_Rows]) -> None:
-    mesh, device = part[0][0].device_mesh, part[0][1].device
-    found: dict[int, list[tuple[torch.Tensor | None, torch.Tensor]]] = defaultdict(list)
-    for weight, out, tensor in part:
+def _broadcast(rows: Sequence[_Rows]) -> None:
+    mesh, device = rows[0][0].device_mesh, rows[0][1].device
+    pairs_by_rank: dict[int, list[tuple[torch.Tensor | None, torch.Tensor]]] = defaultdict(list)
+    for weight, out, tensor in rows:
         assert weight.placements == (Shard(0),), weight.placements
-        share = -(-len(weight) // mesh.size()) * weight[0].shape[:-1].numel()
-        for rank in range(tensor.first // share, (tensor.first + tensor.rows - 1) // share + 1):
-            here, there = tensor.overlap(rank * share, share)
-            own = weight.to_local().flatten(0, -2)[here] if rank == mesh.get_local_rank() else None
-            found[rank].append((own, out.flatten(0, -2)[there]))
-    for rank, pairs in found.items():
+        lines_per_rank = -(-len(weight) // mesh.size()) * weight[0].shape[:-1].numel()
+        for rank in range(tensor.first // lines_per_rank, (tensor.first + tensor.rows - 1) // lines_per_rank + 1):
+            local_lines, out_lines = tensor.overlap(rank * lines_per_rank, lines_per_rank)
+            local_rows = weight.to_local().flatten(0, -2)[local_lines] if rank == mesh.get_local_rank() else None
+            pairs_by_rank[rank].append((local_rows, out.flatten(0, -2)[out_lines]))
+    for rank, pairs in pairs_by_rank.items():
         ends = accumulate(-(-out.nbytes // ALIGNMENT) * ALIGNMENT for _, out in pairs)
-        begins = [0, *ends]
-        flat = torch.empty(begins[-1], dtype=torch.uint8, device=device)
+        offsets = [0, *ends]
+        flat = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
         copies = [
-            flat[begin : begin + out.nbytes].view(out.dtype).view(out.shape)
-            for begin, (_, out) in zip(begins, pairs, strict=False)
+            flat[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
+            for offset, (_, out) in zip(offsets, pairs, strict=False)
         ]
-        copy_all([(own, copy) for (own, _), copy in zip(pairs, copies, strict=True) if own is not None])
+        copy_all(
+            [(local_rows, copy) for (local_rows, _), copy in zip(pairs, copies, strict=True) if local_rows is not None]
+        )
         dist.broadcast(flat, group=mesh.get_group(), group_src=rank)
         copy_all([(copy, out) for copy, (_, out) in zip(copies, pairs, strict=True)])
 
@@ -148,7 +156,6 @@ class MergedWeights:
         self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
         policies = config.policies if config is not None else []
         self.policies = policies or [MAIN]
-        """Names of the policies."""
         self._pairs = {
             hf_name(name): (named[adapter_name(name, "A", policies[0])], named[adapter_name(name, "B", policies[0])])
             for name in named
@@ -165,48 +172,52 @@ class MergedWeights:
         self._hf = hf
 
     def activate(self, policy: str) -> None:
-        """Compute with the adapters of a policy from now on, if the model has adapters; the others' get no gradient."""
+        """See `lora.activate`; without adapters this does nothing."""
         if self.exported:
             activate(self._hf, policy)
 
     def specs(self) -> list[TensorSpec]:
         """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
         trained = [tensor for tensor in self.tensors.values() if tensor.weight in self.base]
-        return [TensorSpec(each.name, tensor_spec("", self.base[each.weight]).dtype, each.shape) for each in trained]
+        return [
+            TensorSpec(tensor.name, tensor_spec("", self.base[tensor.weight]).dtype, tensor.shape) for tensor in trained
+        ]
 
-    def gather(self, into: Sequence[tuple[str, torch.Tensor]], present: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def gather(
+        self, into: Sequence[tuple[str, torch.Tensor]], readable: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         """Write Hugging Face tensors, or some of `adapters`, into tensors on their device; see `gather_weights`, and `get`."""
-        whole: list[_Pair] = []
+        full_weights: list[_Pair] = []
         rows: list[_Rows] = []
-        weight, found = torch.empty(0), ""
+        weight, gathered_name = torch.empty(0), ""
         for name, out in into:
             tensor = self.tensors.get(name)
-            wanted = name if tensor is None else tensor.weight
-            if wanted != found:
-                weight, found = self.get(wanted, present), wanted
+            weight_name = name if tensor is None else tensor.weight
+            if weight_name != gathered_name:
+                weight, gathered_name = self.get(weight_name, readable), weight_name
             if tensor is None or tensor.is_whole:
-                whole.append((weight, out))
+                full_weights.append((weight, out))
             elif isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
                 rows.append((weight, out, tensor))
             else:
-                whole.append((tensor.slice_weight(local(weight)), out))
-        gather_weights(whole)
+                full_weights.append((tensor.slice_weight(local(weight)), out))
+        gather_weights(full_weights)
         gather_rows(rows)
 
-    def get(self, name: str, present: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def get(self, name: str, readable: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
             name: of `base`, or of `adapters`.
-            present: returns a tensor of the model in readable memory.
+            readable: returns a tensor of the model in readable memory.
 
         """
-        weight = present(self.adapters[name] if name in self.adapters else self.base[name])
+        weight = readable(self.adapters[name] if name in self.adapters else self.base[name])
         if name not in self._pairs:
             return weight
-        a, b = (present(each) for each in self._pairs[name])
-        whole_a = a.full_tensor() if isinstance(a, DTensor) else a
-        merged = local(weight) + self._scale * (local(b) @ whole_a)
+        a, b = (readable(matrix) for matrix in self._pairs[name])
+        full_a = a.full_tensor() if isinstance(a, DTensor) else a
+        merged = local(weight) + self._scale * (local(b) @ full_a)
         if not isinstance(weight, DTensor):
             return merged
         return DTensor.from_local(
@@ -214,8 +225,8 @@ class MergedWeights:
         )
 
 
-class AdapterWeights:
-    """Implements `agentrl.learner.base.WeightSource` over a policy's adapters of a rank."""
+class AdapterWeights(WeightSource):
+    """A policy's adapters of a rank, by their names in a PEFT folder."""
 
     def __init__(self, rank: WeightSource, weights: MergedWeights, policy: str) -> None:
         """Gather by ``rank``, which knows the names of `MergedWeights.adapters`."""
@@ -224,14 +235,14 @@ class AdapterWeights:
         self._names = weights.exported[policy]
 
     @property
+    @override
     def gathers_on(self) -> torch.device:
-        """See `WeightSource.gathers_on`."""
         return self._rank.gathers_on
 
+    @override
     def specs(self) -> Sequence[TensorSpec]:
-        """Return names, dtypes and shapes of the adapters."""
         return [tensor_spec(name, self._adapters[inner]) for name, inner in self._names.items()]
 
+    @override
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write adapters into tensors; see `WeightSource.gather`."""
         self._rank.gather([(self._names[name], out) for name, out in into])

@@ -24,7 +24,7 @@ from agentrl.learner.device import compiles, recompute_mode, resolve_device, use
 from agentrl.learner.fsdp.experts import use_grouped_products
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.routing import accept_replayed_experts, pass_experts_by_layer
+from agentrl.learner.fsdp.routing_replay import accept_replayed_experts, pass_experts_by_layer
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.layers import decoder_layers, prepare_layers
@@ -70,7 +70,7 @@ def load_policy(
         policy.separates_rows = _mixes_rows(policy)
         _check_head(policy, folder, key)
         _check_rows(policy, folder, key)
-    _divide(policy, config, folder, key, context)
+    _set_context(policy, config, folder, key, context)
     return policy
 
 
@@ -88,7 +88,7 @@ def load_critic(
     _load(critic, folder, config, device, mesh, key)
     with _probing(critic, config):
         critic.separates_rows = _mixes_rows(critic)
-    _divide(critic, config, folder, key, None)
+    _set_context(critic, config, folder, key, None)
     return critic
 
 
@@ -138,7 +138,7 @@ def _load(
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
 
 
-def _divide(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
+def _set_context(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
     """Have micro-batches computed together with the other ranks of ``context``, or of a new one. Collective."""
     if config.context_parallel > 1 and model.separates_rows:
         raise ConfigError(
@@ -191,23 +191,23 @@ def _mixes_rows(model: PackedModel) -> bool:
     They do if they have a gradient with respect to its embeddings; exactly 0 shows that no layer carries
     anything over, in any precision. Differences of hidden states would show rounding too.
     """
-    packed, split = _packed(_PROBE_T, _OTHER_T), len(_PROBE_T)
+    packed, split = _pack_rows(_PROBE_T, _OTHER_T), len(_PROBE_T)
     inputs: list[torch.Tensor] = []
 
-    def embed(module: nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+    def record_embeddings(module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
         inputs.append(output.detach().requires_grad_())
         return inputs[-1]
 
-    hook = model.hf.get_input_embeddings().register_forward_hook(embed)
+    hook = model.hf.get_input_embeddings().register_forward_hook(record_embeddings)
     try:
         with torch.enable_grad(), _last_hidden(model) as hidden:
-            model(packed, _scored(packed), 1.0)
+            model(packed, _score_positions(packed), 1.0)
     finally:
         hook.remove()
     [states] = hidden
-    of_second = states.flatten(0, -2)[split:]
-    weights = torch.arange(of_second.numel(), device=states.device).view_as(of_second).cos()
-    [gradient] = torch.autograd.grad((of_second.float() * weights).sum(), inputs[:1])
+    second_row = states.flatten(0, -2)[split:]
+    weights = torch.arange(second_row.numel(), device=states.device).view_as(second_row).cos()
+    [gradient] = torch.autograd.grad((second_row.float() * weights).sum(), inputs[:1])
     reshard(model)
     mixes = bool(gradient.flatten(0, -2)[:split].any())
     if mixes:
@@ -224,17 +224,17 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
     Raises:
         ModelError: the architecture scales or caps hidden states or logits.
     """
-    packed = _packed(_PROBE_T, _OTHER_T)
-    given: list[torch.Tensor] = []
-    known: list[torch.Tensor] = []
+    packed = _pack_rows(_PROBE_T, _OTHER_T)
+    head_inputs: list[torch.Tensor] = []
+    fake_logits: list[torch.Tensor] = []
 
     def replace_logits(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        given.append(inputs[0])
+        head_inputs.append(inputs[0])
         # Small integers, which every dtype represents: a cap or a factor changes them, however small the logits are.
-        known.append((torch.arange(output.numel(), device=output.device) % 128 - 64).view_as(output).float())
-        return known[-1]
+        fake_logits.append((torch.arange(output.numel(), device=output.device) % 128 - 64).view_as(output).float())
+        return fake_logits[-1]
 
-    policy(packed, _scored(packed), 1.0)  # gathers the weights that are outside of layers
+    policy(packed, _score_positions(packed), 1.0)  # gathers the weights that are outside of layers
     hook = policy.head.register_forward_hook(replace_logits)
     try:
         kind = policy.hf.device.type
@@ -243,7 +243,7 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
     finally:
         hook.remove()
         reshard(policy)
-    if not (given and torch.equal(given[0], hidden[0]) and torch.equal(logits.float(), known[0])):
+    if not (head_inputs and torch.equal(head_inputs[0], hidden[0]) and torch.equal(logits.float(), fake_logits[0])):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
             "choose another"
@@ -257,15 +257,15 @@ def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
     Raises:
         ModelError: they differ: the architecture ignores the positions that it is given.
     """
-    packed = _packed(_PROBE_T, _OTHER_T)
+    packed = _pack_rows(_PROBE_T, _OTHER_T)
     with _last_hidden(policy) as hidden:
-        found_N = policy(packed, _scored(packed), 1.0)[0]
-    rows = [_packed(tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)]
-    expected_N = torch.cat([policy(row, _scored(row), 1.0)[0] for row in rows])
+        packed_N = policy(packed, _score_positions(packed), 1.0)[0]
+    rows = [_pack_rows(tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)]
+    expected_N = torch.cat([policy(row, _score_positions(row), 1.0)[0] for row in rows])
     reshard(policy)
     rough = policy.autocast or hidden[0].dtype is not torch.float32
     limit = _ROUNDING_BFLOAT16 if rough else _ROUNDING
-    if not torch.allclose(found_N, expected_N, atol=limit, rtol=limit):
+    if not torch.allclose(packed_N, expected_N, atol=limit, rtol=limit):
         raise ModelError(
             f"{key}={folder}: {type(policy.hf).__name__} gives packed rows other log-probabilities than each row alone, so "
             "the fsdp learner cannot train it; choose another"
@@ -275,10 +275,12 @@ def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
 @contextmanager
 def _last_hidden(model: PackedModel) -> Iterator[list[torch.Tensor]]:
     """Record the last hidden states of the passes in the block."""
-    found: list[torch.Tensor] = []
-    hook = model.hf.base_model.register_forward_hook(lambda *given: found.append(given[-1].last_hidden_state))
+    hidden_states: list[torch.Tensor] = []
+    hook = model.hf.base_model.register_forward_hook(
+        lambda *arguments: hidden_states.append(arguments[-1].last_hidden_state)
+    )
     try:
-        yield found
+        yield hidden_states
     finally:
         hook.remove()
 
@@ -291,7 +293,7 @@ def _inputs(micro: MicroBatch, model: PackedModel) -> dict[str, Any]:
     return {"input_ids": ids, "position_ids": positions.to(device), "use_cache": False, "packed": packed}
 
 
-def _packed(*rows: torch.Tensor) -> MicroBatch:
+def _pack_rows(*rows: torch.Tensor) -> MicroBatch:
     """Return a micro-batch of packed rows of token ids."""
     positions = torch.cat([torch.arange(len(tokens_T)) for tokens_T in rows])
     row_L = torch.cat([torch.full_like(tokens_T, number) for number, tokens_T in enumerate(rows)])
@@ -299,6 +301,6 @@ def _packed(*rows: torch.Tensor) -> MicroBatch:
     return MicroBatch(torch.cat(rows), positions, row_L, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ())
 
 
-def _scored(micro: MicroBatch) -> NDArray[np.int64]:
+def _score_positions(micro: MicroBatch) -> NDArray[np.int64]:
     """Return the positions of all tokens but the first of each row."""
     return np.flatnonzero(micro.position_ids_L.numpy())

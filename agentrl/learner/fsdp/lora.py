@@ -57,19 +57,19 @@ def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
         return linears
     chosen: set[str] = set()
     for pattern in config.target:
-        found = {name for name in linears if fnmatchcase(name, pattern)}
-        if not found:
+        names = {name for name in linears if fnmatchcase(name, pattern)}
+        if not names:
             raise ConfigError(
                 f"{LORA_KEY}.target: {pattern!r} matches no linear layer of the policy but its head; it has layers such as "
                 f"{', '.join(linears[:3])}"
             )
-        chosen |= found
+        chosen |= names
     return sorted(chosen)
 
 
 def activate(hf: nn.Module, policy: str) -> None:
-    """Compute with the adapters of a policy from now on; the others' get no gradient."""
-    for layer in _adapted(hf):
+    """Compute with the adapters of a policy from now on; adapters of other policies get no gradient."""
+    for layer in _adapter_layers(hf):
         # Not by `set_adapter`, which changes `requires_grad` too; see `disabled_adapters`.
         layer._active_adapter = [peft_adapter(policy)]
 
@@ -83,8 +83,8 @@ def fill_adapters(hf: nn.Module, config: LoraConfig, seed: int) -> None:
             if not is_policy_adapter(name, policy):
                 continue
             if ".lora_A." in name:
-                whole = nn.init.kaiming_uniform_(torch.empty(parameter.shape), math.sqrt(5), generator=generator)
-                local(parameter).copy_(whole[shard_slices(parameter)])
+                initial = nn.init.kaiming_uniform_(torch.empty(parameter.shape), math.sqrt(5), generator=generator)
+                local(parameter).copy_(initial[shard_slices(parameter)])
             else:
                 local(parameter).zero_()
 
@@ -92,7 +92,7 @@ def fill_adapters(hf: nn.Module, config: LoraConfig, seed: int) -> None:
 @contextmanager
 def disabled_adapters(hf: nn.Module) -> Iterator[None]:
     """Compute without adapters in the block."""
-    layers = _adapted(hf)
+    layers = _adapter_layers(hf)
     try:
         for layer in layers:
             # Not by `enable_adapters`, which changes `requires_grad` too: FSDP's gathered weights would keep the old one.
@@ -103,8 +103,7 @@ def disabled_adapters(hf: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _adapted(hf: nn.Module) -> list[Any]:
-    """Return the layers that have adapters."""
+def _adapter_layers(hf: nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]

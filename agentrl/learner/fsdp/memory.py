@@ -42,7 +42,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     size, several, tokens = options.size, options.ranks > 1, options.tokens
     layers = decoder_layers(hf)
     units = [_count(layer) for layer in layers]
-    rest = _count(hf) - sum(units)
+    outer = _count(hf) - sum(units)
     shards, adapters = (
         _shards(hf, options.ranks, trained=False),
         sum(_adapters(layer, config, options) for layer in layers),
@@ -55,30 +55,34 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     # gradient of a unit: there are a whole one, and its float32 copy.
     head = _output(hf)
     tied = hf.get_input_embeddings().weight is head.weight
-    whole = FLOAT32 * _trained(hf.get_input_embeddings()) if not several else 0
+    embedding_gradient = FLOAT32 * _trained_count(hf.get_input_embeddings()) if not several else 0
     reduced = (size + FLOAT32) if several else 0
     gradients = trained if options.accumulates else 0
     hidden = hf.config.get_text_config().hidden_size
     widths = [_widths(layer, hf.config, config, options.compiled) for layer in layers]
-    kept = [tokens * _kept(one, options) for one in widths]
+    layer_activations = [tokens * _saved_bytes(width, options) for width in widths]
     # The final norm keeps its input and what it scales; its result is float32 where its input is.
     last = tokens * hidden * (2 * options.hidden_size + FLOAT32)
-    there = _gathered(units, rest, config, options)
+    gathered = _gathered_bytes(units, outer, config, options)
 
     yield LearnerMemory(
-        **state, gradients=gradients, gathered=there, activations=sum(kept) + last, logits=_head(hf, config, options)
+        **state,
+        gradients=gradients,
+        gathered=gathered,
+        activations=sum(layer_activations) + last,
+        logits=_head(hf, config, options),
     )
-    below = sum(kept)
-    grown = whole if tied else _shards(head, options.ranks, trained=True)
-    for layer, unit, own, width in reversed(list(zip(layers, units, kept, widths, strict=True))):
-        now = max(gradients + (whole if tied else 0), grown) + reduced * unit
+    below = sum(layer_activations)
+    grown = embedding_gradient if tied else _shards(head, options.ranks, trained=True)
+    for layer, unit, layer_bytes, width in reversed(list(zip(layers, units, layer_activations, widths, strict=True))):
+        current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         casts = size * unit if options.bfloat16 and not several and options.compiled else 0
-        again = tokens * _computed(width, options)
-        yield LearnerMemory(**state, gradients=now, gathered=there + casts, activations=below + again)
-        below -= own
+        again = tokens * _backward_bytes(width, options)
+        yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
+        below -= layer_bytes
         grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
-    added = whole * (1 + (tied and options.accumulates)) + reduced * rest
-    yield LearnerMemory(**state, gradients=trained + added, gathered=size * rest if several else 0)
+    added = embedding_gradient * (1 + (tied and options.accumulates)) + reduced * outer
+    yield LearnerMemory(**state, gradients=trained + added, gathered=size * outer if several else 0)
     if config.cpu_offload == "optimizer":
         largest = max(2 * FLOAT32 * _shard(parameter, options.ranks) for parameter in hf.parameters())
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
@@ -105,11 +109,11 @@ def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -
     return FLOAT32 * math.ceil(numbers / options.ranks)
 
 
-def _gathered(units: list[int], rest: int, config: LearnerConfig, options: MemoryOptions) -> int:
+def _gathered_bytes(units: list[int], outer: int, config: LearnerConfig, options: MemoryOptions) -> int:
     if options.ranks > 1:
-        return options.size * (rest + (2 * max(units) if config.reshard_after_forward else sum(units)))
+        return options.size * (outer + (2 * max(units) if config.reshard_after_forward else sum(units)))
     # Without compilation autocast keeps its copies until the end of the pass.
-    return options.size * (sum(units) + rest) if options.bfloat16 and not options.compiled else 0
+    return options.size * (sum(units) + outer) if options.bfloat16 and not options.compiled else 0
 
 
 def _output(hf: Any) -> nn.Linear:
@@ -123,7 +127,7 @@ def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
     head = _output(hf)
     chunk = min(config.logits_chunk, options.tokens)
     array: int = chunk * head.weight.shape[0]
-    of_weight, copy = FLOAT32 * _trained(head), options.size * head.weight.numel() if options.bfloat16 else 0
+    of_weight, copy = FLOAT32 * _trained_count(head), options.size * head.weight.numel() if options.bfloat16 else 0
     several = of_weight if options.tokens > chunk else 0
     derived = FLOAT32 * array * (_LOGITS if options.compiled else _LOGITS_EAGER) + several
     return max(derived, options.size * array + several + max(of_weight, copy))
@@ -133,7 +137,7 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _trained(module: nn.Module) -> int:
+def _trained_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -182,25 +186,25 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool)
     return _Widths(hidden, attention, sum(results) - hidden, inputs, max(results))
 
 
-def _kept(widths: _Widths, options: MemoryOptions) -> int:
+def _saved_bytes(widths: _Widths, options: MemoryOptions) -> int:
     """Return the bytes that a layer keeps for each token until its backward pass: always its input."""
-    own = options.hidden_size * widths.hidden
+    input_bytes = options.hidden_size * widths.hidden
     if options.recompute == "full":
-        return own
+        return input_bytes
     products = options.size * (widths.results + widths.attention)
-    return own + products if options.recompute == "selective" else _all(widths, options)
+    return input_bytes + products if options.recompute == "selective" else _all(widths, options)
 
 
 def _all(widths: _Widths, options: MemoryOptions) -> int:
     """Return the bytes that a layer keeps for each token if nothing is computed again."""
-    own = options.hidden_size * widths.hidden
+    input_bytes = options.hidden_size * widths.hidden
     if options.compiled:
-        return own + options.size * (widths.results + widths.inputs)
+        return input_bytes + options.size * (widths.results + widths.inputs)
     # Also what the two norms keep, and what activations and rotations make of the products' results.
-    return 2 * (own + FLOAT32 * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
+    return 2 * (input_bytes + FLOAT32 * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
 
 
-def _computed(widths: _Widths, options: MemoryOptions) -> int:
+def _backward_bytes(widths: _Widths, options: MemoryOptions) -> int:
     """Return the bytes for each token in a layer's backward pass, without what it has kept: computed again, and gradients."""
     gradients = 2 * options.hidden_size * widths.hidden + 2 * options.size * widths.widest
-    return _all(widths, options) - _kept(widths, options) + gradients
+    return _all(widths, options) - _saved_bytes(widths, options) + gradients

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
+from typing_extensions import override
 
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions, token_scores, token_values
-from agentrl.learner.routing import by_layer
+from agentrl.learner.routing_replay import experts_by_layer
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
 
@@ -35,9 +36,9 @@ class PackedModel(nn.Module):
         self.compiled = False
         """Whether decoder layers, and what follows the head's products, are compiled."""
         self.separates_rows = False
-        """Compute every row in a bin of its own: layers of the model that are not attention would mix packed rows."""
+        """Whether every row has a separate bin, as layers of the model other than attention would mix packed rows."""
         self.replays_routing = False
-        """Whether routers take the experts of a micro-batch."""
+        """Whether routers take the experts that the engine chose (routing replay)."""
         self.context: Context | None = None
         """The ranks that compute a micro-batch together with this one."""
         window = getattr(model.config.get_text_config(), "sliding_window", None)
@@ -68,17 +69,19 @@ class PackedModel(nn.Module):
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = unpack_rows(token_ids_L, position_ids_L, row_L, at_N)
-        experts = self._experts(micro.experts_L, len(token_ids_L))
+        replayed_experts = self._replayed_experts(micro.experts_L, len(token_ids_L))
         rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
-        token_ids_R_L, position_ids_R_L, before_N, packed = self._part(token_ids_R_L, position_ids_R_L, at_N - 1, rows)
-        token_ids_R_L, position_ids_R_L = (to_device(each, device) for each in (token_ids_R_L, position_ids_R_L))
+        token_ids_R_L, position_ids_R_L, before_N, packed = self._slice_inputs(
+            token_ids_R_L, position_ids_R_L, at_N - 1, rows
+        )
+        token_ids_R_L, position_ids_R_L = (to_device(tensor, device) for tensor in (token_ids_R_L, position_ids_R_L))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed, experts)
+            hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed, replayed_experts)
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
             return self._score(hidden_N_H, targets_N, temperature, entropy)
 
     def local_positions(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
-        """Return those of the tokens at ``at_N`` that this rank scores: those predicted from its part, without a context all."""
+        """Return the positions in ``at_N`` of tokens that are predicted from this rank's part; without a context all."""
         if self.context is None:
             return at_N
         before_N, length = at_N - 1, len(micro.token_ids_L)
@@ -91,7 +94,7 @@ class PackedModel(nn.Module):
         """The number of ranks that compute a micro-batch."""
         return 1 if self.context is None else self.context.size
 
-    def _part(
+    def _slice_inputs(
         self,
         token_ids_R_L: torch.Tensor,
         position_ids_R_L: torch.Tensor,
@@ -101,43 +104,43 @@ class PackedModel(nn.Module):
         """Return this rank's tokens and positions, places ``before_N`` among them, and the rows for attention."""
         if self.context is None:
             return token_ids_R_L, position_ids_R_L, before_N, rows
-        part = self.context.token_slice(token_ids_R_L.shape[1])
+        token_slice = self.context.token_slice(token_ids_R_L.shape[1])
         divided = DividedRows(rows, self.context)
-        return token_ids_R_L[:, part], position_ids_R_L[:, part], before_N - part.start, divided
+        return token_ids_R_L[:, token_slice], position_ids_R_L[:, token_slice], before_N - token_slice.start, divided
 
     def _score_tree(
-        self, given: TreeInput, temperature: float, entropy: bool
+        self, inputs: TreeInput, temperature: float, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `forward` does, for rows that share prefixes."""
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
-        token_ids, position_ids, before_M, packed = self._part(
-            given.token_ids_L[None], given.position_ids_L[None], given.before_M, given.tree
+        token_ids, position_ids, before_M, packed = self._slice_inputs(
+            inputs.token_ids_L[None], inputs.position_ids_L[None], inputs.before_M, inputs.tree
         )
         with torch.autocast(self.hf.device.type, torch.bfloat16, enabled=self.autocast):
-            experts = self._experts(given.experts_L, len(given.token_ids_L))
-            hidden = self._hidden(token_ids, position_ids, packed, experts)
-            hidden_M_H = _selected(hidden, before_M)
-            scores_M, entropy_M = self._score(hidden_M_H, given.targets_M, temperature, entropy)
-        scores_N = _selected(scores_M[:, None], given.scored_N)[:, 0]
-        return scores_N, None if entropy_M is None else _selected(entropy_M[:, None], given.scored_N)[:, 0]
+            replayed_experts = self._replayed_experts(inputs.experts_L, len(inputs.token_ids_L))
+            hidden = self._hidden(token_ids, position_ids, packed, replayed_experts)
+            hidden_M_H = _select_lines(hidden, before_M)
+            scores_M, entropy_M = self._score(hidden_M_H, inputs.targets_M, temperature, entropy)
+        scores_N = _select_lines(scores_M[:, None], inputs.scored_N)[:, 0]
+        return scores_N, None if entropy_M is None else _select_lines(entropy_M[:, None], inputs.scored_N)[:, 0]
 
-    def _experts(self, experts_L: torch.Tensor | None, length: int) -> torch.Tensor | None:
-        """Return the experts that routers take, by layer, of this rank's tokens; None: they choose all."""
+    def _replayed_experts(self, experts_L: torch.Tensor | None, length: int) -> torch.Tensor | None:
+        """Return the experts of this rank's tokens by layer; None if routers choose them."""
         if experts_L is None or not self.replays_routing:
             return None
         assert not self.separates_rows, "models whose routing is replayed mix no rows"
-        part = slice(0, length) if self.context is None else self.context.token_slice(length)
-        return by_layer(experts_L, part, self.hf.device)
+        token_slice = slice(0, length) if self.context is None else self.context.token_slice(length)
+        return experts_by_layer(experts_L, token_slice, self.hf.device)
 
     def _hidden(
         self,
         token_ids_R_L: torch.Tensor,
         position_ids_R_L: torch.Tensor,
         packed: PackedRows | Tree | DividedRows,
-        experts: torch.Tensor | None,
+        replayed_experts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the last hidden states, one line a token."""
-        options: dict[str, Any] = {} if experts is None else {"experts": experts}
+        options: dict[str, Any] = {} if replayed_experts is None else {"replayed_experts": replayed_experts}
         hidden: torch.Tensor = self.hf.base_model(
             input_ids=token_ids_R_L, position_ids=position_ids_R_L, use_cache=False, packed=packed, **options
         ).last_hidden_state
@@ -145,7 +148,7 @@ class PackedModel(nn.Module):
 
     @property
     def head(self) -> nn.Module:
-        """What is applied to hidden states."""
+        """The module that maps hidden states to logits or values."""
         raise NotImplementedError
 
     def _score(
@@ -155,8 +158,8 @@ class PackedModel(nn.Module):
         raise NotImplementedError
 
 
-def _selected(lines: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
-    """Return lines, some more than once: of all kinds of indexing, only this gradient is deterministic on CPUs."""
+def _select_lines(lines: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+    """Index lines, also repeatedly, by the one operation whose gradient is deterministic on CPUs."""
     return F.embedding(index_N, lines)
 
 
@@ -164,8 +167,8 @@ class PolicyModel(PackedModel):
     """With a language head: the scores are log-probabilities; entropies (nats) are those of their distributions."""
 
     @property
+    @override
     def head(self) -> nn.Module:
-        """From hidden states to logits."""
         head: nn.Module = self.hf.get_output_embeddings()
         return head
 
@@ -182,8 +185,8 @@ class ValueModel(PackedModel):
     """With a value head: the score is the value of the state in which the token was sampled."""
 
     @property
+    @override
     def head(self) -> nn.Linear:
-        """From hidden states to values."""
         return value_head(self.hf)
 
     def _score(

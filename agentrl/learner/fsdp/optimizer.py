@@ -15,13 +15,13 @@ from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 
 CHUNK_BYTES = 1 << 30
-"""Offloaded states that are on the device at the same time; those of a larger weight are there alone."""
+"""Bytes of offloaded states that are on the device at the same time, unless those of a single weight are larger."""
 
 
 def make_optimizers(
     model: nn.Module, head: nn.Module, config: OptimizerConfig, weights: Sequence[nn.Parameter] | None = None
 ) -> list[Optimizer]:
-    """Return AdamW over what is trained, or Muon over the layers' matrices and AdamW over the rest.
+    """Return AdamW over all trained parameters, or Muon over the layers' matrices and AdamW over the others.
 
     Vectors, such as norms and biases, have no weight decay.
 
@@ -39,8 +39,8 @@ def make_optimizers(
     outer |= {id(p) for p in head.parameters()}
     matrices = [p for p in trained if p.ndim == 2 and id(p) not in outer]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in trained if id(p) not in chosen]
-    made = {_muon: matrices, _adamw: rest}
+    adamw_parameters = [p for p in trained if id(p) not in chosen]
+    made = {_muon: matrices, _adamw: adamw_parameters}
     return [make(parameters, config) for make, parameters in made.items() if parameters]
 
 
@@ -105,7 +105,7 @@ class OptimizerStates:
                 group["lr"] = rate
 
     def clear(self) -> None:
-        """Forget all states, as before the first step."""
+        """Drop all states, as before the first step."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
         self._offload = CpuOffload()

@@ -39,7 +39,7 @@ class PolicyFolders:
         for policy, names in weights.exported.items():
             assert config is not None, "it has adapters"
             adapters = {name: weights.adapters[inner] for name, inner in names.items()}
-            specs = [tensor_spec(*each) for each in adapters.items()]
+            specs = [tensor_spec(*adapter) for adapter in adapters.items()]
             writer = WeightWriter(folder / policy, specs, single=ADAPTERS)
             if dist.get_rank() == 0:
                 (folder / policy).mkdir(parents=True)
@@ -48,7 +48,7 @@ class PolicyFolders:
             self._parts += [(writer, name, staged(weight)) for name, weight in adapters.items()]
 
     def write(self) -> None:
-        """Write this rank's part."""
+        """Write this rank's shards."""
         for writer, name, weight in self._parts:
             if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
                 writer.write(name, local(weight), shard_slices(weight)[0].start)

@@ -65,7 +65,7 @@ class FsdpRank(BackendRank):
         self._active = next(iter(self.steps))
         if options.reference is not None:
             self.reference = load_reference(
-                options.reference, config, mesh, policy=self.model, source=self.model_folder, merged=self.merged
+                options.reference, config, mesh, policy=self.model, policy_folder=self.model_folder, merged=self.merged
             )
         self.optimizers = self._make_optimizers()
         """By policy and number."""
@@ -76,13 +76,15 @@ class FsdpRank(BackendRank):
     def _make_optimizers(self) -> dict[str, Optimizer]:
         head, options = self.model.head, self.config.optimizer
         if not self.merged.exported:
-            return {str(i): each for i, each in enumerate(make_optimizers(self.model, head, options))}
+            return {str(i): optimizer for i, optimizer in enumerate(make_optimizers(self.model, head, options))}
         adapters = self.merged.adapters
-        by_policy = {name: [adapters[one] for one in names.values()] for name, names in self.merged.exported.items()}
+        by_policy = {
+            policy: [adapters[name] for name in names.values()] for policy, names in self.merged.exported.items()
+        }
         return {
-            f"{name}.{i}": each
-            for name, weights in by_policy.items()
-            for i, each in enumerate(make_optimizers(self.model, head, options, weights))
+            f"{policy}.{i}": optimizer
+            for policy, weights in by_policy.items()
+            for i, optimizer in enumerate(make_optimizers(self.model, head, options, weights))
         }
 
     @property
@@ -135,7 +137,7 @@ class FsdpRank(BackendRank):
             ]
 
     def _model(self, name: str) -> AbstractContextManager[PackedModel]:
-        """Return the policy, the critic or the reference, for the block."""
+        """Return a context manager of the trained model or the reference."""
         if name == self.name:
             return nullcontext(self.model)
         if name == "reference" and self.reference is not None:
@@ -184,15 +186,15 @@ class FsdpRank(BackendRank):
     @torch.no_grad()
     def _score_rows(self, batch: GlobalBatch, name: str) -> RowScores:
         self._activate(batch.policy)
-        found: RowScores = {}
+        scores: RowScores = {}
         [micros] = batch.micro
         with self._model(name) as model:
             for micro in micros:
                 at_N = self.model.local_positions(micro, score_positions(micro))
                 scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
                 reshard(model)
-                found |= by_row(micro, at_N, scored_N)
-        return found if self._context is None else self._context.sum_over_ranks(found)
+                scores |= by_row(micro, at_N, scored_N)
+        return scores if self._context is None else self._context.sum_over_ranks(scores)
 
     @override
     def _copy_to_reference(self) -> None:

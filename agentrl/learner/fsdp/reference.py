@@ -27,7 +27,7 @@ class Reference(Protocol):
     """A reference policy."""
 
     @property
-    def updated(self) -> bool:
+    def was_updated(self) -> bool:
         """Whether it was the policy of an earlier step (``algo.reference_steps``): checkpoints have `weights` then."""
         ...
 
@@ -64,7 +64,7 @@ def load_reference(
     mesh: DeviceMesh | None,
     *,
     policy: PackedModel,
-    source: Path,
+    policy_folder: Path,
     merged: MergedWeights,
 ) -> Reference:
     """Return the reference policy in ``folder``. Collective.
@@ -74,7 +74,7 @@ def load_reference(
         config: of the policy.
         mesh: of the ranks; see `load_frozen`.
         policy: the model that is trained.
-        source: folder of its initial weights, with LoRA those of the base model.
+        policy_folder: folder of its initial weights, with LoRA those of the base model.
         merged: its weights.
 
     Raises:
@@ -82,8 +82,8 @@ def load_reference(
         ModelError: the folder cannot be loaded.
 
     """
-    check_reference(source, folder)
-    if config.lora is not None and folder.samefile(source):
+    check_reference(policy_folder, folder)
+    if config.lora is not None and folder.samefile(policy_folder):
         return BaseReference(policy, merged.adapters)
     return LoadedReference(load_frozen(folder, config, policy.hf.device, mesh, KEY, policy.context), merged)
 
@@ -92,7 +92,7 @@ class LoadedReference:
     """A second model."""
 
     def __init__(self, model: PackedModel, policy: MergedWeights) -> None:
-        self.updated = False
+        self.was_updated = False
         self._model = model
         self._policy = policy
 
@@ -110,20 +110,20 @@ class LoadedReference:
     @torch.no_grad()
     def update(self) -> None:
         """Copy the policy's weights; see `Reference.update`."""
-        own, theirs = dict(self._model.hf.named_parameters()), self._policy.base
-        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in theirs.items()}:
+        parameters, policy_weights = dict(self._model.hf.named_parameters()), self._policy.base
+        if {name: p.shape for name, p in parameters.items()} != {name: p.shape for name, p in policy_weights.items()}:
             raise LearnerError(
                 "the reference has another architecture than the policy, so it cannot become the policy: set "
                 "algo.reference_steps=0, or algo.reference to a model of the policy's architecture"
             )
-        for name, weight in own.items():
+        for name, weight in parameters.items():
             weight.copy_(self._policy.get(name, torch.Tensor.detach))
-        self.updated = True
+        self.was_updated = True
 
     def load(self, folder: Path) -> None:
         """Load the model's weights; see `Reference.load`."""
         load_sharded(self.weights(), checkpoint_id=folder)
-        self.updated = True
+        self.was_updated = True
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the model's weights; see `Reference.weights`."""
@@ -136,13 +136,13 @@ class BaseReference:
     def __init__(self, policy: PackedModel, adapters: dict[str, nn.Parameter]) -> None:
         self._policy = policy
         self._adapters = adapters
-        self._kept: dict[str, torch.Tensor] = {}
+        self._earlier_adapters: dict[str, torch.Tensor] = {}
         """The adapters of an earlier step."""
 
     @property
-    def updated(self) -> bool:
-        """See `Reference.updated`."""
-        return bool(self._kept)
+    def was_updated(self) -> bool:
+        """See `Reference.was_updated`."""
+        return bool(self._earlier_adapters)
 
     @property
     def separates_rows(self) -> bool:
@@ -151,17 +151,17 @@ class BaseReference:
 
     @contextmanager
     def model(self) -> Iterator[PackedModel]:
-        """Return the policy with other adapters, whose routers choose; see `Reference.model`."""
+        """Return the policy with the reference's adapters and without routing replay; see `Reference.model`."""
         replays, self._policy.replays_routing = self._policy.replays_routing, False
         try:
-            with self._other_adapters():
+            with self._reference_adapters():
                 yield self._policy
         finally:
             self._policy.replays_routing = replays
 
     @contextmanager
-    def _other_adapters(self) -> Iterator[None]:
-        if not self._kept:
+    def _reference_adapters(self) -> Iterator[None]:
+        if not self._earlier_adapters:
             with disabled_adapters(self._policy.hf):
                 yield
             reshard(self._policy)
@@ -175,23 +175,23 @@ class BaseReference:
     @torch.no_grad()
     def update(self) -> None:
         """Copy the policy's adapters; see `Reference.update`."""
-        self._kept = {name: adapter.detach().clone() for name, adapter in self._adapters.items()}
+        self._earlier_adapters = {name: adapter.detach().clone() for name, adapter in self._adapters.items()}
 
     def load(self, folder: Path) -> None:
         """Load the adapters; see `Reference.load`."""
         self.update()
-        load_sharded(self._kept, checkpoint_id=folder)
+        load_sharded(self._earlier_adapters, checkpoint_id=folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the adapters of the earlier step; see `Reference.weights`."""
-        return self._kept
+        return self._earlier_adapters
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the policy's adapters and those that are kept."""
-        reshard(self._policy)  # whole weights are gathered from the shards again
-        for name, kept in self._kept.items():
-            here, other = local(self._adapters[name]), local(kept)
-            before = here.clone()
-            here.copy_(other)
-            other.copy_(before)
+        """Exchange the policy's adapters and those of the earlier step."""
+        reshard(self._policy)  # full weights are gathered from the shards again
+        for name, earlier in self._earlier_adapters.items():
+            shard, earlier_shard = local(self._adapters[name]), local(earlier)
+            copy = shard.clone()
+            shard.copy_(earlier_shard)
+            earlier_shard.copy_(copy)

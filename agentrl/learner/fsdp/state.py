@@ -92,10 +92,10 @@ def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
 
 
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
-    """Begin to write the copies of `saved_tensors` into ``folder``, and return when this rank's part is there. Collective."""
+    """Begin to write the copies of `saved_tensors` into ``folder``; return when this rank is done, as a future. Collective."""
     weights = named_tensors(rank.model.hf)
     tensors = rank.merged.tensors.values()
-    specs = [TensorSpec(each.name, tensor_spec("", weights[each.weight]).dtype, each.shape) for each in tensors]
+    specs = [TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape) for tensor in tensors]
     writer = WeightWriter(folder / "model", specs)
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -120,10 +120,10 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
             save_sharded(state, checkpoint_id=folder / name, process_group=rank.writers)
-        for each in tensors:
-            tensor = staged[each.weight]
-            if local(tensor).numel() and (isinstance(tensor, DTensor) or dist.get_rank() == 0):
-                _write(writer, each, tensor)
+        for tensor in tensors:
+            weight = staged[tensor.weight]
+            if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
+                _write(writer, tensor, weight)
         adapters.write()
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
@@ -131,16 +131,16 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
 
 
 def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:
-    """Write what this rank has of a tensor, which is made of ``weight``."""
-    part, here = shard_slices(weight), local(weight)
-    start = part[0].start if part else 0
+    """Write this rank's shard of a tensor that is made of ``weight``."""
+    slices, shard = shard_slices(weight), local(weight)
+    start = slices[0].start if slices else 0
     if tensor.is_whole:
-        writer.write(tensor.name, here, start)
+        writer.write(tensor.name, shard, start)
         return
-    lines = here.flatten(0, -2)
-    own, its = tensor.overlap(start * (len(lines) // len(here)), len(lines))
-    if own.start < own.stop:
-        writer.write(tensor.name, lines[own], its.start)
+    lines = shard.flatten(0, -2)
+    shard_lines, tensor_lines = tensor.overlap(start * (len(lines) // len(shard)), len(lines))
+    if shard_lines.start < shard_lines.stop:
+        writer.write(tensor.name, lines[shard_lines], tensor_lines.start)
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:
@@ -150,11 +150,11 @@ def load_state(rank: SavedRank, folder: Path) -> None:
         CheckpointError: see `LearnerRank.load`.
 
     """
-    found = _read_description(folder)
+    saved = _read_description(folder)
     expected = _description(rank)
     for key in ("optimizer", "lora", "shapes", "frozen"):
-        if found[key] != expected[key]:
-            difference = _difference(rank, key, found[key], expected[key])
+        if saved[key] != expected[key]:
+            difference = _difference(rank, key, saved[key], expected[key])
             raise CheckpointError(f"{folder} was written with another {key}: {difference}")
     try:
         model, key = folder / "model", "checkpoint"
@@ -162,7 +162,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
             load_sharded(dict(rank.merged.adapters), checkpoint_id=folder / "adapters")
         else:
             fill(rank.model.hf, model, WeightFiles(model, key), values=rank.name == "critic", key=key)
-        states = _load_optimizers(rank, folder / "optimizer", found["optimizers"]) if found["optimizers"] else {}
+        states = _load_optimizers(rank, folder / "optimizer", saved["optimizers"]) if saved["optimizers"] else {}
         if rank.reference is not None and (folder / "reference").is_dir():
             rank.reference.load(folder / "reference")
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
@@ -175,12 +175,12 @@ def load_state(rank: SavedRank, folder: Path) -> None:
             _set_moments(rank, optimizer, states[name])
         else:
             optimizer.state.clear()
-    rank.steps = found["steps"]
+    rank.steps = saved["steps"]
     restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", rank.device)
 
 
 def _copy_files(rank: SavedRank, folder: Path) -> None:
-    """Write what a Hugging Face folder has besides weights: configuration, tokenizer, chat template."""
+    """Write the files of a Hugging Face folder other than weights: configuration, tokenizer, chat template."""
     copy_other_files(rank.model_folder, folder)
     model: Any = rank.model.hf
     model.config.dtype = torch.float32
@@ -193,11 +193,11 @@ def _optimizer_states(rank: SavedRank, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _load_optimizers(rank: SavedRank, folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    own = rank.optimizer_states
-    if own.offloaded:
-        own.create([rank.optimizers[name] for name in names])
+    optimizer_states = rank.optimizer_states
+    if optimizer_states.offloaded:
+        optimizer_states.create([rank.optimizers[name] for name in names])
     states: dict[str, Any] = tree_map_only(
-        torch.Tensor, lambda t: rank.cpu_copy(t) if own.holds(t) else t, _optimizer_states(rank, names)
+        torch.Tensor, lambda t: rank.cpu_copy(t) if optimizer_states.holds(t) else t, _optimizer_states(rank, names)
     )
     load_sharded(states, checkpoint_id=folder)
     return states
@@ -205,7 +205,7 @@ def _load_optimizers(rank: SavedRank, folder: Path, names: Sequence[str]) -> dic
 
 def _reference(rank: SavedRank) -> dict[str, torch.Tensor]:
     """Return the sharded weights of a reference that was the policy of an earlier step, by name."""
-    return rank.reference.weights() if rank.reference is not None and rank.reference.updated else {}
+    return rank.reference.weights() if rank.reference is not None and rank.reference.was_updated else {}
 
 
 def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -214,8 +214,10 @@ def _set_moments(rank: SavedRank, optimizer: torch.optim.Optimizer, state: dict[
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group["lr"] = saved["lr"]
         return
-    kept = ("params", "lr")
-    configured = [{key: value for key, value in group.items() if key not in kept} for group in optimizer.param_groups]
+    loaded_keys = ("params", "lr")
+    configured = [
+        {key: value for key, value in group.items() if key not in loaded_keys} for group in optimizer.param_groups
+    ]
     set_optimizer_state_dict(rank.model, optimizer, state)
     for group, options in zip(optimizer.param_groups, configured, strict=True):
         group.update(options)
@@ -236,36 +238,41 @@ def _description(rank: SavedRank) -> dict[str, Any]:
 
 def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
-        found: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
-        shapes, frozen = dict(found["shapes"]), list(found["frozen"])
-        lora = None if found.get("lora") is None else {key: int(found["lora"][key]) for key in ("rank", "alpha")}
+        description: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        shapes, frozen = dict(description["shapes"]), list(description["frozen"])
+        lora = (
+            None
+            if description.get("lora") is None
+            else {key: int(description["lora"][key]) for key in ("rank", "alpha")}
+        )
         return {
-            "steps": {str(name): int(steps) for name, steps in found["steps"].items()},
-            "optimizers": [str(name) for name in found["optimizers"]],
-            "optimizer": str(found["optimizer"]),
+            "steps": {str(name): int(steps) for name, steps in description["steps"].items()},
+            "optimizers": [str(name) for name in description["optimizers"]],
+            "optimizer": str(description["optimizer"]),
             "lora": lora,
             "shapes": shapes,
             "frozen": frozen,
         }
 
 
-def _difference(rank: SavedRank, key: str, found: Any, expected: Any) -> str:
+def _difference(rank: SavedRank, key: str, saved: Any, expected: Any) -> str:
     is_critic = rank.name == "critic"
     if key == "optimizer":
         name = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
-        return f"{found!r}, this run has {expected!r} ({name})"
+        return f"{saved!r}, this run has {expected!r} ({name})"
     if key == "lora":
         shown = [
-            None if each is None else ", ".join(f"{name} {each[name]}" for name in each) for each in (found, expected)
+            None if options is None else ", ".join(f"{name} {options[name]}" for name in options)
+            for options in (saved, expected)
         ]
         return f"{shown[0]}, this run has {shown[1]} ({LORA_KEY})"
     if key == "frozen":
-        other = min({*found} ^ {*expected})
-        now, before = ("trained", "frozen") if other in found else ("frozen", "trained")
-        return f"{other} is {before}, in this run {now} (learner.freeze)"
+        weight = min({*saved} ^ {*expected})
+        current, previous = ("trained", "frozen") if weight in saved else ("frozen", "trained")
+        return f"{weight} is {previous}, in this run {current} (learner.freeze)"
     path = "algo.critic.path" if is_critic else "model.path"
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
             path = f"{LORA_KEY}.target" if is_adapted(name) else path
-            return f"{name} is {found.get(name)}, in this run's model {expected.get(name)} ({path})"
+            return f"{name} is {saved.get(name)}, in this run's model {expected.get(name)} ({path})"
     return "the order of weights"

@@ -25,16 +25,18 @@ _log = logging.getLogger(__name__)
 LORA_KEY = "learner.lora"
 _BASE, _ADAPTERS = ".base_layer.", (".lora_A.", ".lora_B.")
 
-Part = tuple[slice, ...]
-"""The part of a whole tensor that a rank has; empty for a tensor without dimensions."""
+Slices = tuple[slice, ...]
+"""The slices of a full tensor that a rank has, by dimension; empty for a tensor without dimensions."""
 
 
 def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
     """Return what is saved of a model, by its name there: parameters, tied ones once, and persistent buffers."""
     persistent = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
-    found = {hf_name(name): each.detach() for name, each in hf.named_parameters() if not is_adapter(name)}
-    return found | buffers
+    parameters = {
+        hf_name(name): parameter.detach() for name, parameter in hf.named_parameters() if not is_adapter(name)
+    }
+    return parameters | buffers
 
 
 def model_hub_tensors(hf: nn.Module) -> list[HubTensor]:
@@ -49,7 +51,7 @@ def hf_name(name: str) -> str:
 
 def is_adapter(name: str) -> bool:
     """Return whether a weight is one of a LoRA adapter."""
-    return any(part in name for part in _ADAPTERS)
+    return any(marker in name for marker in _ADAPTERS)
 
 
 def is_adapted(name: str) -> bool:
@@ -69,19 +71,19 @@ def adapter_name(name: str, matrix: str, policy: str) -> str:
 
 def is_policy_adapter(name: str, policy: str) -> bool:
     """Return whether a weight is one of a policy's adapters."""
-    return any(f"{part}{peft_adapter(policy)}." in name for part in _ADAPTERS)
+    return any(f"{marker}{peft_adapter(policy)}." in name for marker in _ADAPTERS)
 
 
 def peft_name(name: str, policy: str) -> str:
     """Return the name that an adapter's weight has in a PEFT folder of its policy."""
     short = name
-    for part in _ADAPTERS:
-        short = short.replace(f"{part}{peft_adapter(policy)}.", part)
+    for marker in _ADAPTERS:
+        short = short.replace(f"{marker}{peft_adapter(policy)}.", marker)
     return f"base_model.model.{short}"
 
 
-def shard_slices(tensor: torch.Tensor) -> Part:
-    """Return which part of the whole tensor this rank has."""
+def shard_slices(tensor: torch.Tensor) -> Slices:
+    """Return the slices of the full tensor that this rank has."""
     shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -152,62 +154,68 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
         ModelError: weights are missing, or cannot be read.
 
     """
-    wanted, shapes = named_tensors(hf), files.shapes()
+    tensors, shapes = named_tensors(hf), files.shapes()
     head = value_head_names(hf) if values else set()
     new = head if not head & shapes.keys() else set()
-    converted = [name for name, tensor in wanted.items() if name not in new and shapes.get(name) != tuple(tensor.shape)]
-    parts: dict[str, list[HubTensor]] = defaultdict(list)
-    for each in model_hub_tensors(hf) if converted else ():
-        parts[each.weight].append(each)
-    strange = [name for name in converted if not all(shapes.get(each.name) == each.shape for each in parts[name])]
-    read = _through_transformers(folder, wanted, strange[0], values=values, key=key) if strange else files.read
-    for name, tensor in wanted.items():
-        here = local(tensor)
-        if name in new and not strange:
-            here.zero_()
-        elif strange or (here.numel() and name not in converted):
-            here.copy_(read(name, shard_slices(tensor)))
-        elif here.numel():
-            _read_parts(parts[name], shard_slices(tensor), here, files)
+    converted = [
+        name for name, tensor in tensors.items() if name not in new and shapes.get(name) != tuple(tensor.shape)
+    ]
+    components: dict[str, list[HubTensor]] = defaultdict(list)
+    for hub_tensor in model_hub_tensors(hf) if converted else ():
+        components[hub_tensor.weight].append(hub_tensor)
+    mismatched = [
+        name
+        for name in converted
+        if any(shapes.get(component.name) != component.shape for component in components[name])
+    ]
+    read = _through_transformers(folder, tensors, mismatched[0], values=values, key=key) if mismatched else files.read
+    for name, tensor in tensors.items():
+        shard = local(tensor)
+        if name in new and not mismatched:
+            shard.zero_()
+        elif mismatched or (shard.numel() and name not in converted):
+            shard.copy_(read(name, shard_slices(tensor)))
+        elif shard.numel():
+            _read_components(components[name], shard_slices(tensor), shard, files)
 
 
-def _read_parts(parts: Sequence[HubTensor], there: Part, here: torch.Tensor, files: WeightFiles) -> None:
-    """Read this rank's part ``there`` of a weight from the tensors that the weight is made of."""
-    for each in parts:
-        if each.is_whole:
-            here.copy_(files.read(each.name, there))
+def _read_components(components: Sequence[HubTensor], slices: Slices, shard: torch.Tensor, files: WeightFiles) -> None:
+    """Read this rank's ``slices`` of a weight from the tensors that the weight is made of."""
+    for tensor in components:
+        if tensor.is_whole:
+            shard.copy_(files.read(tensor.name, slices))
             continue
-        lines = here.flatten(0, -2)
-        own, its = each.overlap(there[0].start * (len(lines) // len(here)), len(lines))
-        if own.start < own.stop:
-            lines[own] = files.read(each.name, ()).flatten(0, -2)[its].to(lines.dtype)
+        lines = shard.flatten(0, -2)
+        shard_lines, tensor_lines = tensor.overlap(slices[0].start * (len(lines) // len(shard)), len(lines))
+        if shard_lines.start < shard_lines.stop:
+            lines[shard_lines] = files.read(tensor.name, ()).flatten(0, -2)[tensor_lines].to(lines.dtype)
 
 
 def _through_transformers(
-    folder: Path, wanted: dict[str, torch.Tensor], strange: str, *, values: bool, key: str
-) -> Callable[[str, Part], torch.Tensor]:
+    folder: Path, tensors: dict[str, torch.Tensor], mismatched: str, *, values: bool, key: str
+) -> Callable[[str, Slices], torch.Tensor]:
     """Return what reads weights that rank 0 loads with transformers. Collective, also its calls."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    whole: dict[str, torch.Tensor] = {}
-    if alone or dist.get_rank() == 0:
+    single_rank = not dist.is_initialized() or dist.get_world_size() == 1
+    full_weights: dict[str, torch.Tensor] = {}
+    if single_rank or dist.get_rank() == 0:
         _log.warning(
             "%s=%s: rank 0 loads the whole model with transformers, as names or shapes of weights in its files are not those "
             "of the model (%s)",
             key,
             folder,
-            strange,
+            mismatched,
         )
         load = load_value_model if values else load_model
-        whole = named_tensors(load(folder, torch.float32, IMPLEMENTATION, key=key))
+        full_weights = named_tensors(load(folder, torch.float32, IMPLEMENTATION, key=key))
 
-    def read(name: str, part: Part) -> torch.Tensor:
-        if alone:
-            return whole.pop(name)[part]
-        like = wanted[name]
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        if single_rank:
+            return full_weights.pop(name)[slices]
+        like = tensors[name]
         full = torch.empty(like.shape, dtype=like.dtype, device=local(like).device)
-        if name in whole:
-            full.copy_(whole.pop(name))
+        if name in full_weights:
+            full.copy_(full_weights.pop(name))
         dist.broadcast(full, 0)
-        return full[part]
+        return full[slices]
 
     return read

@@ -55,7 +55,7 @@ def logprobs_at(
     weight_V_H = chunk.shared_embedding_or_output_weight() if is_tied else chunk.output_layer.weight
     vocabulary_part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
     hidden_N_H = hidden_L_H.index_select(0, places_N)
-    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, part=vocabulary_part))
+    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, vocabulary_part=vocabulary_part))
 
 
 def values_at(chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:

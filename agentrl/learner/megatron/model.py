@@ -41,7 +41,7 @@ from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.linears import replace_linears
 from agentrl.learner.megatron.options import transformer_config
 from agentrl.learner.megatron.routing import RoutedLayer, replay_routing
-from agentrl.learner.routing import by_layer
+from agentrl.learner.routing_replay import experts_by_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def packed_tokens(
     context = rank_context()
     experts = None
     if experts_L is not None:
-        experts = by_layer(experts_L, _routed_tokens(local, model.config.sequence_parallel), device)
+        experts = experts_by_layer(experts_L, _routed_tokens(local, model.config.sequence_parallel), device)
     divided = rows if context is None else DividedRows(rows, context)
     return PackedTokens(positions, divided, experts, model.rotary.cos_sin(positions, dtype))
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from agentrl.learner.megatron.layers import PackedTokens
-from agentrl.learner.routing import replay_experts
+from agentrl.learner.routing_replay import replay_experts
 
 _Choice = tuple[torch.Tensor, torch.Tensor]
 """Scores and numbers ``[T, K]`` of experts."""

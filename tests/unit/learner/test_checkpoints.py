@@ -85,7 +85,7 @@ def test_the_drivers_state_can_be_replaced(tmp_path):
 
 def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):
     saved(Checkpoints(tmp_path, keep=2), 1, FolderLearner(), {})
-    checkpoints = Checkpoints(tmp_path, keep=2, began_with=latest_checkpoint(tmp_path))
+    checkpoints = Checkpoints(tmp_path, keep=2, resumed_from=latest_checkpoint(tmp_path))
     for step in (2, 3, 4, 5):
         saved(checkpoints, step, FolderLearner(), {})
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000001", "step_000004", "step_000005"]

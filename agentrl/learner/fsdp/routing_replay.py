@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from agentrl.learner.layers import decoder_layers
-from agentrl.learner.routing import replay_experts
+from agentrl.learner.routing_replay import replay_experts
 from agentrl.models.routing import REPLAYED
 
 
 def accept_replayed_experts(hf: Any) -> None:
-    """Have layers with experts take the argument ``experts``, ``[T, K]``. Before layers are compiled."""
+    """Have layers with experts take the argument ``replayed_experts``, ``[T, K]``. Call before layers are compiled."""
     if hf.config.model_type in REPLAYED:
         for layer in decoder_layers(hf):
             if hasattr(layer.mlp, "experts"):
@@ -26,46 +26,48 @@ def accept_replayed_experts(hf: Any) -> None:
 
 
 def pass_experts_by_layer(hf: Any) -> None:
-    """Have each layer called with its part of ``[layers, T, K]``. After layers are compiled, once for all."""
+    """Pass each layer its experts from ``[layers, T, K]``. Call after layers are compiled, which they are once for all."""
     if hf.config.model_type in REPLAYED:
         for number, layer in enumerate(decoder_layers(hf)):
-            layer.forward = partial(_with_own, layer.forward, number, hasattr(layer.mlp, "experts"))
+            layer.forward = partial(_run_layer, layer.forward, number, hasattr(layer.mlp, "experts"))
 
 
-def _with_own(
+def _run_layer(
     run: Callable[..., Any],
     number: int,
     has_experts: bool,
     *args: Any,
-    experts: torch.Tensor | None = None,
+    replayed_experts: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    if experts is not None and has_experts:
-        options["experts"] = experts[number]
+    if replayed_experts is not None and has_experts:
+        options["replayed_experts"] = replayed_experts[number]
     return run(*args, **options)
 
 
-def _forward(layer: Any, hidden: torch.Tensor, *args: Any, experts: torch.Tensor | None = None, **options: Any) -> Any:
+def _forward(
+    layer: Any, hidden: torch.Tensor, *args: Any, replayed_experts: torch.Tensor | None = None, **options: Any
+) -> Any:
     """Compute a decoder layer, whose order of operations all `REPLAYED` models have."""
-    if experts is None:
+    if replayed_experts is None:
         return type(layer).forward(layer, hidden, *args, **options)
     attended, _ = layer.self_attn(layer.input_layernorm(hidden), *args, **options)
     hidden = hidden + attended
-    return hidden + _mixture(layer.mlp, layer.post_attention_layernorm(hidden), experts)
+    return hidden + _mixture(layer.mlp, layer.post_attention_layernorm(hidden), replayed_experts)
 
 
 def _mixture(mixture: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> torch.Tensor:
     """Compute a mixture of experts with given experts."""
     flat = hidden.flatten(0, -2)
-    index, weights = _routed(mixture.gate, flat, experts_T_K)
+    index, weights = _route(mixture.gate, flat, experts_T_K)
     result: torch.Tensor = mixture.experts(flat, index, weights).view_as(hidden)
     return result + mixture.shared_experts(hidden) if hasattr(mixture, "shared_experts") else result
 
 
-def _routed(router: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _route(router: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return experts ``[T, K]``, and weights that the router's scores give them."""
-    logits, weights, own = router(hidden)
-    index = replay_experts(experts_T_K, own, logits)
+    logits, weights, chosen = router(hidden)
+    index = replay_experts(experts_T_K, chosen, logits)
     return index, _weights(router, logits.float(), index).to(weights.dtype)
 
 
