@@ -66,7 +66,7 @@ class DividedRows:
     """Rows of a micro-batch whose tokens are divided among the ranks of a context."""
 
     rows: PackedRows | Tree
-    """Of the whole micro-batch."""
+    """The rows of the full micro-batch."""
     context: Context
     """The ranks that have the other parts."""
 

@@ -27,7 +27,7 @@ RowScores = dict[RowKey, NDArray[np.float32]]
 RowLogprobs = RowScores
 """Log-probabilities of tokens."""
 Role = Literal["policy", "critic"]
-"""What a rank trains: a model with a language head, or with a value head."""
+"""The model that a rank trains: with a language head, or with a value head."""
 
 
 class WeightSource(Protocol):
@@ -143,7 +143,7 @@ class LearnerRank(WeightSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What a rank is made of."""
+    """The arguments of a rank's constructor."""
 
     folder: Path
     """Hugging Face folder of the model."""
@@ -158,7 +158,7 @@ class RankOptions:
     reference: Path | None = None
     """Folder of the reference policy, if the loss needs one."""
     role: Role = "policy"
-    """What is trained."""
+    """The model that the rank trains."""
 
     @property
     def replays_routing(self) -> bool:
@@ -171,7 +171,7 @@ RankClass = Callable[[RankOptions], LearnerRank]
 
 
 class LearnerBackend(ABC):
-    """What is known of a learner backend before its ranks exist. Nothing heavy is imported before `rank_class`."""
+    """A learner backend before its ranks exist. Nothing heavy is imported before `rank_class`."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self.config = config
@@ -186,8 +186,8 @@ class LearnerBackend(ABC):
         """Check the configuration before anything starts.
 
         Args:
-            algo: the loss, and whether there is a critic.
-            models: folders of the models that are loaded, as far as they are known: policy, critic, reference.
+            algo: its loss and critic are checked.
+            models: folders of the models to load that are known already: policy, critic, reference.
 
         Raises:
             ConfigError: the backend cannot train this; the message has values and keys.

@@ -22,8 +22,8 @@ class BatchLoss:
     """The losses of ``rl``, ``sft`` and ``value`` batches.
 
     Args:
-        algo: the loss of ``rl`` batches.
-        device: where it is computed.
+        algo: configures the loss of ``rl`` batches.
+        device: of the scores.
 
     """
 
@@ -113,7 +113,7 @@ class BatchLoss:
         return loss_fields
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return where the tokens of each source are among those at the mask; see `LossInput.source_tokens`."""
+        """Return the indices of each source's tokens among those at the mask; see `LossInput.source_tokens`."""
         source_N = torch.tensor(micro.sources)[micro.row_L[at_N].long()] if micro.sources else at_N[:0]
         places = {number: (source_N == number).nonzero()[:, 0] for number in sorted({*source_N.tolist()})}
         return {number: to_device(at_M, self.device) for number, at_M in places.items()}

@@ -42,7 +42,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run in the background, and keeps the newest, and the best.
+    """Writes the checkpoints of one run in the background, and keeps the newest and the best.
 
     Args:
         folder: created with the first checkpoint.
@@ -121,7 +121,7 @@ class Checkpoints:
             self.finish()
 
     def save_state(self, step: int, state: dict[str, Any]) -> None:
-        """Replace the driver's state in the checkpoint of ``step``, to which the learner has nothing to add."""
+        """Replace the driver's state in the checkpoint of ``step``; the learner's state is the same."""
         self.finish()
         _write_state(self._path(step), state)
 
@@ -162,7 +162,7 @@ class Checkpoints:
 
 
 def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], partial_folder: Path) -> None:
-    """Remove a checkpoint that could not be written, as a full disk needs the space, once nothing writes into it any more."""
+    """Wait for the writers of a failed checkpoint, then remove it, as a full disk needs the space."""
     for group in groups:
         with suppress(Exception):  # one error is enough
             group.finish_save()

@@ -1,6 +1,6 @@
-"""Collectives with gradients, each one operation for a compiler, which computes it as it is.
+"""Collectives with gradients, as custom operations that torch.compile does not look into.
 
-Of tensors the first dimension is divided among the ranks of a group. ``group`` is the name of a process group.
+The first dimension of tensors is divided among the ranks of a group. ``group`` is the name of a process group.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class Context:
     group: str
     """Name of their process group, which compiled layers can take."""
     size: int
-    """Their number."""
+    """Number of ranks."""
     rank: int
-    """The number of this rank among them."""
+    """Index of this rank in the group."""
 
     def token_slice(self, length: int) -> slice:
         """Return this rank's part of a sequence; ``size`` divides its length."""
@@ -37,13 +37,13 @@ class Context:
         return slice(self.rank * tokens, (self.rank + 1) * tokens)
 
     def has(self, places_N: torch.Tensor, length: int) -> torch.Tensor:
-        """Return, as bools ``[N]``, which places of a sequence are in this rank's part."""
+        """Return whether places of a sequence are in this rank's part, bools ``[N]``."""
         tokens = self.token_slice(length)
         inside_N: torch.Tensor = (places_N >= tokens.start) & (places_N < tokens.stop)
         return inside_N
 
     def sum_over_ranks(self, rows: RowScores) -> RowScores:
-        """Return the sums of rows over the ranks, which have the same rows, on the first of them; none elsewhere. Collective."""
+        """Return the sums over the ranks of their rows, on the first rank; none on the others. Collective."""
         if not rows:
             return {}
         flat = torch.from_numpy(np.concatenate([*rows.values()]))

@@ -41,7 +41,7 @@ class HeadOptions:
     compiled: bool
     """Whether what follows the matrix products is compiled."""
     vocabulary_part: VocabularyPart | None = None
-    """Of a weight that is divided among ranks. Gradients of hidden states are then those of the part; ranks add them up."""
+    """This rank's part of a divided weight. Gradients of hidden states are then those of the part; ranks add them up."""
 
 
 def token_scores(

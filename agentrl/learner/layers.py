@@ -22,13 +22,13 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
 
 
 def prepare_layers(layers: Iterable[nn.Module], *, compiled: bool, recompute: Recompute) -> None:
-    """Have every decoder layer compiled, and computed again in the backward pass; see `prepare_forward`."""
+    """Compile every decoder layer, and recompute it in the backward pass; see `prepare_forward`."""
     for layer in layers:
         layer.forward = prepare_forward(layer.forward, compiled=compiled, recompute=recompute)
 
 
 def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recompute) -> Callable[..., Any]:
-    """Return what a layer computes, compiled, and computed again in the backward pass.
+    """Return a layer's forward, compiled, with activations recomputed in the backward pass.
 
     Layers are compiled one by one: they share their code, so that it is compiled once.
     """

@@ -29,7 +29,7 @@ class LearnerMemory:
     activations: int = 0
     """What the backward pass reads, and what it computes of one layer."""
     logits: int = 0
-    """Of a chunk of tokens (``learner.logits_chunk``), with their gradient and that of the head's weights."""
+    """Logits of a chunk of tokens (``learner.logits_chunk``), with their gradient and that of the head's weights."""
 
     @property
     def total(self) -> int:
@@ -42,9 +42,9 @@ class MemoryOptions:
     """What the memory of a rank depends on besides model and configuration."""
 
     ranks: int
-    """That share the weights."""
+    """Ranks that the weights are sharded over."""
     tokens: int
-    """Of a micro-batch that the rank computes: with ``learner.context_parallel`` a part."""
+    """Tokens of a micro-batch that this rank computes: with ``learner.context_parallel`` a part."""
     bfloat16: bool
     """Whether matrix products are computed in bfloat16, else float32."""
     recompute: Recompute

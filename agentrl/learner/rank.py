@@ -1,4 +1,4 @@
-"""What the ranks of the backends have in common: the optimizer step, CPU offload, and checkpoints in the background."""
+"""The base class of ranks: the optimizer step, CPU offload, and checkpoints in the background."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class BackendRank(LearnerRank, ABC):
         self.name = "critic" if options.role == "critic" else "main"
         self.loss = BatchLoss(options.algo, options.device)
         self._metrics: StepMetrics | None = None
-        """Of the parts of an optimizer step that is not complete."""
+        """Metrics of the incomplete optimizer step."""
         self._offload = CpuOffload()
         self._writing: Future[None] = Future()
-        """Of the newest checkpoint."""
+        """The write of the newest checkpoint."""
         self._writing.set_result(None)
         seed_everything(options.seed + dist.get_rank())
 
@@ -87,7 +87,7 @@ class BackendRank(LearnerRank, ABC):
 
     @abstractmethod
     def _settle_weights(self) -> None:
-        """Bring this rank's parts of the weights up to date before they are copied."""
+        """Bring this rank's shards of the weights up to date before they are copied."""
 
     @abstractmethod
     def _release_gradients(self) -> None: ...
@@ -97,11 +97,11 @@ class BackendRank(LearnerRank, ABC):
 
     @abstractmethod
     def _state(self) -> Iterable[torch.Tensor]:
-        """Return this rank's parts of weights, optimizer states and reference, but for what is in CPU memory already."""
+        """Return this rank's shards of weights, optimizer states and reference that are not in CPU memory already."""
 
     @abstractmethod
     def _saved_state(self) -> Iterable[torch.Tensor]:
-        """Return those of the parts that a checkpoint has."""
+        """Return the shards of `_state` that a checkpoint has."""
 
     @abstractmethod
     def _start_saving(self, folder: Path) -> Future[None]:

@@ -71,7 +71,7 @@ Tree = TreeRows | TreeMasks
 
 
 def tree_rows(tree: PrefixTree, rows: Collection[int], length: int) -> TreeRows:
-    """Return ``tree``, padded to ``length`` tokens, for CPUs.
+    """Return ``tree``, padded to ``length`` tokens, for attention on CPUs.
 
     Args:
         tree: of rows.
@@ -231,7 +231,7 @@ def tree_input(
 
 
 def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:
-    """Return the experts of the tokens of a padded tree, known ones of tokens that rows share."""
+    """Return the experts of a padded tree's tokens; a token that rows share takes them from a row where they are known."""
     experts = experts_N.numpy()[: len(tree.index_N)]
     experts_L, is_known = unknown_experts(length, experts), ~unknown_expert_mask(experts)
     experts_L[tree.index_N[is_known]] = experts[is_known]

@@ -36,11 +36,11 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 """A weight, and the tensor that it is written into."""
 _Shards = tuple[DTensor, torch.Tensor]
 _Rows = tuple[DTensor, torch.Tensor, HubTensor]
-"""A weight, the tensor that some of its rows are written into, and which rows."""
+"""A weight, the tensor that rows are written into, and the Hugging Face tensor that names the rows."""
 
 
 def gather_weights(pairs: Iterable[_Pair]) -> None:
-    """Write whole weights, cast, into other tensors on the same device. Collective: all ranks call it with the same weights."""
+    """Write full weights, cast, into other tensors on the same device. Collective: all ranks call it with the same weights."""
     unsharded, sharded = [], []
     for weight, out in pairs:
         if not isinstance(weight, DTensor):
@@ -142,7 +142,7 @@ def _broadcast(rows: Sequence[_Rows]) -> None:
 class MergedWeights:
     """The weights of a model, with adapters merged, ``W + scale B A`` in float32, and the tensors of its Hugging Face folder.
 
-    Policies with names are not merged: the weights are those of the base model.
+    Adapters of `LoraConfig.policies` with names are not merged: the weights are those of the base model.
 
     Args:
         hf: with adapters or without.
@@ -229,7 +229,6 @@ class AdapterWeights(WeightSource):
     """A policy's adapters of a rank, by their names in a PEFT folder."""
 
     def __init__(self, rank: WeightSource, weights: MergedWeights, policy: str) -> None:
-        """Gather by ``rank``, which knows the names of `MergedWeights.adapters`."""
         self._rank = rank
         self._adapters = weights.adapters
         self._names = weights.exported[policy]

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PROBE_T, _OTHER_T = torch.arange(1, 10), torch.arange(7, 0, -1)
 """Token ids of the rows that probe a model; float8 products want 16 in all."""
 _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
-"""Absolute and relative difference of log-probabilities that is rounding."""
+"""Maximum absolute and relative difference of log-probabilities that counts as rounding."""
 
 
 def load_policy(
@@ -139,7 +139,7 @@ def _load(
 
 
 def _set_context(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
-    """Have micro-batches computed together with the other ranks of ``context``, or of a new one. Collective."""
+    """Compute micro-batches together with the other ranks of ``context``, or of a new one. Collective."""
     if config.context_parallel > 1 and model.separates_rows:
         raise ConfigError(
             f"learner.context_parallel={config.context_parallel}: layers of {type(model.hf).__name__} ({key}={folder}) that "
@@ -160,13 +160,13 @@ def _freeze(hf: nn.Module, config: LearnerConfig) -> None:
 
 
 def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
-    """Have a single rank's layers hand on what those of several do, whose gathered weights are bfloat16."""
+    """Cast a single rank's embeddings to bfloat16, as several ranks gather weights in bfloat16."""
     return embeddings.to(torch.bfloat16) if torch.is_autocast_enabled(embeddings.device.type) else embeddings
 
 
 @contextmanager
 def _probing(model: PackedModel, config: LearnerConfig) -> Iterator[None]:
-    """Compute without compilation, and in float32 where whole float32 weights are here: one rank without float8."""
+    """Compute without compilation, and in float32 if this rank has full float32 weights: one rank without float8."""
     autocast, compiled = model.autocast, model.compiled
     model.autocast = autocast and (isinstance(model, FSDPModule) or config.fp8)
     model.compiled = False

@@ -31,7 +31,7 @@ def fsdp_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Learn
             value head it is a critic.
             Those without ``requires_grad`` are not trained.
         config: optimizer, sharding and chunk of logits.
-        options: all else.
+        options: ranks, tokens and precision.
 
     """
     return max(_moments(hf, config, options), key=lambda moment: moment.total)
@@ -158,13 +158,13 @@ class _Widths:
 
     hidden: int
     attention: int
-    """Of all heads."""
+    """Numbers of all heads."""
     results: int
-    """Of products, without the last, which is only added."""
+    """Results of products, except the last, which is only added."""
     inputs: int
-    """Of products; products with the same input have one if the layer is compiled."""
+    """Inputs of products; products with the same input count once if the layer is compiled."""
     widest: int
-    """Of a result."""
+    """The largest result."""
 
 
 def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool) -> _Widths:

@@ -64,21 +64,20 @@ class SavedRank(Protocol):
     optimizers: dict[str, torch.optim.Optimizer]
     """By policy and number."""
     optimizer_states: OptimizerStates
-    """Of `optimizers`."""
     steps: dict[str, int]
     """Finished optimizer steps of each policy."""
     name: str
-    """Of the model: ``main`` or ``critic``."""
+    """Name of the model: ``main`` or ``critic``."""
     reference: Reference | None
     """The frozen policy of the loss, if it needs one."""
     writers: dist.ProcessGroup
-    """Of the threads that write checkpoints."""
+    """Process group of the threads that write checkpoints."""
 
     merged: MergedWeights
     """The weights of `model`, with LoRA adapters merged."""
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy on the CPU of a tensor of the state, which no step changes."""
+        """Return a tensor of the state on the CPU, in a copy that optimizer steps do not change."""
         ...
 
 

@@ -30,7 +30,7 @@ Slices = tuple[slice, ...]
 
 
 def named_tensors(hf: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is saved of a model, by its name there: parameters, tied ones once, and persistent buffers."""
+    """Return the saved tensors of a model by name: parameters, tied ones once, and persistent buffers."""
     persistent = hf.state_dict().keys()
     buffers = {name: buffer for name, buffer in hf.named_buffers() if name in persistent}
     parameters = {
@@ -91,7 +91,7 @@ def shard_slices(tensor: torch.Tensor) -> Slices:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, in the same memory."""
+    """Return this rank's shard of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -194,7 +194,7 @@ def _read_components(components: Sequence[HubTensor], slices: Slices, shard: tor
 def _through_transformers(
     folder: Path, tensors: dict[str, torch.Tensor], mismatched: str, *, values: bool, key: str
 ) -> Callable[[str, Slices], torch.Tensor]:
-    """Return what reads weights that rank 0 loads with transformers. Collective, also its calls."""
+    """Return a function that reads slices of weights that rank 0 loads with transformers. Collective, also its calls."""
     single_rank = not dist.is_initialized() or dist.get_world_size() == 1
     full_weights: dict[str, torch.Tensor] = {}
     if single_rank or dist.get_rank() == 0:

@@ -191,7 +191,9 @@ def test_the_gradient_of_a_branch_is_the_same_on_several_threads():
     lines, index, weights = torch.randn(3, 64, requires_grad=True), torch.arange(2000) % 3, torch.randn(2000, 64)
     torch.set_num_threads(2)
     try:
-        first, *others = (torch.autograd.grad((_select_lines(lines, index) * weights).sum(), lines)[0] for _ in range(20))
+        first, *others = (
+            torch.autograd.grad((_select_lines(lines, index) * weights).sum(), lines)[0] for _ in range(20)
+        )
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(first, other) for other in others)
