@@ -47,7 +47,7 @@ def constant(rows: list[Row], value: float) -> dict[RowKey, np.ndarray]:
 
 
 def value_batch(rows: list[Row], returns: dict[RowKey, np.ndarray], **sizes: int) -> GlobalBatch:
-    sizes = {"shares": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
+    sizes = {"data_parallel_size": 1, "tokens_per_micro": 128, "pad_id": 0} | sizes
     return pack_rows(rows, kind="value", returns=returns, values=constant(rows, 0.0), **sizes)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,7 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
     learner.rank._update = lambda scale: (
         found.update({n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}) or {}
     )
-    batch = make_batch(LENGTHS, seed=2)
-    batch.kind = "sft"
+    batch = replace(make_batch(LENGTHS, seed=2), kind="sft")
     learner.train_step(batch)
     [micros] = batch.micro
     for micro in micros:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,7 @@ LENGTHS = [20, 12, 30]
 
 
 def batch(policy, seed):
-    found = make_batch(LENGTHS, seed=seed)
-    found.policy = policy
-    return found
+    return replace(make_batch(LENGTHS, seed=seed), policy=policy)
 
 
 def alone(learners, seeds, **options):

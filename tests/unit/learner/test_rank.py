@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,8 +315,7 @@ def test_a_batch_that_trains_nothing_takes_no_step(learners):
 
 def test_supervised_batches_take_cross_entropy(learners):
     learner = learners.open()
-    batch = make_batch(LENGTHS)
-    batch.kind = "sft"
+    batch = replace(make_batch(LENGTHS), kind="sft")
     metrics = learner.train_step(batch)
     assert metrics["train/loss"] == pytest.approx(metrics["train/nll"], rel=1e-5)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +86,7 @@ def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
     from transformers import AutoModelForCausalLM
 
     algo = make_algo(kl_coef=0.7, kl_kind="k3")
-    batch = make_batch(LENGTHS)
-    batch.temperature = 1.3
+    batch = replace(make_batch(LENGTHS), temperature=1.3)
     ours = gradients(learners.open(reference=other, algo=algo, logits_chunk=5), batch, torch.float32)
     plain, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, other))
     rows = make_rows(LENGTHS)
@@ -209,8 +208,7 @@ def test_a_loss_without_its_reference_is_refused_before_anything_changes(learner
 
 def test_supervised_batches_need_no_reference(learners):
     learner = learners.open(algo=make_algo(kl_coef=0.1))
-    batch = copy.deepcopy(make_batch(LENGTHS))
-    batch.kind = "sft"
+    batch = replace(make_batch(LENGTHS), kind="sft")
     assert "train/kl" not in learner.train_step(batch)
 
 

@@ -19,7 +19,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend
 
 class PairBackend(LearnerBackend):
-    shares = property(lambda self: self.config.ranks // 2)
+    data_parallel_size = property(lambda self: self.config.ranks // 2)
 
     def check(self, algo, models):
         if self.config.ranks % 2:
@@ -29,7 +29,7 @@ class PairBackend(LearnerBackend):
         raise AssertionError("no rank is wanted here")
 
 class Unfinished(LearnerBackend):
-    shares = 1
+    data_parallel_size = 1
 """
 
 
@@ -55,7 +55,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         make_backend(LearnerConfig(backend="fsdp1"))
 
 
-def test_batches_have_the_shares_of_the_backend(file: Path) -> None:
+def test_batches_have_the_data_parallel_size_of_the_backend(file: Path) -> None:
     config = load_config(None, [f"learner.backend={file}:PairBackend", "learner.ranks=6"])
     assert pack_options(config, 0).data_parallel_size == 3
 
