@@ -115,7 +115,7 @@ class RayLearnerGroup(RankActors, LearnerGroup):
 
     @override
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
-        return self._scores(batch, lambda actor, share: actor.learner.logprobs(share, policy), "logprobs")
+        return self._scores(batch, lambda actor, rank_batch: actor.learner.logprobs(rank_batch, policy), "logprobs")
 
     @override
     def update_reference(self) -> None:
@@ -173,7 +173,7 @@ class RayCritic(RankActors, CriticGroup):
 
     @override
     def values(self, batch: GlobalBatch) -> RowScores:
-        return self._scores(batch, lambda actor, share: actor.learner.values(share), "values")
+        return self._scores(batch, lambda actor, rank_batch: actor.learner.values(rank_batch), "values")
 
 
 class RayBucket(WeightBucket):

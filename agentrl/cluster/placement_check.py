@@ -19,10 +19,10 @@ def check_placement(config: Config) -> None:
 
     """
     mode, ranks = config.placement.mode, config.learner.ranks
-    own = needs_critic(config.algo) and mode != "colocate"
-    wanted = 2 * ranks if own else ranks
-    if config.learner.device == "cuda" and running_address() is None and wanted > gpus_here():
-        critic = " for the policy and as many for its critic" if own else ""
+    has_critic_gpus = needs_critic(config.algo) and mode != "colocate"
+    required_gpus = 2 * ranks if has_critic_gpus else ranks
+    if config.learner.device == "cuda" and running_address() is None and required_gpus > gpus_here():
+        critic = " for the policy and as many for its critic" if has_critic_gpus else ""
         raise MissingError(
             f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs{critic}; there are {gpus_here()} here"
         )
@@ -32,7 +32,7 @@ def check_placement(config: Config) -> None:
     check_placement_keys(config, device)
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
-        learner = f"learner.ranks={ranks}{' and its critic' if own else ''}"
+        learner = f"learner.ranks={ranks}{' and its critic' if has_critic_gpus else ''}"
         raise MissingError(
             f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
             f"{config.sampler.engine_ranks} each; there are {gpus_here()} here, and no Ray runs that has more (`ray start`, or "
@@ -42,13 +42,13 @@ def check_placement(config: Config) -> None:
 
 def describe_placement(config: Config) -> str:
     """Return in one line how many GPUs the learner and the engines use."""
-    ranks, engines, each = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
-    of_each = f"{engines} engine{'s' if engines > 1 else ''} of {each}"
+    ranks, engines, engine_ranks = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
+    engine_text = f"{engines} engine{'s' if engines > 1 else ''} of {engine_ranks}"
     if config.placement.shares_gpus:
         critic = " and its critic" if needs_critic(config.algo) else ""
-        return f"colocate: {ranks} for the learner{critic}, in turns with {of_each}"
+        return f"colocate: {ranks} for the learner{critic}, in turns with {engine_text}"
     critic = f", {ranks} for its critic" if needs_critic(config.algo) else ""
-    return f"disaggregate: {ranks} for the learner{critic}, and {of_each}"
+    return f"disaggregate: {ranks} for the learner{critic}, and {engine_text}"
 
 
 def gpus_here() -> int:

@@ -141,7 +141,9 @@ class RankActors(RankGroup):
         """The ranks stay usable after a refused batch."""
         check_provenance(batch)
         parts = self._put_parts(batch)
-        return self._call_with_parts(parts, lambda actor, part: actor.learner.train_step(part), "train_step")[0]
+        return self._call_with_parts(
+            parts, lambda actor, rank_batch: actor.learner.train_step(rank_batch), "train_step"
+        )[0]
 
     @override
     def sleep(self) -> None:
@@ -185,12 +187,12 @@ class RankActors(RankGroup):
     def _put_parts(self, batch: GlobalBatch) -> list[ray.ObjectRef[GlobalBatch]]:
         """Put the part of a batch of each data-parallel rank into Ray's object store; return the references."""
         self._check_usable()
-        sizes, parts = [len(part) for part in batch.micro], max(self._data_parallel_ranks) + 1
+        sizes, parts = [len(micro_batches) for micro_batches in batch.micro], max(self._data_parallel_ranks) + 1
         assert sizes == sizes[:1] * parts, (
             f"a batch of {sizes} micro-batches by data-parallel rank came to a {self._name} with {parts} of them"
         )
         # Ray copies CPU tensors: 0.06 s for a batch of 512,000 tokens (22 MB), 0.04 s more than as NumPy arrays.
-        return [ray.put(replace(batch, micro=(part,), metrics={})) for part in batch.micro]
+        return [ray.put(replace(batch, micro=(micro_batches,), metrics={})) for micro_batches in batch.micro]
 
     def _call_with_parts(
         self, parts: Sequence[ray.ObjectRef[GlobalBatch]], call: Callable[[LearnerActor, GlobalBatch], T], phase: str

@@ -153,7 +153,7 @@ def unpack_rows(
     return ids.view(count, -1), padded.view(count, -1), rows.view(count, -1), at
 
 
-def packed_attention(
+def packed_attention(  # the signature that transformers calls
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

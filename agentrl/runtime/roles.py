@@ -36,11 +36,11 @@ def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyT
         return None
     env = make_any_env(config.name, config.options)
     assert isinstance(env, MultiAgentEnv), "its class says so"
-    known = {*env.possible_agents, *(env.role_of(agent) for agent in env.possible_agents)}
+    role_names = {*env.possible_agents, *(env.role_of(agent) for agent in env.possible_agents)}
     fixed: list[str] = []
     for name, role in config.roles.items():
-        if name not in known:
-            raise unknown_name(f"role of {config.name}", name, known, "env.roles")
+        if name not in role_names:
+            raise unknown_name(f"role of {config.name}", name, role_names, "env.roles")
         if role.player is not None:
             player_factory(env, role.player)
             fixed.append(role.player)
@@ -71,11 +71,11 @@ def check_roles(config: Config, env: EnvBase) -> None:
             f"algo.advantage.name={estimator.name}, and env.name={config.env.name} has one agent, without roles; "
             "set algo.advantage.name=grpo"
         )
-    known = {env.role_of(agent) for agent in env.possible_agents}
+    role_names = {env.role_of(agent) for agent in env.possible_agents}
     for option in estimator.role_options:
         for role in getattr(estimator.options, option):
-            if role not in known:
-                raise unknown_name(f"role of {config.env.name}", role, known, f"algo.advantage.options.{option}")
+            if role not in role_names:
+                raise unknown_name(f"role of {config.env.name}", role, role_names, f"algo.advantage.options.{option}")
 
 
 def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:
@@ -84,8 +84,8 @@ def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> Non
     trained = {seat.policy for seat in seats.values() if isinstance(seat, PolicySeat) and seat.trained}
     names = config.policies
     for agent, seat in seats.items():
-        given = config.roles.get(agent) or config.roles.get(env.role_of(agent)) or RoleConfig()
-        if names and isinstance(seat, PolicySeat) and given.policy is None and given.frozen is None:
+        role = config.roles.get(agent) or config.roles.get(env.role_of(agent)) or RoleConfig()
+        if names and isinstance(seat, PolicySeat) and role.policy is None and role.frozen is None:
             raise ConfigError(
                 f"env.roles: policies have the names {', '.join(names)}, and none plays the role {env.role_of(agent)}; set "
                 f"env.roles.{env.role_of(agent)}.policy"

@@ -151,11 +151,11 @@ class Sampling:
         async with self.weights.learner_idle():
             groups = await self._scheduler.take(consume and partial(self._with_learner, consume))
         self._scheduler.runner.check_dropped([*groups.rollouts, *groups.filtered])
-        after = position.after([*groups.positions, *groups.filtered_positions])
-        await self.records.journal.record_taken(step, groups.positions, after, groups.filtered_positions)
+        next_position = position.after([*groups.positions, *groups.filtered_positions])
+        await self.records.journal.record_taken(step, groups.positions, next_position, groups.filtered_positions)
         unwritten = groups.filtered if self._writes_finished else [*groups.rollouts, *groups.filtered]
         await asyncio.to_thread(self.records.recorder.write, step, unwritten)
-        self._batch = StepRollouts(groups.rollouts, after, groups.filtered)
+        self._batch = StepRollouts(groups.rollouts, next_position, groups.filtered)
         return self._batch
 
     async def _read_journal(self, step: int) -> StepRollouts:

@@ -85,7 +85,7 @@ class EngineProcess:
         self.child.stop(0.0)
 
 
-def launch_embedded(
+def launch_embedded(  # each is a flag of the engine's command line
     model: Path,
     *,
     log: Path,
@@ -158,7 +158,7 @@ def _wait_for_port(port_file: Path, child: ChildProcess, deadline: float) -> int
     return int(port_file.read_text())
 
 
-def launch_sglang(
+def launch_sglang(  # what a start needs beside SGLang's own options, of which there are hundreds
     model: Path,
     *,
     log: Path,

@@ -186,10 +186,10 @@ class GroupScheduler:
 
     def _measure(self, rollouts: list[Rollout], tokens: int) -> None:
         """Measure the rollouts that were taken, and mask their old tokens; ``tokens`` were sampled, filtered ones included."""
-        now, last_take = asyncio.get_running_loop().time(), self._last_take
-        self._last_take, version = now, self.admission.step - 1
+        clock, last_take = asyncio.get_running_loop().time(), self._last_take
+        self._last_take, version = clock, self.admission.step - 1
         self._metrics = self.filtering.metrics() | self._length_metrics()
-        self._metrics["time/tokens_per_s"] = tokens / max(now - last_take, 1e-6)
+        self._metrics["time/tokens_per_s"] = tokens / max(clock - last_take, 1e-6)
         self._metrics |= self._age_metrics(rollouts, version)
         if self.mask_older_than is not None:
             self._metrics["async/masked_share"] = mask_stale(rollouts, version, self.mask_older_than)
@@ -262,12 +262,14 @@ class GroupScheduler:
         return self.self_play.assign_players(position, jobs)
 
     async def _run_group(self, position: int, jobs: list[Job]) -> None:
-        def ended() -> None:
+        def end_episode() -> None:
             self._running.add(-1)
             self._may_begin.set()
 
         async with self._assign_players(position, jobs) as jobs:
-            rollouts = await run_group(self.journal, self.runner, position, jobs, on_ended=ended, on_done=self.on_done)
+            rollouts = await run_group(
+                self.journal, self.runner, position, jobs, on_ended=end_episode, on_done=self.on_done
+            )
         if reason := self.filtering.drop(position, rollouts):
             self.journal.record_dropped(position, reason)
             self.admission.drop(position)
