@@ -161,7 +161,6 @@ class Simulation:
         split: of the GPUs.
         max_staleness: ``async.max_staleness``.
         seed: of the drawn episodes.
-
     """
 
     def __init__(

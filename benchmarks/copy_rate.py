@@ -45,7 +45,6 @@ class Broadcast:
     Args:
         device: of this process.
         gpu: the GPU of the other, as in ``CUDA_VISIBLE_DEVICES``; None for the CPU.
-
     """
 
     def __init__(self, device: torch.device, gpu: str | None) -> None:
@@ -82,7 +81,6 @@ class Broadcast:
 
         Raises:
             LearnerError: the other process has ended.
-
         """
         flat = torch.ones(chunk, dtype=torch.uint8, device=self._device)
 

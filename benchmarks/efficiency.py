@@ -202,7 +202,6 @@ async def measure_efficiency(
 
     Raises:
         EngineError: an engine sampled another number of tokens than requested.
-
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as name:
         folder, source = Path(name), resolve_model(config.model.path)

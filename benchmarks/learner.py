@@ -76,7 +76,6 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
 
     Raises:
         ConfigError: an unknown size or loop, or the learner cannot start.
-
     """
     shape = find_model_shape(bench.size)
     if bench.workload not in WORKLOADS:

@@ -48,7 +48,6 @@ class OtherLoop:
 
     Raises:
         ConfigError: a package is missing.
-
     """
 
     def __init__(

@@ -203,7 +203,6 @@ class ScriptedEngines:
         token_scale: tokens of an engine for each planned token.
         token_id: is sampled, again and again.
         end_token_id: is sampled last.
-
     """
 
     def __init__(

@@ -38,7 +38,6 @@ def profile_step(step: Callable[[], object], *, top: int) -> StepProfile:
     Args:
         step: computes on the current GPU.
         top: names of kernels.
-
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()

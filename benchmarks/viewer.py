@@ -43,7 +43,6 @@ def measure_view(rollouts: int, tokens: int) -> ViewTimes:
 
     Raises:
         UserError: there is no browser.
-
     """
     browser = find_browser()
     with tempfile.TemporaryDirectory() as name:
@@ -68,7 +67,6 @@ def find_browser() -> str:
 
     Raises:
         UserError: none is on the PATH.
-
     """
     browser = next((path for path in map(shutil.which, BROWSERS) if path), None)
     if browser is None:
@@ -81,7 +79,6 @@ def open_page(page: Path, browser: str) -> tuple[float, float]:
 
     Raises:
         UserError: playwright is not installed.
-
     """
     try:
         from playwright.sync_api import sync_playwright

@@ -164,7 +164,6 @@ class _Devices:
 
         Raises:
             ConfigError: a transport wants GPUs that are not there.
-
         """
         gpus = visible_gpus() if sampler.device == "cuda" else []
         if "ipc" in transports and not gpus:
@@ -197,7 +196,6 @@ async def measure_weights(
     Raises:
         ConfigError: a size or a transport is unknown, or not available here.
         EngineError: an engine does not start, or a sync failed.
-
     """
     sampler = _sampler(config.sampler)
     transports = bench.transports or transports_here(sampler)
@@ -273,7 +271,6 @@ class _Pushes:
 
         Returns:
             seconds in all, of gathering, sending, packing, and of requests without weights.
-
         """
         runs = []
         try:
@@ -356,7 +353,6 @@ def _sampler(sampler: SamplerConfig) -> SamplerConfig:
 
     Raises:
         ConfigError: ``sampler.url`` is set.
-
     """
     if sampler.urls:
         raise ConfigError(f"sampler.url={sampler.url}: the benchmark starts its own engines; leave out sampler.url")

@@ -73,7 +73,6 @@ def recorded_groups(run_dir: Path) -> list[Group]:
 
     Raises:
         ConfigError: there are none.
-
     """
     groups = list[Group]()
     for path in rollout_files(run_dir).values():
@@ -101,7 +100,6 @@ def read_groups(path: Path) -> list[Group]:
 
     Raises:
         ConfigError: the file cannot be read.
-
     """
     with reading(path, "file of episodes"):
         return [
@@ -131,7 +129,6 @@ def drawn_groups(groups: Sequence[Group], samples: int, tail: Tail, seed: int) -
         samples: episodes of a group.
         tail: of their lengths.
         seed: of the draws.
-
     """
     rng = np.random.default_rng(seed)
     while True:

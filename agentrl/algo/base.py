@@ -32,7 +32,6 @@ class Algorithm(ABC):
     Args:
         options: an instance of the class's ``Options``.
         name: ``algo.advantage.name`` or ``algo.loss.name``, for messages; by default the name of the class.
-
     """
 
     class Options(Section):
@@ -99,7 +98,6 @@ class AdvantageEstimator(Algorithm):
 
         Args:
             source: the name of the estimator's source, to be part of the metrics' names; empty unless the run is mixed.
-
         """
         return {}
 
@@ -163,7 +161,6 @@ def over_sequences(
         sequence_N: int64 numbers of their sequences.
         reduce: how.
         sequences: above every number; None computes it, for which the host waits for a GPU.
-
     """
     if sequences is None:
         sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
@@ -211,7 +208,6 @@ class PolicyLoss(Algorithm):
             logprobs_N: of the policy, with gradient.
             old_N: of the policy in the ratio's denominator (``algo.old_logprobs``), without gradient.
             inputs: advantages and the other fields of the micro-batch.
-
         """
 
 

@@ -16,7 +16,6 @@ def check_algorithm(config: Config) -> None:
 
     Raises:
         ConfigError: one line for each violated rule, with the keys and a setting that fits.
-
     """
     faults = _of_run_and_sources(config, _names_and_options)
     if not faults:  # the other rules read the declarations of classes that exist

@@ -29,7 +29,6 @@ def importance_weights(log_ratio_N: torch.Tensor, sequence_N: torch.Tensor, conf
 
     Returns:
         float32 ``[N]``, without gradient.
-
     """
     assert config.rollout_is != "auto", "the configuration resolves it"
     weights_N = torch.ones_like(log_ratio_N)
@@ -67,7 +66,6 @@ def effective_sample_size(total: float, squares: float, count: float) -> float:
         total: sum of the weights, which are at least 0.
         squares: sum of their squares.
         count: their number, ``n``; without any weight the result is 0.
-
     """
     return total**2 / (count * squares) if squares else 0.0
 

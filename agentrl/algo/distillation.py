@@ -29,7 +29,6 @@ def teacher_gaps(
         policy: log-probabilities of the policy, of every row.
         teachers: log-probabilities by teacher, of the rows that each has scored.
         weights: of the teachers.
-
     """
     gaps = {}
     for row in rows:

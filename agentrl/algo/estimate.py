@@ -29,7 +29,6 @@ class RunEstimators:
 
     Raises:
         ConfigError, UnknownNameError: as of `agentrl.algo.registry.make_estimator`.
-
     """
 
     def __init__(self, algorithms: Mapping[str, AlgoConfig]) -> None:
@@ -46,7 +45,6 @@ class RunEstimators:
 
         Raises:
             ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
-
         """
         algo, estimator = self._algos[source], self._estimators[source]
         inputs = _penalise(algo, inputs)

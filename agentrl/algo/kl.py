@@ -33,7 +33,6 @@ def kl_estimate(logprobs_N: torch.Tensor, reference_N: torch.Tensor, kind: KlKin
 
     Returns:
         ``[N]``.
-
     """
     gap_N = reference_N - logprobs_N
     if kind == "k1":

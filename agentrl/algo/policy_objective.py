@@ -20,7 +20,6 @@ class PolicyObjective:
     Args:
         config: of the objective.
         policy_losses: the loss of each token, by the number of its source; a single one is that of all tokens.
-
     """
 
     def __init__(self, config: AlgoConfig, policy_losses: Sequence[PolicyLoss]) -> None:

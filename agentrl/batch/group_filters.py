@@ -65,7 +65,6 @@ class GroupFilters:
 
     Raises:
         ConfigError: there is no filter of a name.
-
     """
 
     def __init__(self, config: FilterGroupsConfig) -> None:
@@ -85,7 +84,6 @@ class GroupFilters:
 
         Raises:
             ConfigError: a filter of the user raises, or returns no bool.
-
         """
         if self._filters and not kept_rollouts(group):
             return FAILED

@@ -73,7 +73,6 @@ def groups_by_source(groups: RolloutGroups, sources: Collection[str]) -> dict[st
 
     Raises:
         ConfigError: a task is of no source.
-
     """
     if not sources:
         return {"": groups}

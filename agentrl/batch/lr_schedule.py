@@ -15,7 +15,6 @@ def lr_scale(config: OptimizerConfig, share: float, steps: int, auto: Schedule) 
         share: of the run's optimizer steps that came before, from 0 to 1.
         steps: optimizer steps of the run.
         auto: the schedule that ``auto`` stands for.
-
     """
     schedule = config.resolve_schedule(auto)
     if schedule == "constant":

@@ -133,7 +133,6 @@ def pack(
         KeyError: a row to train on has no advantage.
         ProvenanceError: a row of a batch that is not supervised was sampled at another temperature.
         ValueError: ``context_weight`` outside a supervised batch.
-
     """
     if options.context_weight and kind != "sft":
         raise ValueError(f"context_weight={options.context_weight:g} trains on observed tokens; only kind='sft' may")

@@ -45,7 +45,6 @@ def divide_rows(
         data_parallel_size: divides the number of micro-batches.
         tokens: maximum tokens of a micro-batch that are computed; a longer row gets a separate one.
         share_prefixes: whether prefixes may be shared.
-
     """
     single_rows = [Unit((number,), len(row), row_cost(len(row))) for number, row in enumerate(rows)]
     best = [_plain(group) for group in balance_units(single_rows, data_parallel_size, tokens)]

@@ -51,7 +51,6 @@ def by_prefix(rows: Sequence[TokenIds]) -> tuple[list[int], list[int]]:
 
     Args:
         rows: token ids, all of one dtype.
-
     """
     keys = [row.tobytes() for row in rows]  # any order of single tokens will do, also that of their bytes
     order = sorted(range(len(rows)), key=keys.__getitem__)

@@ -19,7 +19,6 @@ def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch
 
     Returns:
         None if no row has any.
-
     """
     like = next((experts for experts in rows if experts is not None), None)
     if like is None:

@@ -47,7 +47,6 @@ def resolve_config(arguments: argparse.Namespace, extra: Tree | None = None) -> 
 
     Raises:
         ConfigError, UnknownNameError: as in `config_layers` and `load_layers`; the environment is looked up too.
-
     """
     layers = config_layers(arguments)
     if extra:
@@ -60,7 +59,6 @@ def resolve_plain_config(arguments: argparse.Namespace) -> Config:
 
     Raises:
         ConfigError: as in `load_layers`.
-
     """
     return load_layers([_hardware(), *_file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))])
 
@@ -70,7 +68,6 @@ def load_environment(layers: Sequence[Layer]) -> Config:
 
     Raises:
         ConfigError, UnknownNameError: as in `load_layers` and `check_algorithm`, or there is no such environment.
-
     """
     from agentrl.algo.checks import check_algorithm  # imports torch
 
@@ -89,7 +86,6 @@ def config_layers(arguments: argparse.Namespace) -> list[Layer]:
 
     Raises:
         ConfigError, UnknownNameError: a file or the environment does not exist, or a setting does not parse.
-
     """
     settings = _overrides(arguments)
     files = _file_layers(arguments.config)
@@ -110,7 +106,6 @@ def command_line_layers(arguments: argparse.Namespace) -> list[Layer]:
 
     Raises:
         ConfigError: a file does not exist, or a setting does not parse.
-
     """
     return [*_file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))]
 

@@ -50,7 +50,6 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     Raises:
         ConfigError, UnknownNameError: the configuration is not valid, there is no run to resume, or it would become another
             run.
-
     """
     if not arguments.resume:
         layers = config_layers(arguments)

@@ -126,7 +126,6 @@ class RayLauncher(Launcher):
             spec: of the engines.
             placement: contains the engines.
             ranks: locations of the learner's ranks, by rank.
-
         """
         self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
         self._placement = placement

@@ -55,7 +55,6 @@ def start_learners(
     Raises:
         ConfigError: there is no such ``learner.device``, or the cluster is too small.
         LearnerError: Ray does not start.
-
     """
     device = learner_device(learner)
     options = RankOptions(model_folder.absolute(), learner, algo, torch.device(device), seed, reference)
@@ -94,7 +93,6 @@ def start_critic(
         run_dir: has ``critic.log``.
         policy: has started Ray, and is closed after the critic.
         placement: contains the ranks. If they share the GPUs of the policy's ranks, each has the GPU of one of them.
-
     """
     options = RankOptions(
         model_folder.absolute(), learner, algo, torch.device(learner_device(learner)), seed, role="critic"

@@ -16,7 +16,6 @@ def check_placement(config: Config) -> None:
     Raises:
         ConfigError: `agentrl.config.checks.check_placement`.
         MissingError: there are too few GPUs here.
-
     """
     mode, ranks = config.placement.mode, config.learner.ranks
     has_critic_gpus = needs_critic(config.algo) and mode != "colocate"

@@ -55,7 +55,6 @@ class ReservedPlacement:
         Raises:
             ConfigError: the cluster is too small.
             LearnerError: Ray does not start, or the resources were in use for ``timeout_s``.
-
         """
         with waiting("start", "of Ray"):
             runtime.start()
@@ -124,7 +123,6 @@ def check_cluster(bundles: Sequence[Resources]) -> None:
 
     Raises:
         ConfigError: with the needed and the existing resources, and the keys to change.
-
     """
     machines = [node["Resources"] for node in _nodes() if node["Alive"]]
     for name in ("GPU", "CPU"):

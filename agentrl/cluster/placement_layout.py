@@ -51,7 +51,6 @@ def lay_out(config: Config, device: str) -> Layout:
     Args:
         config: checked by `agentrl.cluster.placement_check.check_placement`.
         device: of the learner, ``cpu`` or ``cuda``.
-
     """
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     critics = workers if needs_critic(config.algo) else 0

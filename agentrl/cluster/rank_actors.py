@@ -52,7 +52,6 @@ class RankActors(RankGroup):
             log: gets the ranks' tracebacks.
             rank_options: Ray actor options by rank, such as a scheduling strategy.
             gpus_of: other ranks, on the same machines, whose GPUs these use, rank by rank.
-
         """
         self._runtime = runtime
         self._options = options
@@ -81,7 +80,6 @@ class RankActors(RankGroup):
 
         Raises:
             LearnerError: one could not start, or not within ``learner.start_timeout_s``.
-
         """
         limit = time.monotonic() + self._options.config.start_timeout_s
         return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
@@ -92,7 +90,6 @@ class RankActors(RankGroup):
         Raises:
             ModelError: the model cannot be loaded.
             LearnerError: a rank failed, or took longer than ``learner.start_timeout_s``.
-
         """
         if self._is_ready:
             return
@@ -119,7 +116,6 @@ class RankActors(RankGroup):
 
         Raises:
             LearnerError: after the loss of a rank all ranks are ended; after that of Ray's process they still work.
-
         """
         self._check_over()
         lost, _ = ray.wait(self._ends, timeout=0)

@@ -60,7 +60,6 @@ def learner_device(config: LearnerConfig) -> str:
 
     Raises:
         ConfigError: ``learner.device=cuda``, no Ray is joined, and there is no GPU here.
-
     """
     if config.device == "cuda" and running_address() is not None:
         return "cuda"

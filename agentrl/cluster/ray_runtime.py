@@ -40,7 +40,6 @@ class RayRuntime:
     Args:
         cpus: CPUs of a Ray that is started here. Ignored if one is joined.
         store_bytes: object store size of a Ray that is started here.
-
     """
 
     def __init__(self, *, cpus: int, store_bytes: int = _STORE_BYTES) -> None:
@@ -55,7 +54,6 @@ class RayRuntime:
 
         Raises:
             LearnerError: Ray does not start, or the one that ``RAY_ADDRESS`` names does not answer.
-
         """
         if not self._options:
             return
@@ -100,7 +98,6 @@ def check_ray() -> None:
 
     Raises:
         LearnerError: with the process and the folder of its log.
-
     """
     if ended := _ended_processes():
         raise LearnerError(f"Ray's process {ended[0]} has ended; its log is in {_node().get_logs_dir_path()}")

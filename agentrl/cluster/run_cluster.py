@@ -57,7 +57,6 @@ class RunCluster:
         Raises:
             ConfigError: Ray will never have the resources.
             LearnerError: Ray does not start, or did not give the resources in time.
-
         """
         if self.config.placement.reserves_gpus and self.with_engines:
             layout = lay_out(self.config, learner_device(self.config.learner))
@@ -99,7 +98,6 @@ class RunCluster:
 
         Raises:
             LearnerError: a process of Ray has ended, or see `start_learners`.
-
         """
         started = asyncio.wrap_future(run_in_daemon_thread(self._start_ranks, "ranks"))
         while not (await asyncio.wait([started], timeout=_LOOK_S))[0]:

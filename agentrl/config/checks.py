@@ -28,7 +28,6 @@ def check(config: Config) -> None:
 
     Raises:
         ConfigError: one line for each violated rule, with the keys and a setting that fits.
-
     """
     rules = (
         _engine_addresses,
@@ -316,7 +315,6 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
 
     Raises:
         ConfigError: an engine holds fewer tokens than an episode may have.
-
     """
     sampler, max_tokens = config.sampler, max_positions
     source, tokens = max(
@@ -347,7 +345,6 @@ def check_placement(config: Config, learner_device: str) -> None:
 
     Raises:
         ConfigError: it does not; the message says what to set.
-
     """
     mode, sampler = config.placement.mode, config.sampler
     if mode == "separate":

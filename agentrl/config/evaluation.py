@@ -84,7 +84,6 @@ class EvalConfig(EvalSet):
 
         Args:
             sources: of a mixed run, which has a set for each if none is configured.
-
         """
         defaults = self.model_dump(exclude=set(EvalConfig.model_fields) - set(EvalSet.model_fields))
         if not self.sets and sources and self.source is None:

@@ -50,7 +50,6 @@ def load_layers(layers: Sequence[Layer]) -> Config:
 
     Raises:
         ConfigError: as in `validate`.
-
     """
     return validate(merge_layers(layers))
 

@@ -24,7 +24,6 @@ def load_config(file: Path | None, overrides: Sequence[str] = (), base: Tree | N
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value does not fit.
-
     """
     settings: Tree = {}
     for override in overrides:
@@ -37,7 +36,6 @@ def read_yaml(file: Path) -> Tree:
 
     Raises:
         ConfigError: there is no such file, it does not parse, or holds no mapping.
-
     """
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -57,7 +55,6 @@ def parse_override(text: str) -> Tree:
 
     Raises:
         ConfigError: there is no ``=``, or the value is no YAML.
-
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -100,7 +97,6 @@ def validate(tree: Mapping[str, Any]) -> Config:
 
     Raises:
         ConfigError: one line for every fault, each with its key.
-
     """
     keys = list(redacted_keys(tree))
     if keys:

@@ -61,7 +61,6 @@ def saved_layers(folder: Path) -> list[Layer]:
 
     Raises:
         ConfigError: a file cannot be read.
-
     """
     return [Layer(str(file), _values(file)) for file in config_files(folder)]
 
@@ -77,7 +76,6 @@ def check_resumed(saved: Config, resumed: Config, folder: Path) -> None:
 
     Raises:
         ConfigError: it has another one; the message names the key and both values.
-
     """
     faults = []
     if [*saved.sources] != [*resumed.sources]:

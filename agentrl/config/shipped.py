@@ -24,7 +24,6 @@ def find_config(name: str) -> Path:
 
     Raises:
         ConfigError: neither exists; the message lists what is shipped.
-
     """
     path = Path(name).expanduser()
     if path.is_file():

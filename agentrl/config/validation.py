@@ -25,7 +25,6 @@ def parse_section(section: type[S], values: Mapping[str, Any], prefix: str = "",
 
     Raises:
         ConfigError: one line for every fault, each with its key.
-
     """
     try:
         return section.model_validate(dict(values))

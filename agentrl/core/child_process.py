@@ -57,7 +57,6 @@ def reserve_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> I
 
     Raises:
         PortInUseError: something else listens there.
-
     """
     with socket.socket() as placeholder:
         # As servers do: a port whose last connections are only winding down is free.
@@ -164,7 +163,6 @@ class ChildProcess:
             name: what messages call the child.
             env: variables added to this process's environment.
             error: raised by this object's methods.
-
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -224,7 +222,6 @@ class ChildProcess:
 
         Raises:
             AgentrlError: of the class given to `start`: the child died, or did not answer and was stopped.
-
         """
         deadline = time.monotonic() + timeout_s
         while not is_healthy(url):

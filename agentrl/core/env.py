@@ -50,7 +50,6 @@ class EnvBase:
 
         Raises:
             NotImplementedError: the environment has none.
-
         """
         raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
 

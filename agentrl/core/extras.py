@@ -41,7 +41,6 @@ def require(package: str, feature: str) -> None:
 
     Raises:
         MissingError: the package is not installed; the message has the command that installs it.
-
     """
     if not is_installed(package):
         raise not_installed_error(package, feature)

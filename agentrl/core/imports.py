@@ -37,7 +37,6 @@ def load_object(reference: str, key: str) -> Any:
 
     Raises:
         ConfigError: the file or module does not exist, fails, or has no such name; the message has what was tried.
-
     """
     location, colon, name = reference.rpartition(":")
     if not colon or not location or not name:

@@ -37,7 +37,6 @@ def reading(location: Path | str, kind: str, error: type[AgentrlError] = ConfigE
 
     Raises:
         AgentrlError: of that class. An AgentrlError of the body is raised unchanged.
-
     """
     try:
         yield

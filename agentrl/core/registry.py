@@ -48,7 +48,6 @@ def register_env(name: str) -> Callable[[E], E]:
 
     Raises:
         ConfigError: another class has the name.
-
     """
 
     def wrap(cls: E) -> E:
@@ -68,7 +67,6 @@ def register_tool(name: str) -> Callable[[T], T]:
 
     Raises:
         ConfigError: another tool has the name.
-
     """
 
     def wrap(tool: T) -> T:
@@ -122,7 +120,6 @@ def lookup(group: str, name: str, kind: str, key: str) -> Any:
         UnknownNameError: nothing has that name.
         ConfigError: the file or module, or the name in it, does not exist.
         MissingError: it needs a package that only an extra of agentrl installs.
-
     """
     return load_object(name, key) if is_reference(name) else _registered_object(group, name, kind, key)
 
@@ -158,7 +155,6 @@ def env_class(name: str, key: str = "--env") -> type[Env] | type[MultiAgentEnv]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no environment.
-
     """
     cls = lookup(ENVS, name, "environment", key)
     if not (inspect.isclass(cls) and issubclass(cls, Env | MultiAgentEnv)):
@@ -178,7 +174,6 @@ def make_env(name: str, options: Mapping[str, Any] | None = None, key: str = "en
 
     Raises:
         ConfigError: the constructor does not take one of the options, or lacks one, or the environment has several agents.
-
     """
     env = make_any_env(name, options, key)
     if isinstance(env, MultiAgentEnv):
@@ -202,7 +197,6 @@ def tool_service(name: str) -> ToolService:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: it is a plain `Tool`; ``agentrl.toolserver.service.find_service`` makes a service of one.
-
     """
     tool = lookup_tool(name)
     if isinstance(tool, Tool):
@@ -216,7 +210,6 @@ def lookup_tool(name: str) -> ToolService | Tool:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the name in it, does not exist or is no tool.
-
     """
     key = f"tools.{name}"
     definition = lookup(TOOLS, name, "tool", key)
@@ -250,7 +243,6 @@ def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
 
     Raises:
         ConfigError: it is no taskset, or its constructor raises or does not take one of the options.
-
     """
     cls = lookup(TASKS, name, "taskset", "tasks.name")
     if not (inspect.isclass(cls) and issubclass(cls, TaskSet)):
@@ -278,7 +270,6 @@ def reward_function(name: str) -> Callable[..., Any]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, module or function does not exist, or is not callable.
-
     """
     key = "reward.function"
     try:
@@ -301,7 +292,6 @@ def build(cls: Callable[..., Any], options: Mapping[str, Any] | None, key: str, 
 
     Raises:
         ConfigError: it does not take one of the options, or lacks one.
-
     """
     try:
         return cls(*arguments, **(options or {}))

@@ -17,7 +17,6 @@ class Sampler(Protocol):
 
         Raises:
             SamplerError: the engine refused, failed or could not be reached.
-
         """
         ...
 

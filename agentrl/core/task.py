@@ -53,7 +53,6 @@ class Task:
 
         Raises:
             TaskError: it is not the name of an image.
-
         """
         image = self.metadata.get("sandbox_image")
         if image is not None and not (isinstance(image, str) and re.fullmatch(IMAGE_NAME, image)):
@@ -66,7 +65,6 @@ def task_to_dict(task: Task) -> dict[str, Any]:
 
     Raises:
         ConfigError: its answer or metadata hold what JSON cannot, and what is no tuple.
-
     """
     return {
         "id": task.id,
@@ -87,7 +85,6 @@ def _to_json(value: Any, task: str, field_name: str) -> Any:
 
     Raises:
         ConfigError: it holds something else than what a task may hold.
-
     """
     if isinstance(value, list):
         return [_to_json(member, task, field_name) for member in value]
@@ -185,7 +182,6 @@ class TaskSet(ABC):
 
         Raises:
             UnknownNameError: there is no such split.
-
         """
 
     def corpora(self) -> Mapping[str, Iterable[Mapping[str, str]]]:

@@ -39,7 +39,6 @@ class ToolClient(Protocol):
 
         Raises:
             ToolFailure: the server failed or could not be reached, after all retries.
-
         """
         ...
 
@@ -72,7 +71,6 @@ class SandboxImageClient(Protocol):
         Raises:
             TaskError: the server does not allow the image.
             ToolFailure: see `ToolClient.call`.
-
         """
         ...
 
@@ -211,7 +209,6 @@ def tool(
 
     Raises:
         TypeError: the function is no coroutine, or a parameter has no type hint.
-
     """
 
     def wrap(function: Callable[..., Awaitable[Any]]) -> Tool:
@@ -269,7 +266,6 @@ class ToolService(ABC):
         Raises:
             ConfigError: they are not valid; the message names the key.
             MissingError: this machine lacks something that they name, such as a file; a dry run lists it.
-
         """
 
     def check_server(self, url: str, options: Mapping[str, Any]) -> None:  # noqa: B027  it may speak another protocol
@@ -278,7 +274,6 @@ class ToolService(ABC):
         Raises:
             ConfigError: one does not serve what the run needs; the message names the key.
             MissingError: one does not answer; a dry run lists it.
-
         """
 
     @abstractmethod
@@ -287,7 +282,6 @@ class ToolService(ABC):
 
         Raises:
             ConfigError: an option is missing; the message names its key.
-
         """
 
     @abstractmethod
@@ -301,6 +295,5 @@ class ToolService(ABC):
 
         Raises:
             NotImplementedError: the tool cannot run without its server.
-
         """
         raise NotImplementedError(f"tool {self.name!r} has no local_client(): it runs in its server only")

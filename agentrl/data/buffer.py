@@ -20,7 +20,6 @@ def load_buffer_filter(rollout: RolloutConfig) -> BufferFilter:
 
     Raises:
         ConfigError: it does not exist, or is no function.
-
     """
     reference, key = rollout.buffer_filter, "rollout.buffer_filter"
     if reference is None:
@@ -41,7 +40,6 @@ class DataBuffer:
         data_source: of new tasks.
         buffer_filter: chooses among the tasks that were given back.
         key: the configuration key of ``buffer_filter`` with its value, for messages.
-
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class DataBuffer:
 
         Raises:
             ConfigError: the data source or the filter raises, or returns something else than tasks.
-
         """
         with self._lock:
             if position >= self._next:
@@ -79,7 +76,6 @@ class DataBuffer:
 
         Raises:
             ConfigError: see `__getitem__`.
-
         """
         for position in range(self._next, count):
             self[position]
@@ -98,7 +94,6 @@ class DataBuffer:
             trained: positions whose tasks are done.
             rewards: for the data source; see `DataSource.on_trained`.
             lost: ids of tasks without a result. They are given back, unless they were already and are lost again.
-
         """
         with self._lock:
             done = [position for position in self._taken if position in trained]
@@ -138,7 +133,6 @@ class DataBuffer:
 
         Raises:
             ConfigError: a task holds what JSON cannot, or the data source raises.
-
         """
         with self._lock:
             with _calling(self.data_source, "state"):
@@ -185,7 +179,6 @@ def get_tasks(data_source: DataSource, count: int) -> list[Task]:
 
     Raises:
         ConfigError: it raises, or returns something else than so many tasks.
-
     """
     call = f"tasks.data_source: {type(data_source).__name__}.get_samples({count})"
     with _calling(data_source, "get_samples"):

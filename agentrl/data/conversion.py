@@ -57,7 +57,6 @@ class RowConversion:
     Args:
         data: the ``data`` section.
         limit: on the tokens of a prompt.
-
     """
 
     def __init__(self, data: DataConfig, limit: PromptLimit | None = None) -> None:
@@ -89,7 +88,6 @@ class RowConversion:
 
         Raises:
             ConfigError: the conversion raises, or the row lacks a key or has a prompt that cannot be used.
-
         """
         if self._data.convert is not None:
             values = self._apply(row, self._data.convert)
@@ -128,7 +126,6 @@ def make_task(row: Row, data: DataConfig) -> Task:
 
     Raises:
         ConfigError: it lacks a key, or has a prompt that cannot be used.
-
     """
     name = f"{row.path.name}:{row.number}" if data.id_key is None else str(row.get(data.id_key, "data.id_key"))
     return Task(
@@ -221,7 +218,6 @@ class RowWorker:
     Args:
         table: of the rows; None if pieces have the rows themselves.
         convert: from row to task.
-
     """
 
     def __init__(self, table: RowTable | None, convert: RowConversion) -> None:
@@ -270,7 +266,6 @@ class OrderedRows:
         pieces: read ahead of the results.
         worker: reads and converts.
         workers: number of processes; 0 is this one.
-
     """
 
     def __init__(self, path: Any, pieces: Iterable[Piece], worker: RowWorker, workers: int) -> None:
@@ -292,7 +287,6 @@ class OrderedRows:
 
         Raises:
             DataError: a worker process died.
-
         """
         while (row := next(self._results, None)) is None:
             with waiting("data", str(self._path)):

@@ -30,7 +30,6 @@ class Curriculum(DataSource):
         width: at this distance from the target the weight is 0.6, at three times the distance almost ``floor``.
         floor: the weight of tasks that are much too easy or too hard, so that they are measured again.
         solved_at: a rollout succeeds with this reward or a higher one.
-
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Curriculum(DataSource):
 
         Raises:
             ConfigError: two tasks have one id.
-
         """
         return [self._draw() for _ in range(num_samples)]
 

@@ -30,7 +30,6 @@ class FileTasks(TaskSet):
 
     Raises:
         ConfigError: see `read_tasks`.
-
     """
 
     def __init__(self, data: DataConfig, limit: PromptLimit | None = None) -> None:
@@ -53,7 +52,6 @@ class FileTasks(TaskSet):
         Raises:
             UnknownNameError: the split is neither ``train`` nor ``eval``.
             ConfigError: it is read as a stream, and its tasks have no numbers.
-
         """
         if name not in self._splits:
             raise unknown_name("split", name, self._splits, "tasks.train_split, tasks.eval_split")
@@ -73,7 +71,6 @@ def read_tasks(path: Path, data: DataConfig, key: str = "data.path") -> Sequence
     Raises:
         ConfigError: there is no such file, nothing in it, or a row that does not parse, lacks a key or has a prompt
             or name that cannot be used; the message has the place.
-
     """
     return _read_all(path, data, key, RowConversion(data), 0)
 
@@ -125,7 +122,6 @@ class TaskStream:
         path: ``data.path``.
         data: the ``data`` section.
         convert: from row to task.
-
     """
 
     def __init__(self, path: Path, data: DataConfig, convert: RowConversion) -> None:
@@ -156,7 +152,6 @@ class TaskStream:
 
         Raises:
             ConfigError: see `RowConversion`.
-
         """
         tasks = [self.convert(row) for row in self._rows.sample(most)]
         return [self.with_run_id(task) for task in tasks if task is not None]
@@ -170,7 +165,6 @@ class TaskStream:
 
         Raises:
             ConfigError: they have none; ``needed_by`` is the key with its value that needs it.
-
         """
         table, filters = self._rows.table, self.convert.filters
         if table is None or filters:
@@ -200,7 +194,6 @@ class _NumberedTasks(MadeTasks):
 
         Raises:
             ConfigError: the row does not parse, lacks a key or has a prompt that cannot be used.
-
         """
         task = self._stream.convert(self._table[index])
         assert task is not None, "by_number refuses a conversion that leaves out rows"
@@ -227,7 +220,6 @@ class StreamOrder(DataSource):
         Raises:
             ConfigError: a row cannot be used, two rows have one id, or all rows are left out.
             DataError: a worker process died, or a hub cannot be read.
-
         """
         return [self._take() for _ in range(num_samples)]
 

@@ -26,7 +26,6 @@ def check_files(options: Mapping[str, Sequence[Path]]) -> None:
 
     Raises:
         MissingError: names every missing file and its option.
-
     """
     missing_files = [
         f"tasks.options.{option}={path}: there is no such file"

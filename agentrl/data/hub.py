@@ -74,7 +74,6 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
     Raises:
         ConfigError: there is no such dataset.
         MissingError: the extra for it is not installed, or the dataset cannot be downloaded.
-
     """
     with _opening(path, key):
         import datasets
@@ -101,7 +100,6 @@ def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[
     Raises:
         ConfigError: there is no such dataset.
         MissingError: the extra for it is not installed, or the hub cannot be reached.
-
     """
     with _opening(path, key):
         import datasets

@@ -43,7 +43,6 @@ class TaskJobs:
         data_source: chooses the tasks.
         batch_size: with which the run began, for the names of groups; None: ``rollout.batch_size``. Another one would give
             names again that earlier groups have.
-
     """
 
     def __init__(self, config: Config, data_source: DataSource, batch_size: int | None = None) -> None:

@@ -43,7 +43,6 @@ class TaskOrder(DataSource):
 
         Raises:
             ConfigError: another task had the id of one.
-
         """
         return [self._take() for _ in range(num_samples)]
 

@@ -57,7 +57,6 @@ class Row:
 
         Raises:
             ConfigError: the row has no such column, or nothing in it.
-
         """
         value = self.values.get(column)
         if value is None:
@@ -84,7 +83,6 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
         ConfigError: there is no such file or dataset, its suffix says neither, or a row does not parse; the message has the
             place.
         MissingError: the extra for its format is not installed.
-
     """
     path = path.expanduser()
     if is_dataset(path):
@@ -102,7 +100,6 @@ def check_file(path: Path, key: str) -> None:
 
     Raises:
         ConfigError: it does not, or is not.
-
     """
     if not path.is_file():
         raise ConfigError(f"{key}={path}: there is no such file (looked for {path.resolve()})")
@@ -122,7 +119,6 @@ def parse_line(path: Path, number: int, line: bytes, key: str) -> Row:
 
     Raises:
         ConfigError: it is no JSON object.
-
     """
     try:
         values = json.loads(line)
@@ -173,7 +169,6 @@ def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTabl
     Raises:
         ConfigError: there is no such file or dataset, it cannot be read, or it is empty.
         MissingError: a package for it is not installed.
-
     """
     path = path.expanduser()
     if is_dataset(path):
@@ -224,7 +219,6 @@ class JsonlTable:
 
         Raises:
             ConfigError: it is no JSON object.
-
         """
         line = index if self._lines is None else int(self._lines[index])
         return parse_line(self._path, line + 1, self._read(line), self._key)

@@ -76,7 +76,6 @@ def open_tasks(config: Config) -> TaskSources:
 
     Raises:
         ConfigError, UnknownNameError: there are none, or the source is not valid.
-
     """
     tasksets: dict[str, TaskSet] = {}
     configs = config.by_source()
@@ -129,7 +128,6 @@ class MixedOrder(DataSource):
     Args:
         orders: the data source of each source.
         weights: of each source, positive.
-
     """
 
     def __init__(self, orders: Mapping[str, DataSource], weights: Mapping[str, float]) -> None:
@@ -156,7 +154,6 @@ class MixedOrder(DataSource):
 
         Raises:
             ConfigError: see `get_tasks`; or a data source returned a task of another source.
-
         """
         names = [self.source_at(self._position + offset)[0] for offset in range(num_samples)]
         taken: dict[str, Iterator[Task]] = {}
@@ -213,7 +210,6 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
         UnknownNameError: the taskset knows no such split.
         ConfigError: ``split`` or ``tasks`` raises or does not return tasks, or two tasks have one id and so would be one
             group. Ids of tasks that are made on access are compared when `TaskOrder` takes them.
-
     """
     call = tasks.call(name) if isinstance(tasks, EnvTasks) else f"{type(tasks).__name__}.split({name!r})"
     try:
@@ -246,7 +242,6 @@ def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eva
 
     Raises:
         UserError: as in `read_split`.
-
     """
     splits: dict[str, Split] = {}
     for name, source_config in config.by_source().items():
@@ -270,7 +265,6 @@ def make_order(config: Config, splits: Mapping[str, Split]) -> DataSource:
 
     Raises:
         UserError: there is no such data source, or it cannot be built.
-
     """
     orders = {}
     for name, source_config in config.by_source().items():
@@ -288,7 +282,6 @@ def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> Data
         UnknownNameError: there is none of the name.
         ConfigError: the class does not exist, is no data source, or its constructor raises or does not take an option; or it
             needs tasks by number, which a stream does not have.
-
     """
     name, key = section.name, "tasks.data_source.name"
     if isinstance(tasks, TaskStream):

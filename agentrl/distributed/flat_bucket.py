@@ -63,7 +63,6 @@ def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
     Args:
         flat: pickles as the uint8 tensor of all weights.
         specs: the weights, in the order of `order_by_alignment`.
-
     """
     # SGLang reads attributes, and its unpickler lets this class pass; that of SGLang need not be installed here.
     metadata = [

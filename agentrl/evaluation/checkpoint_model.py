@@ -14,7 +14,6 @@ def checkpoint_model(name: str) -> str:
 
     Raises:
         ConfigError: the folder holds none of them.
-
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():

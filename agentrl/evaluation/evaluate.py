@@ -46,7 +46,6 @@ async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: On
 
     Raises:
         RunStopped: the failure policy stops the run over what failed.
-
     """
 
     async def run(eval_set: EvalTasks) -> SetResult:

@@ -42,7 +42,6 @@ async def evaluate_policy(
         ConfigError: there is nothing to evaluate on, or the configuration does not fit.
         EngineError: an engine failed.
         RunStopped: Ctrl-C or the failure policy ended it.
-
     """
     tasks = open_eval_tasks(config)
     sets = await asyncio.to_thread(check_eval, config, tasks)
@@ -85,7 +84,6 @@ def check_eval(config: Config, tasks: TaskSources) -> list[EvalTasks]:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     check_episodes(config)
     check_tools(config)

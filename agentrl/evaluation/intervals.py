@@ -42,7 +42,6 @@ def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
 
     Args:
         values_P_N: for each prompt the values of its samples, at least one a prompt; prompts may differ in number.
-
     """
     flat = [value for values in values_P_N for value in values]
     middle, prompts = mean(flat), len(values_P_N)
@@ -69,7 +68,6 @@ def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
 
     Args:
         values_P_N: at least two prompts, at least one value each.
-
     """
     count = sum(len(values) for values in values_P_N)
     middle = math.fsum(value for values in values_P_N for value in values) / count
@@ -98,7 +96,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
         samples: ``n``, the samples that were drawn.
         passed: ``c``, how many of them passed.
         k: at least 1 and at most ``n``.
-
     """
     assert 1 <= k <= samples
     assert 0 <= passed <= samples

@@ -49,7 +49,6 @@ def compute_metrics(
         pass_reward: a rollout passes if its reward is at least this.
         group_by: a key of the tasks' metadata; metrics are reported for each of its values too.
         games: report results of games (`game_metrics`), and all metrics for each seat too.
-
     """
     groups = {} if group_by is None else _group_by_metadata(rollouts, group_by)
     if games:

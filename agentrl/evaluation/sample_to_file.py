@@ -52,7 +52,6 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
 
     Raises:
         UserError: with the value and the key or option to change.
-
     """
     out = plan.out
     if out.suffix not in (".jsonl", ".parquet"):
@@ -87,7 +86,6 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     Raises:
         RunStopped: Ctrl-C or the failure policy ended it; what it had is written.
         AgentrlError: the engine or a tool server does not start, or died; what it had is written.
-
     """
     model = resolve_model(config.model.path)
     tasks = open_tasks(config)

@@ -22,7 +22,6 @@ async def open_saved(config: Config, tasks: TaskSources, model: Path, folder: Pa
     Raises:
         ConfigError, ModelError: the checkpoint has not all policies that ``env.roles`` names, or one is damaged.
         EngineError, ToolServerError: see `open_services`.
-
     """
     names, policies = config.env.policies, model.parent / "policies"
     for name in names:

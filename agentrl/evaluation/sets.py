@@ -84,7 +84,6 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
 
     Raises:
         ConfigError: a set is empty or smaller than the size it gives itself, or no task has the metadata key ``group_by``.
-
     """
     sources, named_by_user = config.by_source(), config.eval.sets
     eval_sets = []
@@ -148,7 +147,6 @@ def check_goals(config: TrainConfig, sets: Sequence[EvalTasks]) -> None:
 
     Raises:
         ConfigError: nothing is evaluated, or a key does not start with the name of a set although there are several.
-
     """
     names = [eval_set.full_name for eval_set in sets if eval_set.full_name]
     for goal in config.stop_at:
@@ -167,7 +165,6 @@ def check_goals_are_measured(key: str, goals: Iterable[str], metrics: Mapping[st
 
     Raises:
         ConfigError: it lacks one; the message has the nearest metric.
-
     """
     measured = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
     for goal in goals:

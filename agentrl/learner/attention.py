@@ -81,7 +81,6 @@ def packed_rows(
         row_R_L: int32 on the CPU, -1 in padding.
         device: of the result.
         flash: whether attention is computed in bfloat16; on a GPU the rows are those of flash attention then.
-
     """
     if flash and device.type == "cuda":
         return _bounds(position_ids_R_L.reshape(-1), device)
@@ -139,7 +138,6 @@ def unpack_rows(
 
     Returns:
         The first three as ``[R, L]``, and the flat positions of ``at_N`` in them; one bin of padding if there are no rows.
-
     """
     positions, real = position_ids_L, row_L >= 0
     starts = (positions == 0) & real
@@ -175,7 +173,6 @@ def packed_attention(  # the signature that transformers calls
 
     Raises:
         ModelError: the model needs score caps or attention sinks.
-
     """
     assert attention_mask is None, "packed attention takes no mask"
     for option in ("softcap", "s_aux"):

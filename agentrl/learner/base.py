@@ -83,7 +83,6 @@ class LearnerRank(WeightSource, Protocol):
 
         Raises:
             LearnerError: the rank sleeps.
-
         """
         ...
 
@@ -94,7 +93,6 @@ class LearnerRank(WeightSource, Protocol):
 
         Raises:
             LearnerError: no such policy is loaded.
-
         """
         ...
 
@@ -107,7 +105,6 @@ class LearnerRank(WeightSource, Protocol):
 
         Raises:
             LearnerError: the rank is not a critic's.
-
         """
         ...
 
@@ -132,7 +129,6 @@ class LearnerRank(WeightSource, Protocol):
 
         Raises:
             CheckpointError: the folder is incomplete, or of another model or optimizer.
-
         """
         ...
 
@@ -191,7 +187,6 @@ class LearnerBackend(ABC):
 
         Raises:
             ConfigError: the backend cannot train this; the message has values and keys.
-
         """
 
     @abstractmethod
@@ -231,7 +226,6 @@ class WeightBucket(Protocol):
 
         Raises:
             LearnerError: the last call was not that with ``version=base``, or a changed weight is not finite.
-
         """
         ...
 
@@ -271,7 +265,6 @@ class RankGroup(Protocol):
         Raises:
             LearnerError: a rank failed.
             ProvenanceError: the batch would train on a token that no engine sampled; see `check_provenance`.
-
         """
         ...
 
@@ -303,7 +296,6 @@ class RankGroup(Protocol):
 
         Raises:
             LearnerError, OSError: it could not be written.
-
         """
         ...
 
@@ -312,7 +304,6 @@ class RankGroup(Protocol):
 
         Raises:
             CheckpointError: the folder is incomplete, or of another model.
-
         """
         ...
 
@@ -330,7 +321,6 @@ class WeightExport(Protocol):
         Args:
             bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
             dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype.
-
         """
         ...
 
@@ -340,7 +330,6 @@ class WeightExport(Protocol):
         Args:
             dtype: they are cast to it; None keeps the learner's dtype.
             policy: one of ``learner.lora.policies``.
-
         """
         ...
 
@@ -352,7 +341,6 @@ class WeightExport(Protocol):
             size: number of processes in the group, including rank 0.
             backend: ``nccl`` or ``gloo``.
             timeout_s: time limit of joining, and later of each broadcast.
-
         """
         ...
 
@@ -381,7 +369,6 @@ class LearnerGroup(RankGroup, WeightExport, Protocol):
 
         Raises:
             LearnerError: no such policy is loaded, or a rank failed.
-
         """
         ...
 
@@ -390,7 +377,6 @@ class LearnerGroup(RankGroup, WeightExport, Protocol):
 
         Raises:
             LearnerError: there is no reference, or it is of another architecture.
-
         """
         ...
 
@@ -405,6 +391,5 @@ class CriticGroup(RankGroup, Protocol):
 
         Raises:
             LearnerError: a rank failed.
-
         """
         ...

@@ -24,7 +24,6 @@ class BatchLoss:
     Args:
         algo: configures the loss of ``rl`` batches.
         device: of the scores.
-
     """
 
     def __init__(self, algo: AlgoConfig, device: torch.device) -> None:
@@ -43,7 +42,6 @@ class BatchLoss:
         Args:
             batch: whose micro-batches may divide sequences.
             divides_rows: whether ranks score parts of rows.
-
         """
         return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and needs_whole_sequences(self.algo)
 
@@ -66,7 +64,6 @@ class BatchLoss:
             scores: log-probabilities or values of these tokens on the device, with gradient, and entropies.
             reference_N: the reference policy's log-probabilities, if `needs_reference`.
             ratio_N: of `SequenceRatios`, if `needs_ratios`.
-
         """
         scores_N, entropy_N = scores
         loss_input = LossInput(
@@ -125,7 +122,6 @@ class SequenceRatios:
     Args:
         batch: with divided sequences.
         device: of the log-ratios.
-
     """
 
     def __init__(self, batch: GlobalBatch, device: torch.device) -> None:
@@ -145,7 +141,6 @@ class SequenceRatios:
 
         Args:
             group: ranks that together have each token once; None are all.
-
         """
         dist.all_reduce(self._sums_S, group=group)
         means_S = (self._sums_S / self._sizes_S).to(self._dtype)

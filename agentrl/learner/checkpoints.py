@@ -49,7 +49,6 @@ class Checkpoints:
         keep: number of newest checkpoints that are kept. The one with the highest ``score`` in its state is kept too.
         resumed_from: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
             learner copies its tokenizer files into the next checkpoints.
-
     """
 
     def __init__(self, folder: Path, *, keep: int, resumed_from: Path | None = None) -> None:
@@ -74,7 +73,6 @@ class Checkpoints:
 
         Raises:
             LearnerError, OSError: it, or the one before, could not be written; see also `finish`.
-
         """
         self.finish()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +107,6 @@ class Checkpoints:
 
         Raises:
             LearnerError, OSError: it could not be written, and was removed. Raised once.
-
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -130,7 +127,6 @@ class Checkpoints:
 
         Raises:
             LearnerError, OSError: a checkpoint that was being written is not complete; see `finish`.
-
         """
         self.finish()
         path = self._path(step) / STATE
@@ -209,7 +205,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the state is missing or unreadable.
-
     """
     with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())

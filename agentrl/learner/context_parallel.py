@@ -58,7 +58,6 @@ class Context:
 
         Args:
             states: each ``[1, H, T, D]``. If ``P`` does not divide the heads, as with few key heads, they are repeated.
-
         """
         received = exchange(torch.cat([self._by_heads(state) for state in states], -1), self.group).flatten(0, 1)
         sizes = [self._divisible_heads(state.shape[1]) // self.size * state.shape[3] for state in states]

@@ -24,7 +24,6 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
 
     Raises:
         ConfigError: ``learner.device=cuda`` without a GPU.
-
     """
     kind = resolve_device(config)
     if kind == "cuda":
@@ -92,7 +91,6 @@ def resolve_device(config: LearnerConfig) -> str:
 
     Raises:
         ConfigError: ``learner.device=cuda`` without a GPU.
-
     """
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

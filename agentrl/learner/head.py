@@ -62,7 +62,6 @@ def token_scores(
         bias_V: of the head.
         targets_N: int64 token ids.
         options: temperature, and how it is computed.
-
     """
     device = hidden_N_H.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_N_H.dtype

@@ -74,7 +74,6 @@ def with_critic(policy: LearnerMemory, critic: LearnerMemory, *, keeps_gradients
         policy: of its rank alone.
         critic: of its rank alone.
         keeps_gradients: whether ranks at rest have gradients, which are zeros.
-
     """
     resting = [memory.weights + memory.optimizer + keeps_gradients * memory.gradients for memory in (policy, critic)]
     return replace(policy, critic=max(resting[1], resting[0] + policy.reference + critic.total - policy.total))

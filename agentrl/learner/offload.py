@@ -53,7 +53,6 @@ class CpuOffload:
 
         Args:
             tensors: to restore, all offloaded; None: everything.
-
         """
         keys = [*self._storages] if tensors is None else [_key(tensor) for tensor in tensors]
         storages = {key: self._storages[key] for key in keys}

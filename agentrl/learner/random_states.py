@@ -49,7 +49,6 @@ def restore_rank(file: Path, device: torch.device) -> None:
 
     Raises:
         CheckpointError: the file cannot be read.
-
     """
     if not file.is_file():
         return

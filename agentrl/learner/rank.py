@@ -31,7 +31,6 @@ class BackendRank(LearnerRank, ABC):
 
     Raises:
         ConfigError, ModelError: a model cannot be loaded; see the subclass.
-
     """
 
     adapters: Mapping[str, WeightSource] = MappingProxyType({})

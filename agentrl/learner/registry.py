@@ -23,7 +23,6 @@ def backend_class(name: str) -> type[LearnerBackend]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `LearnerBackend`.
-
     """
     if name in BACKENDS:
         return BACKENDS[name]
@@ -44,6 +43,5 @@ def make_backend(config: LearnerConfig) -> LearnerBackend:
 
     Raises:
         UnknownNameError, ConfigError: see `backend_class`.
-
     """
     return backend_class(config.backend)(config)

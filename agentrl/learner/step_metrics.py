@@ -40,7 +40,6 @@ class StepMetrics:
         Args:
             group: ranks that together have each token once; None are all.
             scale: factor of the totals; see `GlobalBatch.gradient_scale`.
-
         """
         added = self._sums | self._totals
         names = sorted(added)

@@ -77,7 +77,6 @@ def tree_rows(tree: PrefixTree, rows: Collection[int], length: int) -> TreeRows:
         tree: of rows.
         rows: tokens of each row.
         length: at least the tree's tokens.
-
     """
     paths = np.split(tree.index_N, np.cumsum([*rows])[:-1]) if rows else []
     owned = [path[shared:] for path, shared in zip(paths, tree.shared, strict=True)]
@@ -118,7 +117,6 @@ def tree_masks(tree: PrefixTree, length: int, device: torch.device, windows: Col
         length: at least the tree's tokens. Padding sees itself alone.
         device: of the attention.
         windows: sizes of the model's sliding windows.
-
     """
     end, depth = np.arange(1, length + 1), np.zeros(length, np.int64)
     end[: len(tree.depth_U)], depth[: len(tree.depth_U)] = tree.subtree_end_U, tree.depth_U
@@ -206,7 +204,6 @@ def tree_input(
         device: of the model.
         windows: sizes of the model's sliding windows.
         ranks: that compute equal parts of the tree.
-
     """
     rows = _rows(micro)
     tree = prefix_tree(rows)
@@ -260,7 +257,6 @@ def attend_tree(
 
     Returns:
         ``[1, L, H, D]``; zeros in padding on CPUs.
-
     """
     if isinstance(tree, TreeRows):
         return _attend_rows(query, key, value, tree, scaling, sliding_window)

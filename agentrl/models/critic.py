@@ -22,7 +22,6 @@ def resolve_critic(algo: AlgoConfig, policy: Path, *, fetch: bool = True) -> Pat
     Raises:
         MissingError: ``fetch`` is False and the model would have to be downloaded.
         ModelError: the model does not exist; the message names ``algo.critic.path``.
-
     """
     if not needs_critic(algo):
         return None

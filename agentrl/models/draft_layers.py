@@ -26,7 +26,6 @@ class DraftLayers:
 
     Raises:
         ModelError: a file is damaged.
-
     """
 
     def __init__(self, folder: Path, layers: int, key: str) -> None:

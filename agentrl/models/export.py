@@ -35,7 +35,6 @@ def check_free(out: Path, key: str = "") -> None:
 
     Raises:
         ConfigError: it does.
-
     """
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"{key}{out} holds files; name a new folder")
@@ -76,7 +75,6 @@ def export_model(
     Raises:
         ConfigError: ``out`` holds files.
         ModelError: the folder has no weights, or they cannot be read; no such dtype; the adapters are of another model.
-
     """
     as_dtype(dtype)
     check_free(out)

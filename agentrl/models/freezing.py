@@ -21,7 +21,6 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
 
     Raises:
         ConfigError: a pattern matches nothing, or all weights are frozen.
-
     """
     frozen: set[str] = set()
     for pattern in patterns:
@@ -42,7 +41,6 @@ def count_trained(folder: Path, patterns: Sequence[str]) -> tuple[int, int]:
     Raises:
         ConfigError: see `frozen_names`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     sizes = {name: parameter.numel() for name, parameter in empty_model(folder, "eager").named_parameters()}
     total = sum(sizes.values())

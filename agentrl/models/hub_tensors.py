@@ -54,7 +54,6 @@ def hub_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTe
 
     Raises:
         ModelError: a tensor is not made of consecutive rows of one weight.
-
     """
     import torch
 

@@ -49,7 +49,6 @@ def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> Optimi
 
     Raises:
         ModelError: the model's weights cannot be counted.
-
     """
     if config.lr != "auto" and config.warmup_steps != "auto":
         return config
@@ -64,7 +63,6 @@ def count_weights(folder: Path) -> int:
 
     Raises:
         ModelError: a file is damaged, or the model's configuration cannot be loaded.
-
     """
     return count_parameters(folder) or sum(parameter.numel() for parameter in empty_model(folder, "eager").parameters())
 
@@ -74,7 +72,6 @@ def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "po
 
     Raises:
         ModelError: see `resolve_optimizer`.
-
     """
     learner, algo = config.learner, config.algo
     optimizer = resolve_optimizer(learner.optimizer, policy, use)

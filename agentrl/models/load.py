@@ -198,7 +198,6 @@ def load_value_model(
 
     Raises:
         ModelError: as in `load_model`, or transformers has no token classifier of this architecture.
-
     """
     import torch
     from transformers import AutoModelForTokenClassification
@@ -216,7 +215,6 @@ def read_routing(folder: Path) -> Routing:
 
     Raises:
         ConfigError: it has no experts, or others than can be replayed.
-
     """
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = fields.get("model_type")
@@ -242,7 +240,6 @@ def empty_model(
 
     Raises:
         ModelError: as in `load_model` or `load_value_model`.
-
     """
     import torch
     from torch.nn.modules.module import register_module_parameter_registration_hook

@@ -63,7 +63,6 @@ def read_peft(folder: Path) -> tuple[dict[str, Any], list[tuple[str, torch.Tenso
 
     Raises:
         ModelError: it is incomplete or damaged.
-
     """
     from safetensors.torch import load_file
 

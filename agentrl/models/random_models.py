@@ -63,7 +63,6 @@ def find_model_shape(size: str) -> Shape:
 
     Raises:
         ConfigError: the name is unknown.
-
     """
     if size not in SHAPES:
         raise ConfigError(f"size {size!r}: there are {', '.join(SHAPES)}")
@@ -109,7 +108,6 @@ def write_random_model(
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or cannot be extended.
-
     """
     folder.mkdir(parents=True)
     config = model_config(shape)

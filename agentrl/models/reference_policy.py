@@ -19,7 +19,6 @@ def resolve_reference(config: Config, *, fetch: bool = True) -> Path | None:
     Raises:
         MissingError: ``fetch`` is False and the model would have to be downloaded.
         ModelError: the model does not exist; the message names ``algo.reference``.
-
     """
     if not config.algo.needs_reference:
         return None
@@ -39,7 +38,6 @@ def pin_reference(config: Config, start: Path | None = None) -> Config:
 
     Raises:
         ModelError: the model does not exist.
-
     """
     if config.algo.reference is not None:
         return config
@@ -61,7 +59,6 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
     Raises:
         ConfigError: they differ; the message has both sizes.
         ModelError: a folder cannot be read.
-
     """
     if policy == reference:
         return
@@ -91,7 +88,6 @@ def resolve_frozen(config: Config, *, fetch: bool = True) -> dict[str, Path]:
     Raises:
         MissingError: ``fetch`` is False and a model would have to be downloaded.
         ModelError: a model does not exist; the message names the key.
-
     """
     folders: dict[str, Path] = {}
     for role, role_config in config.env.roles.items():
@@ -108,7 +104,6 @@ def check_frozen(config: Config, policy: Path, *, fetch: bool) -> None:
     Raises:
         ConfigError: they do not.
         MissingError, ModelError: see `resolve_frozen`.
-
     """
     for name, folder in resolve_frozen(config, fetch=fetch).items():
         role = next(role for role, role_config in config.env.roles.items() if role_config.frozen == name)
@@ -124,7 +119,6 @@ def pin_frozen(config: Config, start: Path | None) -> Config:
 
     Raises:
         ModelError: the model does not exist.
-
     """
     if all(role.frozen != INITIAL for role in config.env.roles.values()):
         return config

@@ -40,7 +40,6 @@ class Routing:
 
         Raises:
             ValueError: they are of another number of tokens, or of another model.
-
         """
         raw = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
         if raw.size != tokens * self.layers * self.per_token:

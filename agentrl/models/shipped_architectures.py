@@ -30,7 +30,6 @@ def find_architecture(path: str, key: str = "model.path") -> Path:
 
     Raises:
         ModelError: there is none; the message lists what is shipped.
-
     """
     try:
         return resolve_model(path, key, fetch=False)
@@ -55,7 +54,6 @@ def meta_model(folder: Path, key: str = "model.path", *, values: bool = False) -
 
     Raises:
         ModelError: the folder has no causal model that transformers knows.
-
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification

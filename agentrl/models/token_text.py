@@ -26,7 +26,6 @@ def token_decoder(folder: Path) -> Callable[[Sequence[int]], list[str | bytes]]:
 
     Raises:
         ModelError: the folder has no readable ``tokenizer.json``.
-
     """
     path = folder / TOKENIZER_FILE
     if not path.is_file():

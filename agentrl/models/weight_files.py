@@ -31,7 +31,6 @@ class WeightFiles:
 
     Raises:
         ModelError: a file is missing or damaged.
-
     """
 
     def __init__(self, folder: Path, key: str) -> None:

@@ -37,7 +37,6 @@ class WeightWriter:
         specs: names, dtypes and shapes of all weights.
         file_bytes: of weights in a file.
         single: name of the file, if there is one.
-
     """
 
     def __init__(

@@ -25,7 +25,6 @@ class MetricsLog:
         table_rows: rollouts of each step in the trackers' sample tables.
         resume_after: step of the checkpoint from which a run is resumed. Lines of later steps are removed, because these
             steps are run again.
-
     """
 
     def __init__(
@@ -76,7 +75,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     Raises:
         ConfigError: the file is damaged; the message has the line.
-
     """
     if not path.is_file():
         return []

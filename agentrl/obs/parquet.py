@@ -46,7 +46,6 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or has no rollouts.
-
     """
     require("pyarrow", str(path))
     import pyarrow.parquet as pq

@@ -53,7 +53,6 @@ class ProgressView:
         total_steps: of the run.
         mode: see ``obs.progress``.
         sources: of a mixed run, whose mean rewards are shown too.
-
     """
 
     def __init__(

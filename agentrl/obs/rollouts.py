@@ -38,7 +38,6 @@ class RolloutFile:
 
     Args:
         path: ``….jsonl``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
-
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +71,6 @@ class RolloutRecorder:
         keep: which rollouts of each step are written.
         form: file format.
         after: files of later steps are deleted, because a resumed run repeats these steps.
-
     """
 
     def __init__(
@@ -139,7 +137,6 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
     Raises:
         ConfigError: the file cannot be read, or a line is not a rollout.
-
     """
     if path.suffix == ".parquet":
         return [_decode(f"{path}, rollout {number}", data) for number, data in enumerate(iter_parquet(path), 1)]
@@ -164,7 +161,6 @@ def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
 
     Raises:
         ConfigError: the file cannot be read.
-
     """
     if path.suffix == ".parquet":
         yield from map(_scan_line, iter_parquet(path))

@@ -66,7 +66,6 @@ def open_tensorboard(
 
     Raises:
         MissingError: it is wanted, but not installed.
-
     """
     if setting == "auto" and not is_installed("tensorboard"):
         note(f"no TensorBoard files: {install_command('tensorboard')} (metrics.jsonl has all metrics)")

@@ -41,7 +41,6 @@ class waiting:
     Args:
         kind: one word, such as ``engine``, ``tool`` or ``environment``; reports count waits by kind.
         details: what exactly is waited for; see `Detail`.
-
     """
 
     __slots__ = ("_details", "kind", "parent", "since", "waits")

@@ -78,7 +78,6 @@ def open_wandb(
 
     Raises:
         MissingError: the package is not installed.
-
     """
     require("wandb", f"obs.wandb={mode}")
     chosen = os.environ.get("WANDB_MODE", mode)

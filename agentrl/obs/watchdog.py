@@ -38,7 +38,6 @@ class Watchdog:
         print_report: prints a report; called in the watchdog's thread.
         log: file for full reports, with a traceback of each thread of this process.
         listeners: called at the begin and the end of each wait.
-
     """
 
     def __init__(

@@ -65,7 +65,6 @@ def plan_engines(hf: Any, numbers: int, sampler: SamplerConfig, fleet: Fleet) ->
 
     Raises:
         ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
-
     """
     _check(sampler)
     options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
@@ -98,7 +97,6 @@ def cache_bytes(hf: Any, tensor: int, size: int = 2) -> int:
         hf: configuration of the model in transformers.
         tensor: GPUs of an engine.
         size: bytes of a number.
-
     """
     text = hf.get_text_config()
     if getattr(text, "kv_lora_rank", None):

@@ -32,7 +32,6 @@ class Gpus:
 
         Raises:
             ConfigError: the number or the name is none of these.
-
         """
         if count < 1 or (count > MACHINE and count % MACHINE):
             raise ConfigError(f"--gpus {count}: set it to 1 to {MACHINE}, or to a multiple of {MACHINE}")

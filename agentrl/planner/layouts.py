@@ -65,7 +65,6 @@ class Request:
 
         Raises:
             ConfigError: it is not valid.
-
         """
         return load_layers([Layer("plan", {"learner": learner}), *self.layers])
 
@@ -82,7 +81,6 @@ def layouts(request: Request, backend: str) -> Iterator[Candidate]:
         ConfigError: the backend is not known here.
         NoLayoutError: no layout divides the model, or the backend lacks what a key sets.
         ModelError: the backend lacks the model's family.
-
     """
     if backend == "fsdp":
         return _fsdp_layouts(request)
@@ -96,7 +94,6 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
 
     Raises:
         NoLayoutError: none does; the message is that of the last one.
-
     """
     last_error, has_layout = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
     sizes = tuple(1 << power for power in range(min(MACHINE, request.ranks).bit_length()))
@@ -137,7 +134,6 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
 
     Raises:
         NoLayoutError: none does; the message is that of the last one.
-
     """
     family, hf = read_family(request.folder, "model.path")
     config = request.config({"backend": "megatron", "ranks": request.ranks})

@@ -73,7 +73,6 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     Raises:
         ConfigError: the configuration is not valid, or needs other GPUs.
         ModelError: the model's architecture is not found.
-
     """
     configured = merge_layers(layers)
     base = load_layers([BASE, *layers])

@@ -18,7 +18,6 @@ def report(plan: Plan, configured: Tree) -> list[str]:
     Args:
         plan: to show.
         configured: keys that are not repeated as keys to set.
-
     """
     gpus, config = plan.gpus, plan.config
     limit = FITS * gpus.bytes / GIB

@@ -30,7 +30,6 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     Raises:
         ConfigError: a key of ``learner`` does not fit the model.
         ModelError: the model's configuration cannot be loaded.
-
     """
     lines = [f"{'optimizer':<13}{describe_optimizer(config.learner.optimizer, folder, use)}"]
     if critic is not None:
@@ -52,7 +51,6 @@ def describe_memory(config: Config, folder: Path, critic: Path | None = None) ->
     Raises:
         ConfigError: see `estimate_memory`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     if config.learner.backend not in _BACKENDS:
         return []
@@ -83,7 +81,6 @@ def with_recompute(
     Raises:
         ConfigError: see `frozen_names`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     learner = config.learner
     if learner.recompute != "auto" or learner.backend not in _BACKENDS or _device(learner) != "cuda":
@@ -129,7 +126,6 @@ def estimate_memory(
     Raises:
         ConfigError: see `frozen_names` and `megatron_memory`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     from agentrl.learner.fsdp.memory import fsdp_memory
     from agentrl.learner.memory import with_critic
@@ -179,7 +175,6 @@ def trained_model(learner: LearnerConfig, folder: Path) -> Any:
     Raises:
         ConfigError: see `frozen_names`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     hf = meta_model(folder)
     weights = dict(hf.named_parameters())

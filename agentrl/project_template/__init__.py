@@ -32,7 +32,6 @@ def create_project(folder: Path) -> list[Path]:
 
     Raises:
         ConfigError: the name is none for a project or its package, or the folder is a file or not empty.
-
     """
     folder = folder.expanduser().resolve()
     if not _NAME.fullmatch(folder.name):

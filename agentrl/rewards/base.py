@@ -24,6 +24,5 @@ class Grader(Protocol):
 
         Raises:
             RunStopped: a rollout cannot be graded, and the configuration stops the run then.
-
         """
         ...

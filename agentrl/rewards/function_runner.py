@@ -30,7 +30,6 @@ class FunctionRunner:
 
     Raises:
         ConfigError: the function does not take exactly one argument.
-
     """
 
     def __init__(self, function: Callable[..., Any], name: str, timeout_s: float) -> None:
@@ -49,7 +48,6 @@ class FunctionRunner:
         Raises:
             TimeoutError: it took longer than ``timeout_s``. A plain function's thread cannot be ended and runs on.
             Exception: any that the function raises.
-
         """
         argument: Any = list(samples) if self.group else samples[0]
         if self._async:
@@ -76,7 +74,6 @@ def takes_group(function: Callable[..., Any], name: str) -> bool:
 
     Raises:
         ConfigError: it does not take exactly one argument.
-
     """
     parameters = _parameters(function)
     if len(parameters) != 1:

@@ -44,7 +44,6 @@ class RewardGrader:
 
         Raises:
             RunStopped: it failed and ``reward.on_error=stop``.
-
         """
         for batch in [rollouts] if self.group else [[rollout] for rollout in rollouts]:
             await self._grade(batch, tools or {})
@@ -115,7 +114,6 @@ def make_grader(config: RewardConfig) -> RewardGrader | None:
 
     Raises:
         ConfigError, UnknownNameError: the function does not exist, or does not take one argument.
-
     """
     return RewardGrader(config) if config.function is not None else None
 
@@ -129,7 +127,6 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
 
     Raises:
         ConfigError, UnknownNameError: a function is needed and missing, or cannot be used.
-
     """
     reward, data = config.reward, config.data
     if reward.function is None:

@@ -36,7 +36,6 @@ def equivalent(answer: str, label: str) -> bool:
     Raises:
         ValueError: the label cannot be parsed.
         RuntimeError: a worker does not start.
-
     """
     return _POOL.equivalent(answer, label)
 
@@ -47,7 +46,6 @@ class WorkerPool:
     Args:
         size: maximal number of processes; further callers wait.
         limit_s: seconds for one pair of expressions.
-
     """
 
     def __init__(self, size: int = WORKERS, limit_s: float = LIMIT_S) -> None:
@@ -132,7 +130,6 @@ class _Worker:
 
         Raises:
             WorkerDied: with the same verdict.
-
         """
         deadline = time.monotonic() + limit_s
         request = json.dumps({"answer": answer, "label": label}) + "\n"

@@ -31,7 +31,6 @@ def check_episodes(config: Config) -> None:
 
     Raises:
         UserError: one does not exist or is not valid.
-
     """
     for name, source_config in config.by_source().items():
         with errors_name_source(name):
@@ -67,7 +66,6 @@ def check_packages(learner: LearnerConfig, obs: ObsConfig) -> None:
 
     Raises:
         MissingError: one is not; a line for each.
-
     """
     lines = []
     for package, is_used, key in (
@@ -93,7 +91,6 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     Raises:
         MissingError: it is not installed, or there is no GPU; the message says what to install or set.
         ConfigError: it holds fewer tokens than an episode may have.
-
     """
     sampler = config.sampler
     if sampler.kind.takes_sglang_options and sampler.url is None:

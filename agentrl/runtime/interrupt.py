@@ -46,7 +46,6 @@ class Interrupt:
 
     Args:
         notify: prints the line that acknowledges the first signal, at once.
-
     """
 
     def __init__(self, notify: Callable[[str], None]) -> None:
@@ -94,7 +93,6 @@ class Interrupt:
 
         Raises:
             RunStopped: a signal arrived first; otherwise what ``watch`` raised.
-
         """
         self.check()
         body = asyncio.current_task()
@@ -130,7 +128,6 @@ class Interrupt:
 
         Args:
             check_services: raises if a service has died; see `agentrl.runtime.services.Services.check`.
-
         """
         try:
             async with self.guard(check_services):

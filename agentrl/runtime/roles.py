@@ -61,7 +61,6 @@ def check_roles(config: Config, env: EnvBase) -> None:
 
     Raises:
         ConfigError: it has no such role.
-
     """
     estimator = make_estimator(config.algo.advantage)
     if not estimator.role_options:

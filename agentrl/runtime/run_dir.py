@@ -30,7 +30,6 @@ def check_new(folder: Path) -> None:
 
     Raises:
         ConfigError: the folder already has a run.
-
     """
     if has_results(folder):
         raise ConfigError(f"run.dir={folder} already has a run; add --resume to continue it, or set another run.dir")
@@ -42,7 +41,6 @@ def run_folder(config: Config, resumed: Path | None = None) -> Iterator[Path]:
 
     Raises:
         ConfigError: another process has locked it, it cannot be written, or a new run would overwrite an older one.
-
     """
     folder = resumed or new_folder(config)
     with locked(folder):
@@ -61,7 +59,6 @@ def folder_to_resume(run_dir: str | None, env: str | None) -> Path:
 
     Raises:
         ConfigError: there is no such run, or it has results but neither a checkpoint nor a journal.
-
     """
     if run_dir is None:
         return _newest(env)

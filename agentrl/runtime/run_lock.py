@@ -58,7 +58,6 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process has locked it, or it cannot be written.
-
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

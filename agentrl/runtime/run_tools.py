@@ -26,7 +26,6 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
     Raises:
         UserError: one does not exist.
-
     """
     names = [
         name
@@ -41,7 +40,6 @@ def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[st
 
     Raises:
         ConfigError: options that do not fit, or two servers with tools of one name.
-
     """
     served: dict[str, Tool] = {}
     for name, service in services.items():
@@ -60,7 +58,6 @@ def check_tools(config: Config) -> None:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     services = run_services(config)
     tool_names = {*names(TOOLS), *services}
@@ -106,7 +103,6 @@ def service_options(config: Config, name: str, service: ToolService) -> dict[str
 
     Raises:
         ConfigError: the options of such a tool have another ``sandbox`` section.
-
     """
     options = dict(config.tools[name].options) if name in config.tools else {}
     if not service.sandboxed:

@@ -57,7 +57,6 @@ class Services:
 
         Args:
             sampler: in place of the engines.
-
         """
         sources = self.config.by_source()
         settings = {name: self._episode_settings(name, config, sampler) for name, config in sources.items()}
@@ -126,7 +125,6 @@ async def open_services(
 
     Raises:
         EngineError, ToolServerError: one does not start; the message has its last log lines.
-
     """
     raise_file_limit()  # an episode has a connection to an engine and one to each tool server
     logs = folder / "logs"

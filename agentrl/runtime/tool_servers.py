@@ -39,7 +39,6 @@ class JoinedCorpora(TaskSet):
 
         Raises:
             ConfigError: two tasksets have a corpus of one name.
-
         """
         corpora: dict[str, Iterable[Mapping[str, str]]] = {}
         owners: dict[str, tuple[str, TaskSet]] = {}
@@ -75,7 +74,6 @@ class StartedServer:
         Raises:
             ToolServerError: it died once more than it may, or does not start again; with its last log lines.
             PortInUseError: something else listens on its port.
-
         """
         if self._starting is not None:
             if not self._starting.done():
@@ -115,7 +113,6 @@ class ToolServers:
 
     Raises:
         UserError: a tool does not exist, or its options do not fit.
-
     """
 
     def __init__(self, config: Config, tasks: TaskSources, folder: Path, logs: Path) -> None:
@@ -135,7 +132,6 @@ class ToolServers:
 
         Raises:
             ToolServerError: a server does not start; the message has its last log lines.
-
         """
         warn_unsandboxed(self._config, self._services)
         starts = [asyncio.to_thread(self._start, name) for name in self._services]

@@ -160,7 +160,6 @@ class Sandbox(ABC):
 
         Raises:
             SandboxFailure: the sandbox itself failed, or is no longer `alive`.
-
         """
 
     @abstractmethod
@@ -170,7 +169,6 @@ class Sandbox(ABC):
         Raises:
             OSError: the file cannot be written in the sandbox; with errno.
             SandboxFailure: see `run`.
-
         """
 
     @abstractmethod
@@ -180,7 +178,6 @@ class Sandbox(ABC):
         Raises:
             OSError: it cannot be read, or is larger than ``max_bytes`` (``errno.EFBIG``).
             SandboxFailure: see `run`.
-
         """
 
     @abstractmethod
@@ -236,7 +233,6 @@ class SandboxBackend(ABC):
         Raises:
             MissingError: this machine lacks something; the message says what to install or to set.
             ConfigError: a value of the ``sandbox`` section does not fit this backend.
-
         """
 
     @abstractmethod
@@ -245,7 +241,6 @@ class SandboxBackend(ABC):
 
         Raises:
             MissingError: this machine lacks something; the message says what to install or to allow.
-
         """
 
     @abstractmethod
@@ -254,7 +249,6 @@ class SandboxBackend(ABC):
 
         Raises:
             SandboxFailure: it could not be made.
-
         """
 
     @abstractmethod

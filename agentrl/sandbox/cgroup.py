@@ -209,7 +209,6 @@ class CgroupTree:
 
         Raises:
             CgroupError: not permitted.
-
         """
         try:
             for top in self._tops:
@@ -227,7 +226,6 @@ class CgroupTree:
 
         Raises:
             OSError: the kernel refuses; no group is left then.
-
         """
         group = Cgroup()
         v1, v2 = settings_v1(limits, defences), settings_v2(limits, defences)
@@ -291,7 +289,6 @@ def find_tree(parent: str | None = None) -> CgroupTree:
 
     Raises:
         CgroupError: memory or the number of processes cannot be limited here.
-
     """
     mounts = parse_mounts(Path("/proc/self/mounts").read_text())
     relative = "" if parent is None else parent.strip("/")

@@ -50,7 +50,6 @@ def receive_listener(channel: socket.socket) -> socket.socket:
 
     Raises:
         SandboxFailure: none arrives.
-
     """
     channel.settimeout(5.0)
     try:

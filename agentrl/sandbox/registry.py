@@ -19,7 +19,6 @@ def backend_class(name: str) -> type[SandboxBackend]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `SandboxBackend`.
-
     """
     cls = lookup(SANDBOXES, name, "sandbox backend", KEY)
     if not (inspect.isclass(cls) and issubclass(cls, SandboxBackend)):
@@ -43,7 +42,6 @@ def make_backend(config: SandboxConfig) -> SandboxBackend:
 
     Raises:
         UnknownNameError, ConfigError: see `backend_class`, `check_shown` and `check_images`.
-
     """
     check_shown(config)
     check_images(config)

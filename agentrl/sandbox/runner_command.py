@@ -41,7 +41,6 @@ def python_command(
         work: working directory of code.
         no_cgroup: whether no cgroup limits the sandbox, so that limits per process have to do.
         egress: the Unix socket to hand the proxy's listener over, as descriptor or path; see `agentrl.sandbox.egress`.
-
     """
     settings = {
         "work": work,

@@ -118,7 +118,6 @@ class RunnerSandbox(Sandbox):
 
         Raises:
             SandboxFailure: it does not.
-
         """
         await self._request({"op": "ping"}, READY_S)
 
@@ -201,7 +200,6 @@ class RunnerSandbox(Sandbox):
 
         Raises:
             SandboxFailure: the runner is gone or late, or sends something else than a frame; the sandbox is not `alive` then.
-
         """
         if not self.alive:
             raise SandboxFailure(f"sandbox {self.id} is gone: {self._broken or 'it was closed'}")
@@ -291,7 +289,6 @@ class RunnerBackend(SandboxBackend, Generic[S]):
 
         Raises:
             SandboxFailure: it could not be made; nothing of it is left.
-
         """
 
     async def _await_ready(self, sandbox: S) -> None:

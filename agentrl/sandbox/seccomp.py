@@ -217,7 +217,6 @@ def bpf_program(machine: str | None = None) -> bytes:
 
     Raises:
         MissingError: there is no table for that machine.
-
     """
     machine = machine or platform.machine()
     if machine not in NUMBERS:

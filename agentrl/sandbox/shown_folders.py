@@ -54,7 +54,6 @@ def check_shown(config: SandboxConfig, hidden_paths: Mapping[Path, str] | None =
 
     Raises:
         ConfigError: with the folder, what is in it, and where.
-
     """
     for folder in config.readonly:
         resolved = folder.resolve()

@@ -91,7 +91,6 @@ def average_strategies(game: GameTree[S], mixed: Sequence[Sequence[Strategy]]) -
     Args:
         game: of two players.
         mixed: each by seat, with the probabilities of all legal actions.
-
     """
     averages: tuple[dict[Hashable, dict[str, float]], ...] = ({}, {})
 
@@ -143,7 +142,6 @@ def _chances(game: GameTree[S], state: S, strategy: Strategy) -> Mapping[str, fl
 
     Raises:
         ValueError: the strategy lacks the information set, or its probabilities of the legal actions do not sum up to 1.
-
     """
     information_set, legal = game.information_set(state), game.actions(state)
     probabilities = strategy.get(information_set)

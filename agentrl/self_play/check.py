@@ -15,7 +15,6 @@ def check_self_play(config: Config, env: EnvBase) -> None:
 
     Raises:
         ConfigError: the environment has one agent, or no such scripted player.
-
     """
     if config.self_play is None:
         return

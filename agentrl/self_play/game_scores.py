@@ -59,7 +59,6 @@ class GameScores:
 
         Raises:
             EngineError: no engine is live, or it cannot be reached, or refuses.
-
         """
         if not fleet.live:
             raise EngineError("no engine is live that could score the moves of the game")
@@ -83,7 +82,6 @@ class GameScores:
         Args:
             scorer: an engine.
             adapters: that play, by seat; None: the engine's weights alone.
-
         """
         both = await asyncio.gather(
             *(self._moves(scorer, sets, name) for sets, name in zip(legal_actions(self.game), adapters, strict=True))

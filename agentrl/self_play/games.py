@@ -134,7 +134,6 @@ def games_report(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
     Args:
         rollouts: of a set with opponents; failed ones are left out.
-
     """
     played = [rollout for rollout in rollouts if rollout.failure is None and rollout.seat_rewards]
     results, games = WinTable(), {rollout.episode: _game(rollout) for rollout in played}

@@ -68,7 +68,6 @@ class League:
         Args:
             games: all that were played to their end.
             rollouts: of the policy in these games.
-
         """
         self.ratings.update(games, changing={POLICY: POLICY_CHANGE})
         self.results.add(games)

@@ -22,7 +22,6 @@ class LeagueLog:
     Args:
         folder: of the run.
         resume_after: lines of later steps are removed, because these steps are run again.
-
     """
 
     def __init__(self, folder: Path, resume_after: int | None) -> None:
@@ -50,7 +49,6 @@ def read_league(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: the folder is that of no run with self-play.
-
     """
     path = folder / FILE
     if not (steps := [row for row in _rows(path) if "ratings" in row]):

@@ -25,7 +25,6 @@ def plot_league(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     Args:
         rows: of `read_league`.
         out: the file.
-
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -55,7 +55,6 @@ def step_opponents(config: SelfPlayConfig, *, tasks: int, seed: int, step: int, 
         seed: of the run.
         step: whose groups begin.
         snapshots: names of those that can play in this step; without any, ``past`` tasks are mirror play.
-
     """
     opponents, past = [], 0
     for opponent in task_opponents(config.mix, tasks, seed, step):
@@ -79,7 +78,6 @@ def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: i
         task: its number in the step.
         seats: of the environment.
         samples: episodes of the task.
-
     """
     kind = MIRROR if opponent == POLICY else opponent if is_fixed(opponent) else PAST
     seatings = []

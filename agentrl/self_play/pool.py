@@ -47,7 +47,6 @@ class OpponentPool:
         Args:
             step: of the snapshot.
             best: of the snapshot with the best rating, which stays.
-
         """
         self.steps = sorted({*self.steps, step})
         dropped = []
@@ -74,7 +73,6 @@ class OpponentPool:
             step: about to be sampled.
             count: how many can play at the same time.
             score: of the policy against a snapshot by name, from 0 to 1; for ``choose=pfsp``.
-
         """
         weights_N = self.weights([score(name) for name in self.names])
         if not len(weights_N):

@@ -46,7 +46,6 @@ class Ratings:
             games: of one step.
             changing: players whose strength has changed since the last games, by the standard deviation of the change:
                 it is added to their uncertainty first.
-
         """
         for player, change in (changing or {}).items():
             mu, sigma = self.rating(player)

@@ -44,7 +44,6 @@ class SnapshotFolder:
 
         Raises:
             LearnerError, OSError: it cannot be written.
-
         """
         folder = self.path / snapshot_name(step)
         if self.lora is None:
@@ -57,7 +56,6 @@ class SnapshotFolder:
 
         Raises:
             EngineError: the engine refuses it.
-
         """
         version = snapshot_step(name)
         if self.lora is None:
@@ -104,7 +102,6 @@ class OpponentEngine:
 
         Raises:
             EngineError: the engine refuses it.
-
         """
         async with self._loading:
             if self._loaded != self.snapshot:
@@ -145,7 +142,6 @@ class SnapshotEngines:
 
         Raises:
             EngineError: the engine does not load it.
-
         """
         with waiting("engine of snapshot", snapshot):
             async with self._next_user:

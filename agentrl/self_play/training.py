@@ -69,7 +69,6 @@ class SelfPlay:
 
         Raises:
             LearnerError, OSError: it cannot be written.
-
         """
         if PAST not in self.config.mix or not self.league.pool.due(step):
             return
@@ -95,7 +94,6 @@ class SelfPlay:
 
         Raises:
             EngineError: the engine does not load the snapshot.
-
         """
         opponent, task = self.opponents[position], position % self.tasks
         seatings = group_seatings(self.config, opponent, task=task, seats=len(self.agents), samples=len(jobs))
@@ -125,7 +123,6 @@ class SelfPlay:
             step: from 1.
             consumed: positions of all groups that were trained so far.
             rollouts: of the step, with those of groups that were filtered: their games count too.
-
         """
         self.opponents = {position: name for position, name in self.opponents.items() if position not in consumed}
         played = [
@@ -158,7 +155,6 @@ class SelfPlay:
 
         Raises:
             EngineError: an engine does not load it, or fails.
-
         """
         names = self._evaluated_pool
         for name in names if self.engines.engines else ():
@@ -196,7 +192,6 @@ async def open_self_play(
 
     Raises:
         EngineError: an engine does not start.
-
     """
     if config.self_play is None:
         return None

@@ -65,7 +65,6 @@ async def demonstrate(
     Raises:
         TaskError: the tokens of an earlier turn would change when the template renders the next one.
         EnvironmentFailure: the environment failed or rewrote the conversation, or a tool does not exist or is unavailable.
-
     """
     state = EpisodeState(f"{task.id}/demonstration-{seed}", seed, trajectory=_Demonstration(task.id))
     context = EpisodeContext(

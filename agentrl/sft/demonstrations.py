@@ -55,7 +55,6 @@ class Demonstrations:
     Args:
         config: of the run, checked by `agentrl.sft.preflight.check_sft`.
         make_renderer: builds the renderer, once in each process.
-
     """
 
     def __init__(self, config: Config, make_renderer: Callable[[], ChatRenderer]) -> None:

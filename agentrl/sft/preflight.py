@@ -22,7 +22,6 @@ def check_sft(config: Config) -> None:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     if config.sources:
         raise ConfigError(
@@ -44,7 +43,6 @@ def prepare_sft(config: Config) -> tuple[Config, Path, list[str]]:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     check_sft(config)
     model = resolve_model(config.model.path)
@@ -59,7 +57,6 @@ def plan_sft(config: Config) -> list[str]:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     missing_packages: list[str] = []
     checks: tuple[Callable[[], object], ...] = (

@@ -41,7 +41,6 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
         RunStopped: a signal; the policy so far is written first.
         UserError: the configuration is not valid.
         LearnerError: a learner rank failed.
-
     """
     resolved, model, lines = prepare_sft(config)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))

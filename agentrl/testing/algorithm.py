@@ -41,7 +41,6 @@ def check_estimator(estimator: AdvantageEstimator) -> None:
 
     Raises:
         ContractError: a rule is violated; the message has what the estimator does and what it should.
-
     """
     name, state = type(estimator).__name__, estimator.state()
     rollouts = _make_rollouts(estimator.needs_nonnegative_rewards)
@@ -96,7 +95,6 @@ def check_loss(loss: PolicyLoss) -> None:
 
     Raises:
         ContractError: a rule is violated; the message has what the loss does and what it should.
-
     """
     name = type(loss).__name__
     generator = torch.Generator().manual_seed(0)

@@ -44,7 +44,6 @@ def play_episode(
 
     Raises:
         RunStopped: the environment, the task or a tool failed; the message has the error.
-
     """
     # Only this needs transformers, and loading it takes seconds.
     from agentrl.models.load import load_tokenizer

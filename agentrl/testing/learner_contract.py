@@ -39,7 +39,6 @@ def check_learner(make_learner: Callable[[], TrainedLearner], rows: Sequence[Row
 
     Raises:
         ContractError: a rule is violated; the message has what the learner does and what it should.
-
     """
     contract = _Contract(make_learner, rows)
     for check in (

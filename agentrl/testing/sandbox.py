@@ -38,7 +38,6 @@ def check_sandbox(backend: SandboxBackend) -> None:
     Raises:
         ContractError: what the backend does, and what it should do.
         MissingError, SandboxFailure: it cannot be used on this machine.
-
     """
     name = getattr(backend, "name", "")
     require(isinstance(name, str) and bool(name), f"{type(backend).__name__} must have a name")

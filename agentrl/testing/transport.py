@@ -32,7 +32,6 @@ def check_transport(transport: type[Transport]) -> None:
 
     Raises:
         ContractError: what the transport does, and what it should do.
-
     """
     require(
         inspect.isclass(transport) and issubclass(transport, Transport),

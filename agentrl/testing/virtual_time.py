@@ -22,7 +22,6 @@ class _Instant(selectors.SelectSelector):
 
         Raises:
             RuntimeError: the loop waits, and nothing can end that.
-
         """
         if timeout is None:
             raise RuntimeError("nothing is left that could happen")

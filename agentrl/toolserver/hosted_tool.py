@@ -32,7 +32,6 @@ class ToolSession(ABC):
 
         Raises:
             SandboxFailure: it could not be made.
-
         """
 
     @abstractmethod
@@ -55,7 +54,6 @@ class HostedTool(ABC):
 
         Raises:
             ConfigError, MissingError: the tool cannot be used as configured.
-
         """
 
     @abstractmethod
@@ -65,7 +63,6 @@ class HostedTool(ABC):
         Raises:
             SandboxFailure: the sandbox failed, not the call.
             ToolFailure: the tool failed, not the call.
-
         """
 
     async def end(self, session: ToolSession) -> None:  # noqa: B027  most tools need nothing
@@ -114,7 +111,6 @@ class StatelessTool(HostedTool):
 
         Raises:
             ToolFailure: the tool failed, not the calls.
-
         """
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:

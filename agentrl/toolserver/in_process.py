@@ -46,7 +46,6 @@ class LocalToolClient:
         Raises:
             MissingError: this machine lacks what the sandbox backend needs.
             ConfigError: the tools cannot be used as configured.
-
         """
         return await _run(self._call(call, episode_id))
 
@@ -56,7 +55,6 @@ class LocalToolClient:
         Raises:
             TaskError: ``sandbox.images`` does not allow the image.
             MissingError, ConfigError: see `call`.
-
         """
         try:
             await _run(self._session(episode_id, image))

@@ -41,7 +41,6 @@ def read_options(section: type[S], options: Mapping[str, Any], name: str) -> Run
 
     Raises:
         ConfigError: an unknown option or an invalid value, with its key.
-
     """
     key = f"tools.{name}.options."
     tool_options = {option: value for option, value in options.items() if option not in SHARED}
@@ -58,7 +57,6 @@ def read_section(section: type[S], values: Mapping[str, Any] | None, key: str, o
 
     Raises:
         ConfigError: no mapping, or one line for every fault, each with its key.
-
     """
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{key.rstrip('.')}={values!r}: this is a section and needs keys")
@@ -76,7 +74,6 @@ def make_server_config(file: Path | None, overrides: Sequence[str], tools: Seque
     Raises:
         ConfigError: a key is unknown, a value is invalid, or there is no tool to serve. Options of the tools are
             checked when the tools are made.
-
     """
     tree: Tree = read_yaml(file) if file is not None else {}
     for name in tools:

@@ -36,7 +36,6 @@ class SandboxTool(HostedTool):
 
         Raises:
             SandboxFailure: the sandbox failed, not the job.
-
         """
         job = self.job(call)
         fault = unwritable(job.code or "", *job.argv)

@@ -64,7 +64,6 @@ class HostedService(ToolService):
 
         Raises:
             ConfigError: the options contradict each other.
-
         """
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
@@ -182,7 +181,6 @@ def find_service(name: str) -> ToolService:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the name in it, does not exist or is no tool.
-
     """
     tool = lookup_tool(name)
     return plain_service(name, tool) if isinstance(tool, Tool) else tool
@@ -194,7 +192,6 @@ def make_tools(config: ToolServerConfig) -> list[HostedTool]:
     Raises:
         UnknownNameError: no tool of that name is registered.
         ConfigError: options that do not fit, a tool with a server of another kind, or two tools of one name.
-
     """
     tools: dict[str, HostedTool] = {}
     for name, options in config.tools.items():
@@ -235,7 +232,6 @@ def serve(config: ToolServerConfig, *, host: str, port: int) -> None:
     Raises:
         UserError: the configuration cannot be used on this machine.
         PortInUseError: something else listens on the port.
-
     """
     from agentrl.toolserver.server.server import serve_tools
 

@@ -52,7 +52,6 @@ class EarlyGroups:
 
         Raises:
             LearnerError, ProvenanceError: see `LearnerGroup.train_step`.
-
         """
         self._waiting += rollouts
         tokens = sum(len(row.token_ids) for rollout in self._waiting for row in rollout.rows)

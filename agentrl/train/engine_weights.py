@@ -86,7 +86,6 @@ class EngineWeights:
 
         Raises:
             EngineError: a live engine did not take them.
-
         """
         self._learner, self.version = learner, version
         due = samples and (self._synced is None or version - self._synced >= self.config.sync_every)
@@ -183,7 +182,6 @@ async def open_engine_weights(
 
     Raises:
         EngineError: an engine does not start; the message has its last log lines.
-
     """
     transport = config.weights.transport
     sync = _open_sync(config, folder, transport, dtype)

@@ -58,7 +58,6 @@ class Evaluator:
         Raises:
             RunStopped: a signal ends the run.
             AgentrlError: a server died, or an engine did not take the weights.
-
         """
         await self.weights.sync_for_evaluation()
         async with self.weights.learner_idle():
@@ -79,7 +78,6 @@ class Evaluator:
         Raises:
             RunStopped: a signal or the failure policy ends the run.
             AgentrlError: a server died.
-
         """
         file = self.recorder.evaluation(step) if self.config.save_rollouts else None
 
@@ -163,7 +161,6 @@ class Evaluations:
         Raises:
             AgentrlError: an evaluation has failed.
             ConfigError: it does not measure what ``train.stop_at`` or ``train.keep_best`` names.
-
         """
         plan = self.plan
         due = plan.eval_first if step == 0 else bool(plan.eval_every) and step % plan.eval_every == 0
@@ -219,7 +216,6 @@ class Evaluations:
 
         Args:
             trained_step: finished training steps.
-
         """
         running, task, plan = self._running, self._task, self.plan
         assert running is not None, "it was begun"

@@ -59,7 +59,6 @@ class GpuTimeSharing:
         Raises:
             EngineError: a live engine keeps its memory.
             LearnerError: there is not enough memory for the learner, or a rank failed.
-
         """
         if self._learner_active:
             return
@@ -84,7 +83,6 @@ class GpuTimeSharing:
         Raises:
             EngineError: a live engine does not restore its memory or does not take the weights.
             LearnerError: a rank failed.
-
         """
         await self.switch_to_learner(learner, watch)
         with watch("sleep"):
@@ -103,7 +101,6 @@ class GpuTimeSharing:
 
         Raises:
             EngineError: of a live engine.
-
         """
         engines = self._fleet.live
         results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)

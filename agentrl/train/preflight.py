@@ -61,7 +61,6 @@ def check_run(config: Config) -> Plan:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     plan = plan_run(config, fetch=True)
     if plan.missing_resources:
@@ -74,7 +73,6 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     unmet: list[str] = []
     with _collect_missing(unmet):

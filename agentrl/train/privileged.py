@@ -30,7 +30,6 @@ def load_context(text: str, key: str) -> MakeContext:
 
     Raises:
         ConfigError: there is no such function.
-
     """
     if is_context_template(text):
         return partial(_from_template, text, key)
@@ -56,7 +55,6 @@ class PrivilegedRows:
         make: the messages of that prompt.
         key: the configuration key that names it, for messages.
         renderer: of the policy's chat format.
-
     """
 
     def __init__(self, make: MakeContext, key: str, renderer: Renderer) -> None:
@@ -69,7 +67,6 @@ class PrivilegedRows:
 
         Raises:
             RunStopped: the function failed, or a row does not begin with the first prompt.
-
         """
         if not rollout.rows:
             return {}

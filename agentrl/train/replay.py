@@ -33,7 +33,6 @@ class RecordedRollouts:
 
     Raises:
         ConfigError: there is no such file or folder, or it holds no rollouts.
-
     """
 
     def __init__(self, path: Path, batch_size: int) -> None:
@@ -132,7 +131,6 @@ class SampleCheck:
 
     Raises:
         ConfigError: with the file and the fault.
-
     """
 
     vocabulary: int
@@ -201,7 +199,6 @@ def check_replay(config: Config, path: Path) -> list[str]:
 
     Raises:
         UserError: with the value and the key to change.
-
     """
     folder = config.run.dir
     if folder is not None and path.resolve().is_relative_to(folder.expanduser().resolve()):

@@ -94,7 +94,6 @@ class RolloutSource(Protocol):
 
         Raises:
             AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.
-
         """
         ...
 

@@ -147,7 +147,6 @@ async def run_training(
         ConfigError: another process uses the folder, or a new run would overwrite an older one.
         RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
-
     """
     with run_folder(config, resumed) as folder:
         checkpoint = latest_checkpoint(folder / "checkpoints")

@@ -36,7 +36,6 @@ def open_metrics(
         note: prints a line for the user.
         resume_after: metrics after this step are deleted; None starts a new log.
         extra_trackers: beside those of the configuration.
-
     """
     trackers = [*extra_trackers, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
     if config.obs.wandb != "off":

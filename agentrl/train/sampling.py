@@ -39,7 +39,6 @@ async def open_sampling(
         tasks: of the run.
         interrupt: ends sampling.
         exits: gets what ends the services.
-
     """
     config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.model))
     services = await _open_services(config, run, cluster, tasks, exits)
@@ -117,7 +116,6 @@ class Sampling:
         Raises:
             EngineError: a live engine did not take them.
             RunStopped: a signal has arrived, which may have ended the engines, too.
-
         """
         self.interrupt.check()
         samples = self.records.journal.batch(version + 1) is None
@@ -132,7 +130,6 @@ class Sampling:
         Raises:
             EngineError: a live engine keeps its memory.
             LearnerError: there is not enough memory for the learner.
-
         """
         await self.weights.gpus.switch_to_learner(learner, watch)
 

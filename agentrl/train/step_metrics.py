@@ -70,7 +70,6 @@ def policy_metrics(policies: Sequence[str], steps: Sequence[Mapping[str, float]]
     Args:
         policies: that each optimizer step trained.
         steps: metrics of the optimizer steps.
-
     """
     metrics: dict[str, float] = {}
     names = sorted(set(policies))
@@ -117,7 +116,6 @@ def value_metrics(
         groups: rollouts of the step.
         values: of the critic before its first optimizer step.
         returns: that it learns to predict.
-
     """
     merged = merge_metrics(optimizer_steps)
     metrics = {f"train/value_{name}": merged[f"train/{name}"] for name in _VALUE_METRICS if f"train/{name}" in merged}

@@ -108,7 +108,6 @@ def score_rollouts(
 
     Raises:
         LearnerError: a rank failed.
-
     """
     learner_logprobs: dict[RowKey, NDArray[np.float32]] = {}
     reference_logprobs: dict[RowKey, NDArray[np.float32]] = {}

@@ -22,7 +22,6 @@ def pack_options(config: Config, pad_id: int, *models: LearnerGroup | CriticGrou
         config: of the run.
         pad_id: token that fills micro-batches.
         models: learner and critic; prefixes are shared only if all of them can.
-
     """
     return PackOptions(
         tokens_per_micro=config.batch.tokens_per_micro,
@@ -82,7 +81,6 @@ class StepSettings:
         Args:
             step: finished training steps.
             index: of the optimizer step in its training step.
-
         """
         warmup_steps = self.algo.critic.warmup_steps if needs_critic(self.algo) else 0
         return self._lr_scale(self.config.learner.optimizer, step - warmup_steps, index, warmup_steps)

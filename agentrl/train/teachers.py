@@ -51,7 +51,6 @@ class Teachers:
     Args:
         config: of distillation.
         teachers: by name.
-
     """
 
     def __init__(self, config: DistillationConfig, teachers: Mapping[str, Teacher]) -> None:
@@ -72,7 +71,6 @@ class Teachers:
             EngineError: a server failed; the message has the teacher's key.
             LearnerError: a rank failed.
             RunStopped: a task has no teacher, or a context cannot be made.
-
         """
         assigned: dict[str, list[Rollout]] = {}
         for rollout in groups.rollouts_N:
@@ -102,7 +100,6 @@ def select_teachers(config: DistillationConfig, rollout: Rollout) -> list[str]:
 
     Raises:
         RunStopped: its task names none.
-
     """
     if config.task_key is None:
         return list(config.teachers)
@@ -155,7 +152,6 @@ def check_teachers(config: DistillationConfig, model: Path, *, fetch: bool) -> N
     Raises:
         MissingError: ``fetch`` is False and a model would have to be downloaded.
         UserError: a function or a model does not exist, or a model has other tokens than the policy's folder ``model``.
-
     """
     for name, teacher in config.teachers.items():
         if teacher.context is not None:
@@ -177,7 +173,6 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
     Raises:
         ConfigError: a server does not answer, takes too few tokens, or has other tokens than the policy.
         EngineError: an engine does not start.
-
     """
     teachers = config.algo.distillation.teachers
     if not teachers:
@@ -238,7 +233,6 @@ async def check_server(client: ScoringClient, key: str, model: Path, last_id: in
 
     Raises:
         ConfigError: it does not answer, takes too few tokens, or has other tokens.
-
     """
     try:
         info = await client.info()

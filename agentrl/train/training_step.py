@@ -62,7 +62,6 @@ class TrainingStep:
 
         Raises:
             ConfigError: see `RunEstimators.advantages` and `groups_by_source`.
-
         """
         gaps = self.scores.teacher_gaps(self.settings.algo, self.groups)
         advantages: RowAdvantages = {}
@@ -140,7 +139,6 @@ class TrainingStep:
             optimizer_step: of this training step.
             step_part: which part of it the batch is.
             computed: ids of rollouts that are left out, as other parts have them.
-
         """
         return pack(
             [row for row in self.groups.rows if row.key.rollout_id in optimizer_step.counted.difference(computed)],
@@ -188,7 +186,6 @@ class TrainingStep:
 
         Args:
             sampled_s: seconds in which all rollouts were sampled; None if they were recorded earlier.
-
         """
         return (
             rollout_metrics(self.rollouts, self.groups, sampled_s)

@@ -40,7 +40,6 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
 
     Raises:
         ConfigError: ``model.warm_start`` names no configuration, or one without demonstrations; messages name the key.
-
     """
     name = config.model.warm_start
     if name is None:
@@ -79,7 +78,6 @@ async def initial_policy(
     Raises:
         RunStopped, LearnerError, UserError: as in `warmed_model`.
         ModelError: the model does not exist.
-
     """
     if checkpoint is None:
         warm = await warmed_model(config, folder, interrupt, console)
@@ -101,7 +99,6 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
         RunStopped: Ctrl-C ended it.
         LearnerError: the fine-tuning failed; the message has the end of its log.
         UserError: its configuration is invalid.
-
     """
     warm = warm_start_config(config, folder)
     if warm is None:
@@ -144,7 +141,6 @@ class _LogTail:
 
         Raises:
             LearnerError, UserError: it failed.
-
         """
         while (code := self.child.exit_code()) is None:
             self._show()

@@ -37,7 +37,6 @@ class AdapterSync(WeightSync):
         dtype: they are cast to it before they are sent; None keeps the learner's float32.
         check: ``none``; ``version``, the engines' versions afterwards; ``checksum``, also each engine's own comparison of
             what it received with SHA-256 sums.
-
     """
 
     def __init__(self, config: LoraConfig, *, dtype: str | None = None, check: str = "version") -> None:
@@ -59,7 +58,6 @@ class AdapterSync(WeightSync):
             ConfigError: SGLang cannot compute adapters of these layers.
             LearnerError: the learner has no adapters.
             EngineError: an engine refused them, died or did not answer in time, or has another version afterwards.
-
         """
         adapters = await asyncio.to_thread(self._adapters, learner)
 
@@ -106,7 +104,6 @@ async def load_adapters(engine: EngineControl, folder: Path, policies: Collectio
     Raises:
         ModelError: a folder is incomplete or damaged.
         EngineError: the engine refuses them.
-
     """
     ranks, adapters = await engine.groups.ranks(), {}
     for policy in policies:
@@ -134,7 +131,6 @@ def with_adapters(sampler: SamplerConfig, config: LoraConfig, model: Path) -> Sa
     Raises:
         ConfigError: see `agentrl.learner.fsdp.lora.adapted_layers`.
         ModelError: the model's configuration cannot be loaded.
-
     """
     from agentrl.learner.fsdp.lora import adapted_layers
     from agentrl.models.load import empty_model
@@ -158,7 +154,6 @@ def _check_fused(layers: Collection[str]) -> None:
 
     Raises:
         ConfigError: names one without.
-
     """
     names = set(layers)
     for layer in sorted(names):

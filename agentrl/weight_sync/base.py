@@ -34,7 +34,6 @@ class WeightSync(Protocol):
         Raises:
             EngineError: an engine or the check failed. Engines that may hold a mixture of versions sample nothing until
                 a whole update has arrived.
-
         """
         ...
 

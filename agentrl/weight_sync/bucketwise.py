@@ -25,7 +25,6 @@ class BucketwiseSync(Transport):
 
         Raises:
             EngineError: an engine refused a bucket, died or did not answer in time, or the check afterwards fails.
-
         """
         check = await UpdateCheck.start(self.options.check, engines)
         try:

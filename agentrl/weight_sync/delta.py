@@ -65,7 +65,6 @@ class DeltaSync(BucketwiseSync):
         Raises:
             EngineError: see `BucketwiseSync.sync_weights`, or an engine has other weights than its last sync has sent.
             LearnerError: a weight is not finite.
-
         """
         if learner is not self._learner:
             self._base, self._learner = None, learner

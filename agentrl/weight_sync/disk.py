@@ -31,7 +31,6 @@ class DiskSync(Transport):
 
         Raises:
             EngineError: an engine could not load them, or the check afterwards fails.
-
         """
         folder = self.options.folder / f"version_{version:06d}"
         check = await UpdateCheck.start(self.options.check, engines)
@@ -69,7 +68,6 @@ async def write_weights(
         bucket_bytes: size of a file.
         dtype: weights are cast to it; None keeps the learner's dtype.
         on_bucket: called with each bucket.
-
     """
     await asyncio.to_thread(_create_empty, folder)
     file_by_name: dict[str, str] = {}

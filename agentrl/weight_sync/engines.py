@@ -23,7 +23,6 @@ async def call_all(
 
     Raises:
         EngineError: with the number of the engine, and the phase.
-
     """
 
     async def call_one(number: int, engine: EngineControl) -> None:
@@ -91,7 +90,6 @@ async def check_version(engines: Sequence[EngineControl], version: int) -> None:
 
     Raises:
         EngineError: an engine reports another version, or none.
-
     """
 
     async def check(engine: EngineControl) -> None:
@@ -108,7 +106,6 @@ async def paused(engines: Sequence[EngineControl], mode: str) -> AsyncIterator[N
 
     Raises:
         EngineError: an engine does not pause or does not go on. All others go on.
-
     """
     try:
         await call_all(engines, "pause of generations", lambda engine: engine.pause(mode))
@@ -122,7 +119,6 @@ async def begin_updates(engines: Sequence[EngineControl], version: int) -> None:
 
     Raises:
         EngineError: an engine does not stop sampling.
-
     """
     await call_all(engines, f"begin of the update to version {version}", lambda engine: engine.updates.begin())
 

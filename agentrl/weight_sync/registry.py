@@ -34,7 +34,6 @@ def transport_class(name: str) -> type[Transport]:
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `Transport`.
-
     """
     if name in TRANSPORTS:
         return TRANSPORTS[name]
@@ -60,7 +59,6 @@ def check_transport_fits(config: Config) -> None:
 
     Raises:
         UnknownNameError, ConfigError: see `transport_class`, or the transport's `faults`.
-
     """
     faults = [*transport_class(config.weights.transport).faults(config)]
     if faults:

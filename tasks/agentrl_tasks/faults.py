@@ -15,7 +15,6 @@ def check_faults(faults: Mapping[str, float], fault_names: Collection[str]) -> N
     Raises:
         UnknownNameError: a fault is not in ``fault_names``.
         ConfigError: the values are not probabilities.
-
     """
     for name in faults:
         if name not in fault_names:

@@ -64,7 +64,6 @@ def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> tuple[Part
 
     Raises:
         WeightChangesError: a number that would be sent is not finite.
-
     """
     flat, size = new.detach().reshape(-1), new.element_size()
     dtype, shape = str(new.dtype).removeprefix("torch."), tuple(new.shape)
@@ -125,7 +124,6 @@ def serialize(changes: Changes, *, base: str | None, held: str, number: int, las
         held: name of the weights that the receiver has after the last bucket.
         number: of the bucket, from 0.
         last: whether no bucket follows.
-
     """
     header = {
         "base": base,
@@ -154,7 +152,6 @@ class ReceivedWeights:
 
         Raises:
             WeightChangesError: it is damaged, or of other weights than are held.
-
         """
         tensors = dict(named)
         header = json.loads(tensors["header"].cpu().numpy().tobytes())
@@ -184,7 +181,6 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 
     Raises:
         WeightChangesError: they are damaged, are changes to other weights, or the model does not load weights by copies.
-
     """
     received = getattr(model, _HELD, None) or ReceivedWeights()
     setattr(model, _HELD, received)

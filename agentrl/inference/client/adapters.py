@@ -50,7 +50,6 @@ class SGLangAdapters:
 
         Raises:
             EngineError: the engine refuses or does not answer; new requests use the adapters that they used before.
-
         """
         # Unique: an earlier attempt, or another client, may have loaded one of this version.
         names = {policy: f"{policy}{_VERSION}{version}-{uuid4().hex[:8]}" for policy in adapters}

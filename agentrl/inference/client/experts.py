@@ -36,7 +36,6 @@ def read_experts(
 
     Raises:
         SamplerError: they are missing, or not those of these tokens.
-
     """
     start = body.get(_START)
     if start is None or (text is None and aborted):

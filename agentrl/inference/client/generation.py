@@ -67,7 +67,6 @@ class GenerationClient(ABC):
             http: of the address.
             vocabulary: of the policy; see `read_reply` and `join` for what needs it.
             knows_ages: keep `prefix_ages`.
-
         """
         self.prefix_ages = PrefixAges() if knows_ages else None
         """Which versions computed the cached prefixes; None: only the version that samples."""

@@ -52,7 +52,6 @@ class PrefixAges:
         Returns:
             cached tokens of known age; those of an older version than samples; the sum of their ages in versions; the
             largest age.
-
         """
         counts, self._counts = self._counts, (0, 0, 0, 0)
         return counts

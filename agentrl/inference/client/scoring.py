@@ -57,7 +57,6 @@ class ScoringClient:
 
         Raises:
             EngineError: the server cannot be reached, refuses, or its reply is not one.
-
         """
         body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}", adapter)
         async with self._running:
@@ -90,7 +89,6 @@ class ScoringClient:
 
         Raises:
             EngineError: it does not answer.
-
         """
         control = ControlEndpoint(self._http)
         server_info: dict[str, Any] = {}

@@ -38,7 +38,6 @@ def merged_weights(
 
     Raises:
         BadRequestError: they do not fit the model.
-
     """
     tensors = dict(named)
     try:
@@ -69,7 +68,6 @@ def check_sums(named: Sequence[tuple[str, Tensor]], expected: Mapping[str, str])
 
     Raises:
         BadRequestError: one differs, or is missing.
-
     """
     for name, checksum in expected.items():
         tensor = dict(named).get(name)
@@ -89,7 +87,6 @@ class AdapterTable:
 
         Raises:
             BadRequestError: there is none of this name.
-
         """
         if name not in self._loaded:
             raise BadRequestError(f"lora_path={name!r} is not loaded; loaded are {sorted(self._loaded)}")
@@ -100,7 +97,6 @@ class AdapterTable:
 
         Raises:
             BadRequestError: one of this name is loaded.
-
         """
         if name in self._loaded:
             raise BadRequestError(f"lora_name={name!r} is loaded already")
@@ -112,7 +108,6 @@ class AdapterTable:
 
         Raises:
             BadRequestError: there is none of this name.
-
         """
         if self._loaded.pop(str(name), None) is None:
             raise BadRequestError(f"lora_name={name!r} is not loaded")

@@ -44,7 +44,6 @@ class Fleet:
             vocabulary: of the policy.
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
             prefix_cache: ``weights.prefix_cache``.
-
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self._sglang_router = (
@@ -74,7 +73,6 @@ class Fleet:
         Raises:
             EngineError: an engine does not start; the message has its last log lines.
             ConfigError: no healthy engine answers at an address of ``sampler.url``, or one holds less than ``max_tokens``.
-
         """
         if self._sglang_router is not None:
             await self._sglang_router.start()
@@ -134,7 +132,6 @@ class Fleet:
 
         Raises:
             EngineError: no engine is left.
-
         """
         await self._health.wait_ended()
 

@@ -72,7 +72,6 @@ class HealthMonitor:
             router: engines are added to and removed from it.
             config: check intervals, timeouts and the number of restarts.
             relaunch: starts a new, healthy process of an engine and sets its client; raises `AgentrlError`.
-
         """
         self.sync_weights: SyncWeights | None = None
         """If None, restarted engines keep their initial weights."""
@@ -106,7 +105,6 @@ class HealthMonitor:
 
         Raises:
             EngineError: no engine is left; the message has the last log lines of the last one.
-
         """
         if self._error is not None:
             raise self._error
@@ -258,7 +256,6 @@ class HealthMonitor:
 
         Raises:
             EngineError: the weight sync fails, or the engine has another version after it.
-
         """
         if self.sync_weights is not None:
             expected = await self._while_healthy(engine, self.sync_weights(engine.client))

@@ -25,7 +25,6 @@ def reserved_fleet(
         number: of the first engine among those that are reserved, from 0.
         vocabulary: of the policy.
         engines: of the fleet.
-
     """
     logs.mkdir(parents=True, exist_ok=True)
     sampler = config.sampler.model_copy(update={"engines": engines, "url": None, "port": 0, "router": "builtin"})
@@ -40,7 +39,6 @@ def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[st
 
     Raises:
         ModelError: a model does not exist; the message names the key.
-
     """
     return {
         name: reserved_fleet(config, folder, logs / f"frozen-{number}", number, vocabulary)

@@ -166,7 +166,6 @@ class RoutedSampler:
 
         Raises:
             SamplerError: an engine refused, the request lost three engines, or no engine is left.
-
         """
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
@@ -216,7 +215,6 @@ class RoutedSampler:
 
         Raises:
             SamplerError: its engine refuses.
-
         """
         request = self._requests.get(request_id)
         if request is None:

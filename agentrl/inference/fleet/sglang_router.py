@@ -57,7 +57,6 @@ class SGLangRouter(GenerationClient):
             log: file for the router's output.
             vocabulary: of the policy, with which replies are checked.
             knows_ages: see `GenerationClient`.
-
         """
         self.on_lost: Callable[[str], None] = lambda name: None
         self._sampler = sampler

@@ -59,7 +59,6 @@ class Launcher(Protocol):
         Raises:
             ConfigError: an option is invalid.
             EngineError: it ended or did not become healthy in time; the message has its last log lines.
-
         """
         ...
 
@@ -88,7 +87,6 @@ class EngineSpec:
             number: number of the engine.
             host: address of this machine on which it listens.
             gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
-
         """
         config = self.config
         port = config.port + number if config.port else 0
@@ -168,7 +166,6 @@ async def launch(launcher: Launcher, number: int, name: str) -> RunningEngine:
 
     Raises:
         ConfigError, EngineError: see `Launcher.launch`.
-
     """
     starting = asyncio.ensure_future(asyncio.to_thread(launcher.launch, number))
     try:
@@ -197,7 +194,6 @@ def engine_gpus(number: int, gpu_count: int, gpus: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: one engine needs more GPUs than there are.
-
     """
     blocks = len(gpus) // gpu_count
     if not blocks:

@@ -59,7 +59,6 @@ class SharedMemory:
 
         Raises:
             LearnerError: the memory is not on a GPU.
-
         """
         if self.flat.device.type != "cuda":
             raise LearnerError("the weights are not on a GPU, where another process could open them")

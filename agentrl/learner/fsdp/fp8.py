@@ -15,7 +15,6 @@ def convert_linears(layers: Sequence[nn.Module]) -> None:
 
     Raises:
         ConfigError: torchao is missing, or the GPU has no float8.
-
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -147,7 +147,6 @@ class MergedWeights:
     Args:
         hf: with adapters or without.
         config: of the adapters; None for a model without.
-
     """
 
     def __init__(self, hf: nn.Module, config: LoraConfig | None) -> None:
@@ -210,7 +209,6 @@ class MergedWeights:
         Args:
             name: of `base`, or of `adapters`.
             readable: returns a tensor of the model in readable memory.
-
         """
         weight = readable(self.adapters[name] if name in self.adapters else self.base[name])
         if name not in self._pairs:

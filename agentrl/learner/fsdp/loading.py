@@ -62,7 +62,6 @@ def load_policy(
     Raises:
         ConfigError: see `frozen_names`; layers mix rows, with ``learner.context_parallel`` above 1.
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
-
     """
     policy = PolicyModel(empty_model(folder, IMPLEMENTATION, key=key), config.logits_chunk)
     _load(policy, folder, config, device, mesh, key)
@@ -82,7 +81,6 @@ def load_critic(
     Raises:
         ConfigError: layers mix rows, with ``learner.context_parallel`` above 1.
         ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
-
     """
     critic = ValueModel(empty_model(folder, IMPLEMENTATION, values=True, key=key), config.logits_chunk)
     _load(critic, folder, config, device, mesh, key)

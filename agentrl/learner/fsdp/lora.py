@@ -26,7 +26,6 @@ def add_adapters(hf: Any, config: LoraConfig) -> None:
     Raises:
         ConfigError: a pattern matches no linear layer, or the output head.
         MissingError: peft is not installed.
-
     """
     require("peft", LORA_KEY)
     from peft import LoraConfig as PeftConfig
@@ -49,7 +48,6 @@ def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the output head.
-
     """
     head = hf.get_output_embeddings()
     linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and module is not head]

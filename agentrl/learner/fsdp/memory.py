@@ -32,7 +32,6 @@ def fsdp_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Learn
             Those without ``requires_grad`` are not trained.
         config: optimizer, sharding and chunk of logits.
         options: ranks, tokens and precision.
-
     """
     return max(_moments(hf, config, options), key=lambda moment: moment.total)
 

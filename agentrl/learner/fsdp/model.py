@@ -59,7 +59,6 @@ class PackedModel(nn.Module):
 
         Returns:
             what `_score` returns.
-
         """
         device, at_N = self.hf.device, torch.from_numpy(places_N)
         if micro.shares_prefixes:

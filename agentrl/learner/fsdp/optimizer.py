@@ -30,7 +30,6 @@ def make_optimizers(
         head: the output head; like the embeddings it is optimized by AdamW.
         config: optimizer and learning rates, without ``auto``.
         weights: those to train; None are all that require a gradient.
-
     """
     trained = [p for p in model.parameters() if p.requires_grad] if weights is None else [*weights]
     if config.name == "adamw":
@@ -73,7 +72,6 @@ class OptimizerStates:
         optimizers: of the rank.
         offloaded: whether their states are in CPU memory.
         chunk_bytes: see `CHUNK_BYTES`.
-
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, offloaded: bool, chunk_bytes: int = CHUNK_BYTES) -> None:

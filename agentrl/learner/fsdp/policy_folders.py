@@ -25,7 +25,6 @@ class PolicyFolders:
         config: of the adapters; None without.
         staged: returns the copy of an adapter on the CPU.
         folder: of all PEFT folders.
-
     """
 
     def __init__(

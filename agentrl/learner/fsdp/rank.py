@@ -39,7 +39,6 @@ class FsdpRank(BackendRank):
     Raises:
         ConfigError: the reference reads other tokens than the policy, or see `frozen_names`.
         ModelError: a folder cannot be loaded.
-
     """
 
     reference: Reference | None

@@ -45,7 +45,6 @@ class Reference(Protocol):
 
         Raises:
             LearnerError: it is of another architecture.
-
         """
         ...
 
@@ -80,7 +79,6 @@ def load_reference(
     Raises:
         ConfigError: the reference reads other tokens than the policy.
         ModelError: the folder cannot be loaded.
-
     """
     check_reference(policy_folder, folder)
     if config.lora is not None and folder.samefile(policy_folder):

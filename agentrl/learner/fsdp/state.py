@@ -147,7 +147,6 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
     Raises:
         CheckpointError: see `LearnerRank.load`.
-
     """
     saved = _read_description(folder)
     expected = _description(rank)

@@ -152,7 +152,6 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
 
     Raises:
         ModelError: weights are missing, or cannot be read.
-
     """
     tensors, shapes = named_tensors(hf), files.shapes()
     head = value_head_names(hf) if values else set()

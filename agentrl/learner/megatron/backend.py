@@ -55,7 +55,6 @@ class MegatronBackend(LearnerBackend):
 
         Raises:
             ConfigError: Megatron-Core is not installed.
-
         """
         try:
             import megatron.core  # noqa: F401

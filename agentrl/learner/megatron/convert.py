@@ -54,7 +54,6 @@ def convert(source: Path, out: Path, ranks: int) -> str:
     Raises:
         ConfigError: ``out`` holds files, or there are more ranks than layers.
         ModelError: ``source`` holds no model of a known family, or its weights do not match its ``config.json``.
-
     """
     check_free(out)
     _, hf = read_family(source, _KEY)

@@ -23,7 +23,6 @@ def computing_on(device: torch.device, *, compiled: bool = False) -> AbstractCon
     Args:
         device: of the rank.
         compiled: whether code is compiled on a CPU. Megatron-Core always compiles, for longer than a small run takes.
-
     """
     return nullcontext() if device.type == "cuda" or _is_active() else _on_cpu(compiled)
 

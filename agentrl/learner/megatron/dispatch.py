@@ -28,7 +28,6 @@ class PairDispatcher(MoETokenDispatcher):  # type: ignore[misc]
     Args:
         config: of Megatron-Core.
         local: indices of this rank's experts.
-
     """
 
     def __init__(self, config: Any, local: list[int]) -> None:

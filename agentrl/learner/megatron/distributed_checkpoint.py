@@ -56,7 +56,6 @@ class ShardedFiles:
     Args:
         state: descriptions of tensors. Those on the CPU must keep their contents until all is written.
         folder: exists.
-
     """
 
     def __init__(self, state: dict[str, Any], folder: Path) -> None:
@@ -76,7 +75,6 @@ class ShardedFiles:
         Raises:
             LearnerError: another rank could not write its part.
             OSError: this rank could not.
-
         """
         fault: Exception | None = None
         written: list[Any] = []
@@ -134,7 +132,6 @@ def load_distributed(model: MegatronModel, folder: Path, key: str) -> None:
 
     Raises:
         ModelError: it is of another model, or damaged.
-
     """
     try:
         weights = sharded_weights(model)

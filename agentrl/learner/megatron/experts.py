@@ -26,7 +26,6 @@ class GroupedLinear(nn.Module):
     Args:
         config: of Megatron-Core.
         shape: ``[E, O, I]`` on this rank.
-
     """
 
     def __init__(self, config: Any, *shape: int) -> None:
@@ -48,7 +47,6 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         count: experts of this rank.
         config: of Megatron-Core.
         pg_collection: its process groups.
-
     """
 
     def __init__(self, count: int, config: Any, pg_collection: Any) -> None:
@@ -71,7 +69,6 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             rows_S_H: hidden states of the pairs, in the order of their experts.
             counts_E: pairs of each expert.
             weights_S: of the pairs, from the router.
-
         """
         ends_E = counts_E.to(rows_S_H.device).cumsum(0, dtype=torch.int32)
         gate_up = self.linear_fc1(rows_S_H, ends_E)

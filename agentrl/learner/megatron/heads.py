@@ -22,7 +22,6 @@ class ValueHead(nn.Module):
 
     Args:
         config: of Megatron-Core.
-
     """
 
     def __init__(self, config: Any) -> None:
@@ -43,7 +42,6 @@ def logprobs_at(
         places_N: int64 indices of the hidden states before the tokens, among those of all tensor-parallel ranks.
         targets_N: int64 token ids.
         options: without ``part``.
-
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # Each rank has the gradient by its part of the vocabulary, which the ranks add up.

@@ -47,7 +47,6 @@ class RMSNorm(nn.Module):
         config: of Megatron-Core.
         hidden_size: of the last dimension.
         eps: added to the mean square.
-
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
@@ -121,7 +120,6 @@ class PackedRotary(nn.Module):
         scaling: factor of sines and cosines, for latent attention; others have it in their softmax scale.
         interleaved: whether the pairs are neighbours, instead of a distance of half the dimensions apart.
         latent: whether it belongs to multi-head latent attention, which takes ``[L, 1, D]`` and the factor.
-
     """
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, interleaved: bool, latent: bool) -> None:

@@ -67,7 +67,6 @@ class Layout:
 
         Raises:
             ConfigError: they cannot; the message has values and keys.
-
         """
         _check_divisible(
             ranks, "learner.ranks", self.ranks_per_replica, "tensor times pipeline times context parallel size"
@@ -115,7 +114,6 @@ class Layout:
 
         Args:
             seed: the same on all ranks.
-
         """
         from megatron.core import parallel_state, tensor_parallel
 

@@ -67,7 +67,6 @@ def megatron_memory(family: Family, hf: Any, options: Mapping[str, Any], work: M
 
     Raises:
         ConfigError: the layout does not divide the model or the ranks, or an option is not supported here.
-
     """
     layout, model = Layout.from_options(options), family.options(hf)
     layout.check(model | {"vocab_size": hf.vocab_size}, options, work.ranks)
@@ -81,7 +80,6 @@ def stage_layers(layers: int, layout: Layout, options: Mapping[str, Any]) -> lis
 
     Raises:
         ConfigError: an option gives the stages their layers in a way that is not supported here.
-
     """
     for name in _UNSUPPORTED:
         if options.get(name):

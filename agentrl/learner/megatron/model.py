@@ -90,7 +90,6 @@ def build_model(
     Raises:
         ConfigError: an option is unknown, or Megatron-Core refuses it.
         ModelError: the folder has no model of a known family.
-
     """
     apply_fixes()
     family, hf = read_family(folder, key)
@@ -144,7 +143,6 @@ def packed_tokens(
         row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
         experts_L: recorded experts that routers use, as in `MicroBatch`; None if the routers choose.
-
     """
     dtype = model.config.params_dtype
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)

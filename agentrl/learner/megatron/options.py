@@ -42,7 +42,6 @@ def select_options(cls: Any, options: Mapping[str, Any]) -> Options:
 
     Raises:
         ConfigError: no class has one of them.
-
     """
     option_names = {name for config_class in _CLASSES for name in _names(config_class)} | {*Layout.__slots__}
     for name in options:
@@ -70,7 +69,6 @@ def transformer_config(
 
     Raises:
         ConfigError: an option is unknown, set by the model, or refused by Megatron-Core.
-
     """
     cls = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
     chosen = select_options(cls, options)
@@ -133,7 +131,6 @@ def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelC
 
     Raises:
         ConfigError: an option is unknown, or Megatron-Core refuses it.
-
     """
     chosen = select_options(DistributedDataParallelConfig, options)
     return _create(DistributedDataParallelConfig, _DATA_PARALLEL | chosen)
@@ -149,7 +146,6 @@ def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dt
 
     Raises:
         ConfigError: an option is unknown, has another key, or Megatron-Core refuses it.
-
     """
     chosen = select_options(OptimizerConfig, options)
     for name, key in _OTHER_KEYS.items():

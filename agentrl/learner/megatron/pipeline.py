@@ -37,7 +37,6 @@ class Pipeline:
         device: of the rank.
         logits_chunk: tokens whose logits exist at the same time.
         compiled: whether the computation of scores from logits is compiled.
-
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class Pipeline:
             consume: called on the last stage, in the order of ``micros``.
             entropy: whether to compute entropies.
             backward: whether gradients are accumulated.
-
         """
         padding = self._padding(len(micros))
         inputs = [*zip([*micros, *padding], [*places, *(_NO_PLACES for _ in padding)], strict=True)]

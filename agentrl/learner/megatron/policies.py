@@ -64,7 +64,6 @@ def load_trained(
     Raises:
         ConfigError: see `build_model` and `frozen_names`.
         ModelError: the folder cannot be loaded.
-
     """
     is_critic = role == "critic"
     key = CRITIC_KEY if is_critic else "model.path"
@@ -82,7 +81,6 @@ def load_reference(
 
     Raises:
         ConfigError: its vocabulary is not the policy's.
-
     """
     check_reference(policy, folder)
     model, weights = _load(folder, config, options, device, REFERENCE_KEY)
@@ -114,7 +112,6 @@ def _freeze(weights: ModelWeights, config: LearnerConfig) -> None:
 
     Raises:
         ConfigError: a pattern matches only some of the weights that Megatron-Core has in one parameter.
-
     """
     if not config.freeze:
         return
@@ -134,7 +131,6 @@ def copy_weights(policy: LoadedModel, reference: LoadedModel) -> None:
 
     Raises:
         LearnerError: their architectures differ.
-
     """
     if policy.weights.specs() != reference.weights.specs():
         raise LearnerError(

@@ -33,7 +33,6 @@ class MegatronRank(BackendRank):
     Raises:
         ConfigError: see `load_trained` and `load_reference`.
         ModelError: a folder cannot be loaded.
-
     """
 
     shares_prefixes = False

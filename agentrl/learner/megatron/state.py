@@ -145,7 +145,6 @@ def load_state(rank: SavedRank, folder: Path) -> None:
 
     Raises:
         CheckpointError: see `LearnerRank.load`.
-
     """
     description, expected = _read_description(folder), _description(rank)
     path = CRITIC_KEY if rank.trained.model.values else "model.path"

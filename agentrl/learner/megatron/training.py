@@ -35,7 +35,6 @@ class Training:
 
     Raises:
         ConfigError: see `select_options`.
-
     """
 
     def __init__(self, model: MegatronModel, config: LearnerConfig, options: Mapping[str, Any]) -> None:
@@ -70,7 +69,6 @@ class Training:
 
         Args:
             gathered: whether to include those that a checkpoint gathers from data-parallel ranks, and so copies.
-
         """
         tensors: list[torch.Tensor] = []
         for optimizer in self._optimizers():
@@ -150,7 +148,6 @@ class Training:
         Args:
             step: finished steps.
             lr_scale: the schedule's factor.
-
         """
         rate = learning_rate(self.config, step, lr_scale)
         self.optimizer.prepare_grads()

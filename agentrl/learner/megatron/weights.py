@@ -69,7 +69,6 @@ class ModelWeights:
 
     Args:
         model: this rank's part.
-
     """
 
     def __init__(self, model: MegatronModel) -> None:
@@ -114,7 +113,6 @@ class ModelWeights:
             into: tensors on the device of the groups.
             groups: whose ranks have the weights.
             readable: returns a tensor of the model in readable memory on that device.
-
         """
         expert_pairs = [pair for pair in into if pair[0] in self._expert_names]
         layer_pairs = [pair for pair in into if pair[0] not in self._expert_names]
@@ -225,7 +223,6 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
 
     Raises:
         ModelError: a weight is missing, quantised, or has another shape; or a tied head has other weights than the embedding.
-
     """
     files = WeightFiles(folder, key)
     file_specs = {spec.name: spec for spec in files.specs()}

@@ -79,7 +79,6 @@ def build_page(
         about: facts about the run, by name.
         metrics: rows of ``metrics.jsonl`` for the curves.
         notes: messages about omitted data; shown at the top.
-
     """
     index, vocabulary = Index(), Vocabulary()
     packed: list[str] = []
@@ -111,7 +110,6 @@ def write_page(out: Path, page: Page) -> None:
 
     Raises:
         OSError: the file cannot be written.
-
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(page.html)

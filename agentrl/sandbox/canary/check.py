@@ -174,7 +174,6 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     Raises:
         SandboxFailure: no sandbox could be opened, or it failed.
         ConfigError: the backend does not isolate: the attempts would be made on this machine.
-
     """
     if not backend.isolated:
         raise ConfigError(f"sandbox.backend={backend.name} isolates nothing: attempts in it would harm this machine")
@@ -196,7 +195,6 @@ async def _attempt_escapes(sandbox: Sandbox, kernel: str | None) -> list[Finding
     Args:
         sandbox: a new one.
         kernel: release of the kernel on which code must not run; None if it may run on any.
-
     """
     with ExitStack() as exits:
         listener = exits.enter_context(socket.socket())
@@ -258,7 +256,6 @@ async def check_backend(backend: SandboxBackend) -> None:
 
     Raises:
         MissingError: an attempt succeeded, or no sandbox opens; the message says what to do.
-
     """
     if not backend.isolated:
         return  # nothing to test; its start has logged the warning

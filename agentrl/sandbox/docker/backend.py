@@ -64,7 +64,6 @@ class DockerSandbox(RunnerSandbox):
 
         Raises:
             SandboxFailure: the runner does not answer, for example because it does not run on that version.
-
         """
         reply, _ = await self._request({"op": "ping"}, READY_S)
         major, minor = reply["python"].split(".")[:2]
@@ -259,7 +258,6 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
 
         Args:
             memory_file: a file in the container's memory cgroup; None if that is on another machine.
-
         """
         try:
             if memory_file is not None:

@@ -30,7 +30,6 @@ class ContainerReader:
 
         Raises:
             ValueError: the stream does not have this format.
-
         """
         while len(self._output) < n:
             kind, length = HEADER.unpack(await self._reader.readexactly(HEADER.size))

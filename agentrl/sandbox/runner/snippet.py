@@ -93,7 +93,6 @@ def offer_egress(channel: int | str) -> None:
 
     Args:
         channel: descriptor of a connected Unix socket, or the path of one.
-
     """
     import socket  # its import takes a few milliseconds, and is needed only here
 

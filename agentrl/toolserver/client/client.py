@@ -72,7 +72,6 @@ class ToolServerClient:
 
     Raises:
         ConfigError: an address is invalid.
-
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class ToolServerClient:
         Raises:
             MissingError: one does not answer.
             ConfigError: one refuses our token, has other tools, or is no tool server.
-
         """
         await self._pool.check_servers()
 
@@ -110,7 +108,6 @@ class ToolServerClient:
         Raises:
             TaskError: the server does not allow the image.
             ToolFailure, ConfigError: see `call`.
-
         """
         if self._batcher is None:
             await self._session(episode_id, image)
@@ -123,7 +120,6 @@ class ToolServerClient:
             ToolFailure: its server did not answer, or no server does.
             EnvironmentFailure: the episode has used the call id before, for another call.
             ConfigError: a server refuses our token, or has other tools.
-
         """
         if is_too_deep(call.arguments):  # fails before a batch with the calls of other episodes does
             fault = f"{call.name}: the arguments are nested more than {MAX_NESTING} levels deep"
@@ -220,7 +216,6 @@ class ToolServerClient:
             ToolFailure: no server opens one; with the addresses and the key to change.
             ConfigError: the token is refused, or a server has other tools.
             TaskError: the image is not allowed.
-
         """
         refusal = ""
         retry_after_s = 0.0

@@ -49,7 +49,6 @@ class ServerPool:
             MissingError: one does not answer; with every such address and the key to change.
             ConfigError: something else than a tool server answers.
             AgentrlError: see `ToolServer.check_tools`.
-
         """
 
         async def fault(server: ToolServer) -> str | None:
@@ -71,7 +70,6 @@ class ServerPool:
 
         Raises:
             ToolFailure: it is.
-
         """
         if server in self._down:
             raise ToolFailure(f"{server.name} is down: it does not answer ({self._down[server]})")
@@ -81,7 +79,6 @@ class ServerPool:
 
         Raises:
             ToolFailure: none does.
-
         """
         try:
             async with asyncio.timeout(RETURN_S):
@@ -95,7 +92,6 @@ class ServerPool:
 
         Raises:
             ToolFailure: none does; with every address and the key to change.
-
         """
         if len(self._down) == len(self._servers):
             faults = "; ".join(f"{server.url}: {reason}" for server, reason in self._down.items())

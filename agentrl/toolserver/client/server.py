@@ -67,7 +67,6 @@ class ToolServer:
 
     Raises:
         ConfigError: the address is invalid.
-
     """
 
     def __init__(self, url: str, config: ClientConfig, key: str, tools: Sequence[Tool] = ()) -> None:
@@ -109,7 +108,6 @@ class ToolServer:
             ServerDown: the server does not answer this and no other request.
             SandboxFailure: it was restarted, so that ``instance`` and its sessions are gone.
             ToolFailure: it answers, and not this request.
-
         """
         retries = self._config.retries if retries is None else retries
         fault = ""
@@ -146,7 +144,6 @@ class ToolServer:
         Raises:
             aiohttp.ClientError, TimeoutError: none does.
             ToolFailure: it is no tool server.
-
         """
         if self._probes is None:
             self._probes = self._new_pool(aiohttp.TCPConnector(force_close=True))
@@ -159,7 +156,6 @@ class ToolServer:
 
         Raises:
             ConfigError: it lacks one.
-
         """
         if self._checked_instance == instance or not self._tools:
             return
@@ -185,7 +181,6 @@ class ToolServer:
         Raises:
             ConfigError: the token was refused.
             ToolFailure: the reply is another error, or not a tool server's.
-
         """
         if reply.status in (401, 403):
             options = self._key.removesuffix(".url") + ".options.client.token"

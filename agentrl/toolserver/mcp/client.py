@@ -52,7 +52,6 @@ class McpService(HostedService):
         Raises:
             ConfigError: no server or two are configured, or a tool of the server has an invalid schema.
             MissingError: the program does not exist, or the server does not answer.
-
         """
         if not options.command and not options.url:
             options = options.model_copy(update={"command": self.command, "url": self.url})
@@ -149,7 +148,6 @@ class McpTool(HostedTool):
 
     Raises:
         ConfigError: its schema is invalid.
-
     """
 
     def __init__(self, source: McpSource, tool: types.Tool) -> None:
@@ -172,7 +170,6 @@ class McpTool(HostedTool):
 
         Raises:
             ToolFailure: the server does not start, died, or reported an error of the server.
-
         """
         limit = self._source.options.timeout_s
         try:

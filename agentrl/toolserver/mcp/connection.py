@@ -83,7 +83,6 @@ class McpOptions(Section):
         Raises:
             ConfigError: none or two are configured.
             MissingError: the program does not exist.
-
         """
         if bool(self.command) == bool(self.url):
             raise ConfigError(f"{key}: set either command or url of the MCP server")
@@ -125,7 +124,6 @@ class McpConnection:
 
         Raises:
             ToolFailure: it does not start or does not answer.
-
         """
         await self._client()
         return self._tools
@@ -137,7 +135,6 @@ class McpConnection:
             TimeoutError: it did not answer in time.
             ValueError: the server refused the arguments.
             ToolFailure: the server does not start, has ended, reported an error of the server, or violated the protocol.
-
         """
         client = await self._client()
         try:

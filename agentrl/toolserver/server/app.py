@@ -89,7 +89,6 @@ async def read_body(request: Request, body: type[B]) -> B:
 
     Raises:
         HTTPException: 413 if it is too long, 400 if it is not the JSON object that the route takes.
-
     """
     content = await request.body()
     try:

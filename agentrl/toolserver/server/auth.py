@@ -39,7 +39,6 @@ def server_token(config: ServerConfig, host: str) -> str | None:
     Raises:
         ConfigError: ``host`` can be reached from other machines and there is no token; or the token can be guessed, or is not
             valid in a header.
-
     """
     token = os.environ.get(TOKEN_VARIABLE) if config.token is None else config.token
     if not token:

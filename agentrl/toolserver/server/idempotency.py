@@ -29,7 +29,6 @@ class Answer:
 
         Raises:
             TypeError: its data, or its content, cannot be written as JSON.
-
         """
         fields = {
             "call_id": result.call_id,
@@ -75,7 +74,6 @@ class CallMemory:
         Raises:
             Conflict: the id belongs to another call, or to one whose answer is no longer kept.
             ValueError, RecursionError: the arguments cannot be encoded: half a character, a number such as NaN, or too deep.
-
         """
         text = json.dumps([call.name, call.arguments], sort_keys=True, ensure_ascii=False, allow_nan=False)
         key, digest = _key(call.id), _digest(text.encode())

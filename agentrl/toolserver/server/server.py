@@ -55,7 +55,6 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         PortInUseError: another process does.
         ConfigError: this machine does not have the address.
-
     """
     # The protocol is given because asyncio disables Nagle's algorithm only then: its delay costs 40 ms a reply.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -95,7 +94,6 @@ async def open_sessions(
 
     Raises:
         MissingError, ConfigError: the backend or a tool cannot be used on this machine.
-
     """
     async with AsyncExitStack() as exits:
         backend: SandboxBackend | None = None
@@ -126,7 +124,6 @@ def serve_tools(
     Raises:
         PortInUseError: another process listens on ``port``.
         ConfigError, MissingError: the configuration, the backend or a tool cannot be used on this machine.
-
     """
     exit_with_parent()
     token = server_token(config.server, host)

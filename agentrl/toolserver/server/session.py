@@ -105,7 +105,6 @@ class Session(ToolSession):
         Raises:
             Conflict: the id belongs to another call, or to one whose answer is no longer kept.
             Draining: the server is about to stop; calls that were started before are still answered.
-
         """
         if self._shared.draining.is_set() and call.id not in self._calls:
             raise Draining("the server is about to stop and starts no call")

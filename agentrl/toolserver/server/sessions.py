@@ -124,7 +124,6 @@ class Sessions:
             Full: there was none in time.
             Draining: the server is about to stop.
             ImageRefused: ``sandbox.images`` does not allow the image.
-
         """
         session = self.open_now(episode_id, image)
         return session if session is not None else await self._wait(episode_id, image)
@@ -134,7 +133,6 @@ class Sessions:
 
         Raises:
             Draining, ImageRefused: see `open`.
-
         """
         if self.draining:
             raise Draining("the server is about to stop and opens no session")
@@ -193,7 +191,6 @@ class Sessions:
 
         Raises:
             UnknownSession, SessionGone: no open session has this id.
-
         """
         session = self._open.get(session_id)
         if session is not None:
@@ -209,7 +206,6 @@ class Sessions:
         Raises:
             NeedsSession: a tool is not stateless.
             Draining: the server is about to stop.
-
         """
         if self.draining:
             raise Draining("the server is about to stop and starts no call")
@@ -234,7 +230,6 @@ class Sessions:
 
         Raises:
             UnknownSession: there is no such session, as far as the server remembers.
-
         """
         session = self._open.get(session_id)
         if session is not None:

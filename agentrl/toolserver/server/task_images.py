@@ -28,7 +28,6 @@ class TaskImages:
 
         Raises:
             ImageRefused: they may not; the message names the key to set.
-
         """
         config = self._default.config
         if not self._default.has_images:
@@ -49,7 +48,6 @@ class TaskImages:
 
         Raises:
             SandboxFailure: the image is missing, no sandbox runs on it, or the canary fails in it.
-
         """
         if image is None or image == self._default.config.image:
             return self._default

@@ -39,7 +39,6 @@ class Admission:
         batch_size: groups of a step.
         max_staleness: most versions between a group's admission and the step that trains it.
         most: groups that are admitted and not taken, at least ``batch_size``; None: as many as ``max_staleness`` allows.
-
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class Filtering:
 
     Raises:
         ConfigError: there is no filter of a name.
-
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -40,7 +39,6 @@ class Filtering:
 
         Raises:
             ConfigError: a filter of the user raises, or returns no bool.
-
         """
         reason = self._filters.reason(group)
         if reason:
@@ -62,7 +60,6 @@ class Filtering:
 
         Raises:
             RunStopped: they leave less than a batch of the groups that ``step`` may sample.
-
         """
         plan, batch, count = self._config.filter_groups, self._config.batch_size, len(self._groups)
         if count <= (plan.max_num_gen_batches - 1) * batch:

@@ -51,7 +51,6 @@ class LengthBias:
 
         Args:
             oldest: position of the first group that waits or runs; None if there is none.
-
         """
         for position in sorted(self._ahead):
             if oldest is None or position < oldest:

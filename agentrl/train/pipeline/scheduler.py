@@ -134,7 +134,6 @@ class GroupScheduler:
         Raises:
             RunStopped: a signal or the failure policy ends the run.
             AgentrlError: a server died.
-
         """
         async with self._running_episodes():
             positions = await self._finished_groups(consume)
@@ -340,7 +339,6 @@ def open_scheduler(  # everything that the scheduler of a run needs
         guard: the context in which episodes run.
         on_done: called with each rollout when it has its reward.
         self_play: chooses who plays in a group.
-
     """
     rollout, asynchronous = config.rollout, config.asynchronous
     pending = [group for group in journal.pending if group.position not in position]

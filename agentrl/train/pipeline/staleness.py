@@ -17,7 +17,6 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
     Args:
         rollouts: of a step; dropped ones do not count.
         version: the policy that the step trains.
-
     """
     trained = [rollout for rollout in rollouts if not rollout.dropped]
     rows = [row for rollout in trained for row in rollout.rows]
@@ -42,7 +41,6 @@ def mask_stale(rollouts: Iterable[Rollout], version: int, limit: int) -> float:
         rollouts: of a step; their rows are changed.
         version: the policy that the step trains.
         limit: ``async.mask_older_than``.
-
     """
     masked = trained = 0
     for row in (row for rollout in rollouts for row in rollout.rows):

@@ -38,7 +38,6 @@ def hidden_tests(task: Task) -> HiddenTests:
 
     Raises:
         TaskError: its answer is not a set of hidden tests.
-
     """
     answer = task.answer
     try:

@@ -19,7 +19,6 @@ def same_answer(answer: str, accepted: Iterable[str]) -> bool:
 
     Raises:
         ValueError: an accepted answer cannot be parsed.
-
     """
     return any(_same(answer, last_boxed(right) or right) for right in accepted)
 

@@ -101,7 +101,6 @@ class Contest(TaskSet):
         Raises:
             ConfigError: an option is out of range.
             UnknownNameError: a family does not exist.
-
         """
         for name in families:
             if name not in FAMILIES:
@@ -132,7 +131,6 @@ class Contest(TaskSet):
             UnknownNameError: the split does not exist.
             MissingError: a file does not exist.
             ConfigError: a row is invalid; the message says where.
-
         """
         splits = self._files if self._has_files else self._sizes
         if name not in splits:

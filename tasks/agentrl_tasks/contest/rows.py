@@ -52,7 +52,6 @@ def parse_row(row: Row) -> Published:
     Raises:
         FunctionStyle: its tests call a function.
         ConfigError: a key is missing or its value is invalid; the message has file, line or row, and the keys there.
-
     """
     statement = next((row.values[name] for name in STATEMENTS if row.values.get(name)), None)
     if not isinstance(statement, str):

@@ -74,7 +74,6 @@ class MathProblems(TaskSet):
         Raises:
             ConfigError: an option is out of range.
             UnknownNameError: a format, family or fault is unknown.
-
         """
         self._files = {"train": file_paths(train), "eval": file_paths(eval)}
         if format != "auto" and format not in FORMATS:
@@ -93,7 +92,6 @@ class MathProblems(TaskSet):
         Raises:
             MissingError: a file does not exist.
             ConfigError: only ``eval`` has files, a file holds no rows, or a row is invalid; the message says where.
-
         """
         if name not in SPLITS:
             raise unknown_name("split", name, SPLITS, "tasks.train_split, tasks.eval_split")
@@ -106,7 +104,6 @@ class MathProblems(TaskSet):
 
         Raises:
             NotImplementedError: the task is from a file, without a program that solves it.
-
         """
         if "code" not in task.metadata:
             raise NotImplementedError(

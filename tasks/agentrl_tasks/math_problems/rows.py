@@ -41,7 +41,6 @@ def dapo(row: Row) -> Published:
 
     Raises:
         ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
-
     """
     prompt = row.values.get("prompt")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
@@ -68,7 +67,6 @@ def gsm8k(row: Row) -> Published:
 
     Raises:
         ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
-
     """
     question = _text(row, "question", row.values.get("question"), "a text")
     solution = _text(row, "answer", row.values.get("answer"), "a text")
@@ -88,7 +86,6 @@ def detect_format(row: Row) -> str:
 
     Raises:
         ConfigError: it has the columns of none.
-
     """
     if "prompt" in row.columns and ("reward_model" in row.columns or "label" in row.columns):
         return "dapo"

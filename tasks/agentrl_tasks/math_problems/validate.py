@@ -17,7 +17,6 @@ def validate(tasks: Iterable[Task], env: str = "python_math") -> list[str]:
     Args:
         tasks: with an answer, or a list of answers, each of which must score 1.
         env: the registered environment whose reward is checked.
-
     """
     environment = make_env(env)
     faults = []

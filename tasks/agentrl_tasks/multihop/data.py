@@ -75,7 +75,6 @@ class Multihop(TaskSet):
         Raises:
             ConfigError: an option is out of range.
             UnknownNameError: a fault is unknown.
-
         """
         self._faults = dict(faults or {})
         self._check(hops, scale, train_size, eval_size)

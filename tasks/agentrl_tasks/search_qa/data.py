@@ -48,7 +48,6 @@ class SearchQa(TaskSet):
             eval: JSONL or parquet files to evaluate on; without any there is no evaluation.
             corpus: a JSONL file of documents ``{"id", "contents"}`` for the search server; it is copied into
                 the run's folder, so name a large one in ``tools.search.options.corpus`` instead.
-
         """
         self._files = {"train": file_paths(train), "eval": file_paths(eval)}
         self._corpus = Path(corpus).expanduser() if corpus is not None else None
@@ -60,7 +59,6 @@ class SearchQa(TaskSet):
         Raises:
             MissingError: a file does not exist.
             ConfigError: ``train`` has no files, a file holds no rows, or a row is invalid; the message says where.
-
         """
         if name not in self._files:
             raise unknown_name("split", name, self._files, "tasks.train_split, tasks.eval_split")

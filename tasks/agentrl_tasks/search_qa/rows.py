@@ -34,7 +34,6 @@ def parse_row(row: Row) -> Question:
 
     Raises:
         ConfigError: a key is missing or its value is invalid; the message has file, line or row, key, and the keys there.
-
     """
     extra = row.values.get("extra_info")
     index = extra.get("index") if isinstance(extra, Mapping) else None

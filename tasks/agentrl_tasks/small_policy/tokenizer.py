@@ -51,7 +51,6 @@ def tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
         texts: examples of what the policy reads and writes, without the template's markers.
         vocabulary: number of tokens: 256 bytes, control tokens, `MARKERS`, and merges for the rest. A digit is always a
             separate token, so that numbers are copied digit by digit.
-
     """
     digits = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

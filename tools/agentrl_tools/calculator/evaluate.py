@@ -32,7 +32,6 @@ def evaluate(expression: str) -> Number:
 
     Raises:
         CalculatorError: it is not an expression, or too large.
-
     """
     if len(expression) > MAX_CHARS:
         raise CalculatorError(f"an expression may have {MAX_CHARS} characters, this one has {len(expression)}")

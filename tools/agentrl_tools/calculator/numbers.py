@@ -28,7 +28,6 @@ def check_size(number: Number) -> Number:
 
     Raises:
         CalculatorError: it is.
-
     """
     if isinstance(number, float):
         if math.isnan(number):
@@ -46,7 +45,6 @@ def literal(text: str) -> Fraction:
 
     Raises:
         CalculatorError: it has too many digits.
-
     """
     try:
         decimal = Decimal(text.replace("_", ""))
@@ -64,7 +62,6 @@ def to_integer(number: Number, name: str) -> int:
 
     Raises:
         CalculatorError: it is not an integer; the message names ``name``.
-
     """
     if isinstance(number, float) or number.denominator != 1:
         raise CalculatorError(f"{name} needs whole numbers, not {format_number(number)}")
@@ -124,7 +121,6 @@ def apply_real(function: Callable[..., float], *numbers: Number) -> float:
 
     Raises:
         CalculatorError: it is not defined there, or its value is too large.
-
     """
     try:
         return function(*(float(number) for number in numbers))

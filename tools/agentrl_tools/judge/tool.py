@@ -52,7 +52,6 @@ class JudgeTool(HostedTool):
 
         Raises:
             SandboxFailure: a sandbox failed; there is no verdict then.
-
         """
         arguments = call.arguments
         fault = _find_fault(arguments)

@@ -36,7 +36,6 @@ async def look(sandbox: Sandbox, number: int) -> str | None:
 
     Raises:
         SandboxFailure: the sandbox failed, not the program.
-
     """
     outcome = await sandbox.run(Job(f"look-{number}", code=LOOK))
     return outcome.stdout if outcome.status is ToolStatus.OK else None

@@ -35,7 +35,6 @@ class BM25:
 
         Raises:
             ConfigError: there are none, or none has a word in it.
-
         """
         self._documents = documents if isinstance(documents, Sequence) else list(documents)
         words = _words([row["contents"] for row in self._documents])
@@ -70,6 +69,5 @@ def bm25_corpora(documents: Mapping[str, Iterable[Document]], key: str = "--corp
 
     Raises:
         ConfigError: there is none, or one is empty.
-
     """
     return Corpora({name: BM25(rows, f"{key} {name}") for name, rows in documents.items()}, key)

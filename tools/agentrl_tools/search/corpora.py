@@ -31,7 +31,6 @@ def open_corpora(
     Raises:
         ConfigError: a corpus, model or index that cannot be used.
         MissingError: the extra for E5 is not installed.
-
     """
     if retriever == "e5":
         require_e5()

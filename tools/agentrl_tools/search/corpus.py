@@ -25,7 +25,6 @@ def read_corpus(path: Path, key: str) -> Iterator[Document]:
 
     Raises:
         ConfigError: there is no such file, or a line is not a document; with file, line and field.
-
     """
     with _open(path, key) as lines:
         try:
@@ -44,7 +43,6 @@ def open_corpus(path: Path, key: str) -> Sequence[Document]:
 
     Raises:
         ConfigError: as in `read_corpus`, or the file holds no document.
-
     """
     documents = list(read_corpus(path, key)) if path.suffix == ".gz" else DocumentsOnDisk(path, key)
     if not len(documents):
@@ -60,7 +58,6 @@ class DocumentsOnDisk(Sequence[Document]):
 
         Raises:
             ConfigError: as in `read_corpus`.
-
         """
         self._path, self._key = path, key
         self._starts, self._lengths = array("q"), array("q")
@@ -122,7 +119,6 @@ def named_files(texts: Sequence[str], option: str) -> dict[str, Path]:
 
     Raises:
         ConfigError: two of one name.
-
     """
     files = [_named_file(text) for text in texts]
     names = [name for name, _ in files]

@@ -58,7 +58,6 @@ def e5_corpora(
 
     Raises:
         ConfigError: the model cannot be loaded, an index does not match it or its corpus, or there is no such corpus.
-
     """
     strange = sorted(set(indexes) - set(documents))
     if strange:

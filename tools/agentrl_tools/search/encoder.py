@@ -29,7 +29,6 @@ class Encoder:
 
         Raises:
             ConfigError: the model cannot be loaded or lacks weights, or there is no such device.
-
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda (tools.search.options.device): torch sees no GPU here; cpu works anywhere")

@@ -42,7 +42,6 @@ def parse_request(body: Any, topk: int) -> Retrieval:
 
     Raises:
         ValueError: a field is missing or invalid.
-
     """
     if not isinstance(body, Mapping):
         raise ValueError(f"expected an object with 'queries' or 'query', found {type(body).__name__}")

@@ -31,7 +31,6 @@ class Corpora:
 
         Raises:
             ConfigError: there are none.
-
         """
         if not retrievers:
             raise ConfigError(f"{key}: no corpus given")
@@ -42,7 +41,6 @@ class Corpora:
 
         Raises:
             UnknownNameError: there is no such corpus, or no name was given and there are several.
-
         """
         if corpus is None and len(self.retrievers) == 1:
             return next(iter(self.retrievers.values())).search(queries, topk)

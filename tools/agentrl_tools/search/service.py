@@ -70,7 +70,6 @@ class SearchService(HostedService):
         Raises:
             ConfigError: a corpus, model or index cannot be used.
             PortInUseError: another process listens on ``--port``.
-
         """
         config = make_server_config(arguments.config, arguments.overrides, [self.name])
         for name in ("corpus", "index"):

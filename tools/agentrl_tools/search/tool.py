@@ -52,7 +52,6 @@ class SearchTool(StatelessTool):
 
         Raises:
             ConfigError: there is no corpus, or a corpus, model or index cannot be used.
-
         """
         if self._corpora is not None:
             return
@@ -98,7 +97,6 @@ class SearchTool(StatelessTool):
 
         Raises:
             UnknownNameError: there is no such corpus, or no name was given and there are several.
-
         """
         loop, hits = asyncio.get_running_loop(), list[list[Hit]]()
         for start in range(0, len(queries), BATCH):  # calls of policies run in between

@@ -65,7 +65,6 @@ def load_index(path: Path, encoder: Encoder, passages: int, key: str) -> Any:
     Raises:
         ConfigError: it cannot be read, or does not match the model (dimension), the corpus (number of passages) or the
             score (inner product).
-
     """
     try:
         index = faiss.read_index(str(path))

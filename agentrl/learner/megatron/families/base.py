@@ -41,7 +41,6 @@ def model_weights(hf: Any, *, values: bool = False) -> list[Weight]:
     Args:
         hf: configuration.
         values: with a value head in place of the language head.
-
     """
     embedding = HfTensor(EMBEDDING, (hf.vocab_size, hf.hidden_size))
     head = embedding if hf.tie_word_embeddings else HfTensor(HEAD, embedding.shape)
@@ -65,7 +64,6 @@ def refuse(hf: Any, *names: str) -> None:
 
     Raises:
         ModelError: it sets one.
-
     """
     for name in names:
         if getattr(hf, name, False):
@@ -77,7 +75,6 @@ def dense_options(hf: Any, **options: Any) -> Options:
 
     Raises:
         ModelError: the configuration has what Megatron-Core models here lack.
-
     """
     if hf.hidden_act != "silu":
         raise ModelError(f"hidden_act={hf.hidden_act!r} in config.json: the megatron learner has only silu")
@@ -140,7 +137,6 @@ def mlp(hf: Any, layer: int, size: int, hf_prefix: str = "mlp", prefix: str = "m
         size: intermediate size.
         hf_prefix: name of the MLP in the Hugging Face layer.
         prefix: of its names in Megatron-Core.
-
     """
     at = at_layer(layer)
     gate, up = (at(f"{hf_prefix}.{name}_proj.weight", size, hf.hidden_size) for name in ("gate", "up"))

@@ -26,7 +26,6 @@ def sigmoid_options(hf: Any) -> Options:
 
     Raises:
         ModelError: the configuration has a router that Megatron-Core lacks.
-
     """
     if not hf.norm_topk_prob:
         raise ModelError("norm_topk_prob=false in config.json: the megatron learner always normalises sigmoid routing")

@@ -32,7 +32,6 @@ def read_family(folder: Path, key: str) -> tuple[Family, Any]:
 
     Raises:
         ModelError: there is no readable configuration, or no such family.
-
     """
     from transformers import AutoConfig
 
