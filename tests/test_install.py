@@ -47,7 +47,7 @@ def test_every_extra_is_listed() -> None:
 def test_the_image_gets_all_that_the_package_is_made_of() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"agentrl", "pyproject.toml", "LICENSE", project["project"]["readme"]}
-    needed |= set(project["tool"]["setuptools"]["package-dir"].values())
+    needed |= set(project["tool"]["setuptools"]["packages"]["find"]["where"]) - {"."}
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in lines if line.startswith("!")} == needed
     for version in re.findall(r"ARG SGLANG_VERSION=(\S+)", (ROOT / "Dockerfile").read_text()):

@@ -111,7 +111,7 @@ def test_all_engines_agree_with_the_learner(engines: Engines, learner: Learner, 
 def client_with(updates: type[SGLangWeightUpdates], url: str) -> SGLangClient:
     """Return a client that updates weights through ``updates``."""
     client = SGLangClient(url, timeout_s=30)
-    client.updates = updates(client.control, paused=client._paused, keeps_requests=lambda: False)
+    client.updates = updates(client.control, paused=client._is_paused, keeps_requests=lambda: False)
     return client
 
 
