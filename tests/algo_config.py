@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.load import validate
 
 
 def make_algo(**changes: Any) -> AlgoConfig:
     """Return the ``algo`` section of a run on the embedded engine."""
-    config = validate({"algo": changes})
-    check_algorithm(config)
-    return config.algo
+    return validate({"algo": changes}, [algorithm_faults]).algo

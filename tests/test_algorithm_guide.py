@@ -15,14 +15,14 @@ PAGE = ROOT / "docs" / "how_to" / "algorithm.md"
 NAME = "best_of_group"
 SEEN = """
 import runpy
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.algo.registry import compares_groups, make_estimator, needs_critic
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
 def load(*settings):
     config = load_config(None, [f"algo.advantage.name={name}", *settings])
-    check_algorithm(config)
+    assert algorithm_faults(config) == []
     return config
 
 config = load("async.streaming=true", "algo.advantage.options.margin=0.1")

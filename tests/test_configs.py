@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.cli.main import build_parser
 from agentrl.cli.options import config_layers
 from agentrl.config.layers import differences, load_layers
@@ -17,6 +17,7 @@ from agentrl.config.validation import all_keys
 from agentrl.core.errors import ConfigError
 from agentrl.train.preflight import plan_run
 from agentrl.train.warm_start import warm_start_config
+from agentrl.weight_sync.registry import transport_faults
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((shipped_folder() / "algo").glob("*.yaml"))
@@ -40,7 +41,8 @@ def test_shipped_configuration(path: Path) -> None:
     assert first.startswith("# agentrl "), "the first line is the command that runs it"
     config = load_config(path)
     assert validate(read_yaml(path)) == config
-    check_algorithm(config)
+    assert algorithm_faults(config) == []
+    assert transport_faults(config) == []
     plan = plan_run(config)
     for lack in plan.missing_resources:
         assert lack.split("=")[0] in MACHINE, f"a mistake, and nothing that a machine could lack: {lack}"
@@ -54,7 +56,7 @@ def test_recipe(path: Path, env: str) -> None:
     layers = config_layers(build_parser("train").parse_args(command.split()[1:]))
     assert [layer.origin.split()[0] for layer in layers] == ["default", "preset", "recipe", "command"]
     config, preset = load_layers(layers), load_layers(layers[:2])
-    check_algorithm(config)
+    assert algorithm_faults(config) == []
     changed = {found.key.split(".")[0] for found in differences(preset, config)}
     assert changed <= {"algo", "batch"}, "it fits on every preset"
     assert {*layers[2].tree} == {"algo", "batch"}

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.cli.main import build_parser
 from agentrl.cli.options import config_layers
-from agentrl.config.checks import check_placement
+from agentrl.config.engine_checks import check_placement
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import read_yaml
 from agentrl.config.shipped import default_config, shipped_folder

@@ -6,43 +6,33 @@ from collections.abc import Callable, Iterator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.registry import estimator_class, make_estimator, make_policy_loss, needs_critic
-from agentrl.config.algo import CriticConfig
+from agentrl.config.algo import AlgoConfig, CriticConfig
+from agentrl.config.checks import run_and_source_faults
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.errors import UserError
 
 
-def check_algorithm(config: Config) -> None:
-    """Check names and options of estimator and loss, and whether the run has what they declare.
+def algorithm_faults(config: Config) -> list[str]:
+    """Return what is wrong with names and options of estimator and loss, and what the run lacks of what they declare.
 
-    Raises:
-        ConfigError: one line for each violated rule, with the keys and a setting that fits.
+    Each is one line with the keys and a setting that fits.
     """
-    faults = _of_run_and_sources(config, _names_and_options)
-    if not faults:  # the other rules read the declarations of classes that exist
-        faults = _of_run_and_sources(config, _rewards)
-        faults += [fault for rule in (_critic, _mask_older_than, _streaming) for fault in rule(config)]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    faults = run_and_source_faults(config, lambda source: _names_and_options(source.algo))
+    if faults:  # the other rules read the declarations of classes that exist
+        return faults
+    faults = run_and_source_faults(config, lambda source: _rewards(source.algo))
+    return [*faults, *_critic(config), *_mask_older_than(config), *_streaming(config)]
 
 
-def _of_run_and_sources(config: Config, rule: Callable[[Config], Iterator[str]]) -> list[str]:
-    """Return the faults of the run, and those of sources that the run does not have."""
-    faults = list(rule(config))
-    for name, source in config.by_source().items() if config.sources else ():
-        faults += [f"sources.{name}: {fault}" for fault in rule(source) if fault not in faults]
-    return faults
-
-
-def _names_and_options(config: Config) -> Iterator[str]:
-    for make in (lambda: make_estimator(config.algo.advantage), lambda: make_policy_loss(config.algo.loss)):
+def _names_and_options(algo: AlgoConfig) -> Iterator[str]:
+    for make in (lambda: make_estimator(algo.advantage), lambda: make_policy_loss(algo.loss)):
         try:
             make()
         except UserError as error:
             yield str(error)
 
 
-def _rewards(config: Config) -> Iterator[str]:
-    algo = config.algo
+def _rewards(algo: AlgoConfig) -> Iterator[str]:
     penalties = {
         "algo.overlong.max_tokens": algo.overlong.max_tokens is not None,
         "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",
@@ -73,7 +63,7 @@ def _critic(config: Config) -> Iterator[str]:
         )
     if not config.algo.needs_reward:
         yield (
-            f"algo.distillation.reward_coef=0 with {_estimators(config, lambda source: needs_critic(source.algo))}: no reward "
+            f"algo.distillation.reward_coef=0 with {_estimators(config.algo, needs_critic)}: no reward "
             "is left for the critic; set another estimator"
         )
 
@@ -82,26 +72,26 @@ def _mask_older_than(config: Config) -> Iterator[str]:
     limit = config.asynchronous.mask_older_than
     if limit is not None and needs_critic(config.algo):
         yield (
-            f"async.mask_older_than={limit} with {_estimators(config, lambda source: needs_critic(source.algo))}: returns need "
+            f"async.mask_older_than={limit} with {_estimators(config.algo, needs_critic)}: returns need "
             "the values of all tokens; leave out async.mask_older_than"
         )
 
 
 def _streaming(config: Config) -> Iterator[str]:
     """Whether the gradient of a group can be computed before all groups of its step are there."""
-    estimators = _estimators(config, lambda source: not _streams(source))
+    estimators = _estimators(config.algo, lambda algo: not _streams(algo))
     if config.asynchronous.streaming and estimators:
         yield f"async.streaming=true with {estimators}: it needs all groups of a step; leave it out, or async.streaming"
 
 
-def _streams(config: Config) -> bool:
-    estimator = estimator_class(config.algo.advantage)
+def _streams(algo: AlgoConfig) -> bool:
+    estimator = estimator_class(algo.advantage)
     return estimator.streams and not estimator.needs_critic  # values are computed for a whole step
 
 
-def _estimators(config: Config, applies: Callable[[Config], bool]) -> str:
+def _estimators(config: AlgoConfig, applies: Callable[[AlgoConfig], bool]) -> str:
     """Return the estimators of the sources to which a rule applies, as a setting; empty without any."""
-    names = {source.algo.advantage.name for source in config.by_source().values() if applies(source)}
+    names = {algo.advantage.name for algo in config.by_source.values() if applies(algo)}
     return f"algo.advantage.name={', '.join(sorted(names))}" if names else ""
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agentrl.config.checks import Rule
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import parse_override, read_yaml
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.config.shipped import default_config, find_config, is_recipe, shipped_name
+from agentrl.core.errors import UserError
 from agentrl.core.registry import env_class
 
 COMMAND_LINE = "command line"
@@ -63,19 +65,23 @@ def resolve_plain_config(arguments: argparse.Namespace) -> Config:
     return load_layers([_hardware(), *_file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))])
 
 
-def load_environment(layers: Sequence[Layer]) -> Config:
+def load_environment(layers: Sequence[Layer], rules: Sequence[Rule] = ()) -> Config:
     """Return the configuration of all layers, whose algorithm and environment exist.
 
     Raises:
-        ConfigError, UnknownNameError: as in `load_layers` and `check_algorithm`, or there is no such environment.
+        ConfigError: as in `load_layers`, with lines of `algorithm_faults`, of environments that do not exist, and of ``rules``.
     """
-    from agentrl.algo.checks import check_algorithm  # imports torch
+    from agentrl.algo.checks import algorithm_faults  # imports torch
 
-    config = load_layers(layers)
-    check_algorithm(config)
+    return load_layers(layers, [algorithm_faults, _environment_faults, *rules])
+
+
+def _environment_faults(config: Config) -> Iterator[str]:
     for name, source_config in config.by_source().items():
-        env_class(source_config.env.name, f"sources.{name}.env.name" if name else "env.name")
-    return config
+        try:
+            env_class(source_config.env.name, f"sources.{name}.env.name" if name else "env.name")
+        except UserError as error:
+            yield str(error)
 
 
 def config_layers(arguments: argparse.Namespace) -> list[Layer]:

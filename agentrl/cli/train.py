@@ -51,9 +51,14 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
         ConfigError, UnknownNameError: the configuration is not valid, there is no run to resume, or it would become another
             run.
     """
+    rules = []
+    if arguments.replay is None:
+        from agentrl.weight_sync.registry import transport_faults
+
+        rules.append(transport_faults)
     if not arguments.resume:
         layers = config_layers(arguments)
-        return Loaded(layers, load_environment(layers))
+        return Loaded(layers, load_environment(layers, rules))
     from agentrl.learner.checkpoints import latest_checkpoint
     from agentrl.runtime.run_dir import folder_to_resume
 
@@ -63,7 +68,7 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     folder = folder_to_resume(None if run_dir is None else str(run_dir), arguments.env)
     run_layers = saved_layers(folder)
     layers = [*run_layers, *overriding_layers]
-    saved_config, config = load_layers(run_layers), load_environment(layers)
+    saved_config, config = load_layers(run_layers), load_environment(layers, rules)
     if latest_checkpoint(folder / "checkpoints") is not None:
         check_resumed(saved_config, config, folder)
     changed = [str(change) for change in differences(saved_config, config) if change.key != "run.dir"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device, running_address
-from agentrl.config.checks import check_placement as check_placement_keys
+from agentrl.config.engine_checks import check_placement as check_placement_keys
 from agentrl.config.schema import Config
 from agentrl.core.errors import MissingError
 
@@ -14,7 +14,7 @@ def check_placement(config: Config) -> None:
     """Check the placement. What a running Ray can hold is known only after the run has joined it.
 
     Raises:
-        ConfigError: `agentrl.config.checks.check_placement`.
+        ConfigError: `agentrl.config.engine_checks.check_placement`.
         MissingError: there are too few GPUs here.
     """
     mode, ranks = config.placement.mode, config.learner.ranks

@@ -1,132 +1,73 @@
-"""All rules between keys: what a configuration can get wrong although every value fits its own key.
+"""Rules between keys: what a configuration can get wrong although every value fits its own key.
 
-`check` holds for every command; `agentrl.algo.checks` has the rules of what algorithms declare. `check_placement` and
-`check_context` are for commands that start engines, so that a configuration for training can be used for an evaluation
-elsewhere.
+`check` holds for every command; `agentrl.config.engine_checks` has the rules of engines and weight sync,
+`agentrl.algo.checks` those of what algorithms declare, and transports have theirs (`Transport.faults`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from string import Formatter
 
-from agentrl.config.async_checks import check_asynchronous
+from agentrl.config.algo import AlgoConfig
+from agentrl.config.engine_checks import engine_faults
+from agentrl.config.evaluation import EvalConfig
+from agentrl.config.model import ModelConfig
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST
-from agentrl.config.weight_checks import check_weight_sync
+from agentrl.config.sft import SftConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.imports import is_reference
 from agentrl.core.lineup import MAIN
 
-_SGLANG_RESERVES = 6
-"""Tokens of its context that SGLang gives neither to prompts nor to answers."""
+Rule = Callable[[Config], Iterable[str]]
+"""Returns a line for each fault of a configuration: the keys, their values, and what to set."""
 
 
-def check(config: Config) -> None:
-    """Check the rules that hold for every command.
+def check(config: Config, rules: Sequence[Rule] = ()) -> None:
+    """Check the rules that hold for every command, and further ones.
 
     Raises:
         ConfigError: one line for each violated rule, with the keys and a setting that fits.
     """
-    rules = (
-        _engine_addresses,
-        _sampling,
-        _task_source,
-        _eval_sets,
-        _reward,
-        _warm_start,
-        _curriculum,
-        _overlong,
-        _algo,
-        _distillation,
-        _batches,
-        check_weight_sync,
-        check_asynchronous,
-        _self_play,
-        _frozen_roles,
-        _adapter_policies,
-    )
-    faults = [fault for rule in rules for fault in rule(config)]
-    for name, source in config.by_source().items() if config.sources else ():
-        source_faults = [fault for rule in (_task_source, _reward, _overlong) for fault in rule(source)]
-        faults += [f"sources.{name}: {fault}" for fault in source_faults if fault not in faults]
+    faults = [
+        *run_and_source_faults(config, _task_and_reward),
+        *_eval_sets(config.eval, config.sources),
+        *_sft(config.model, config.sft),
+        *_algo(config.algo, config.sampler),
+        *_distillation(config),
+        *_batches(config),
+        *engine_faults(config),
+        *_self_play(config),
+        *_frozen_roles(config),
+        *_adapter_policies(config),
+        *(fault for rule in rules for fault in rule(config)),
+    ]
     if faults:
         raise ConfigError("\n".join(faults))
 
 
-def _engine_addresses(config: Config) -> Iterator[str]:
-    sampler = config.sampler
-    if sampler.url is not None and not sampler.urls:
-        yield f"sampler.url={sampler.url!r} holds no address; set sampler.url=http://HOST:PORT, several with commas"
-    if len(set(sampler.urls)) < len(sampler.urls):
-        yield f"sampler.url={sampler.url} names an engine twice; it takes each address once"
-    if sampler.urls and sampler.engines > 1:
-        yield (
-            f"sampler.url={sampler.url} with sampler.engines={sampler.engines}: running engines are not started; leave out "
-            "sampler.engines (all addresses in sampler.url are used), or sampler.url"
-        )
-    if sampler.port and sampler.port + sampler.engines - 1 > 65535:
-        yield (
-            f"sampler.port={sampler.port} with sampler.engines={sampler.engines}: there is no port above 65535; lower "
-            "sampler.port"
-        )
+def run_and_source_faults(config: Config, rule: Rule) -> list[str]:
+    """Return the faults of the run by a rule, and those of its sources that the run does not have."""
+    faults = [*rule(config)]
+    for name, source_config in config.by_source().items() if config.sources else ():
+        faults += [f"sources.{name}: {fault}" for fault in rule(source_config) if fault not in faults]
+    return faults
 
 
-def _sampling(config: Config) -> Iterator[str]:
-    """Sampling in training needs log-probabilities of the distribution that was sampled from, and different samples."""
-    sampler = config.sampler
-    if (sampler.top_p < 1 or sampler.top_k > 0) and not sampler.allow_unnormalised:
-        yield (
-            f"sampler.top_p={sampler.top_p:g}, sampler.top_k={sampler.top_k}: the engine's log-probabilities are not "
-            "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
-            "sampler.allow_unnormalised=true"
-        )
-    if sampler.max_running == "auto" and sampler.router == "sglang":
-        yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
-
-
-def _task_source(config: Config) -> Iterator[str]:
-    files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
+def _task_and_reward(config: Config) -> Iterator[str]:
+    """Rules of sections that sources have too."""
+    data, tasks, reward, overlong = config.data, config.tasks, config.reward, config.algo.overlong
+    files = {"data.path": data.path, "data.eval_path": data.eval_path}
     settings = [f"{key}={path}" for key, path in files.items() if path is not None]
-    if settings and config.tasks.name is not None:
+    if settings and tasks.name is not None:
         yield (
-            f"{' and '.join(settings)} and tasks.name={config.tasks.name} both say where tasks are; to use the files, set "
+            f"{' and '.join(settings)} and tasks.name={tasks.name} both say where tasks are; to use the files, set "
             "tasks.name=null"
         )
-
-
-def _eval_sets(config: Config) -> Iterator[str]:
-    sets = {"eval": config.eval, **{f"eval.sets.{name}": eval_set for name, eval_set in config.eval.sets.items()}}
-    names = ", ".join(config.sources) or "none"
-    for key, eval_set in sets.items():
-        if eval_set.split is not None and eval_set.path is not None:
-            yield f"{key}.split={eval_set.split} and {key}.path={eval_set.path}: a set has one source of tasks; leave one out"
-        if eval_set.source is not None and eval_set.source not in config.sources:
-            yield f"{key}.source={eval_set.source} is none of the run's sources ({names}); set it to one, or leave it out"
-        is_default_section = key == "eval" and (eval_set.path is None or config.eval.sets)
-        if config.sources and not is_default_section and eval_set.source is None and config.eval.source is None:
-            yield f"{key}: a set of a run with several sources belongs to one of them; set {key}.source to one of {names}"
-
-
-def _reward(config: Config) -> Iterator[str]:
-    if config.reward.key is not None and config.reward.function is None:
-        yield f"reward.key={config.reward.key} is set, but no reward.function to return a mapping"
-
-
-def _warm_start(config: Config) -> Iterator[str]:
-    if config.model.warm_start_options and config.model.warm_start is None:
-        yield "model.warm_start_options is set without model.warm_start, the configuration that it changes"
-
-
-def _curriculum(config: Config) -> Iterator[str]:
-    steps = sum(stage.steps for stage in config.sft.curriculum)
-    if steps > config.sft.steps:
-        yield f"sft.steps={config.sft.steps}, but the stages of sft.curriculum have {steps} steps"
-
-
-def _overlong(config: Config) -> Iterator[str]:
-    overlong = config.algo.overlong
+    if reward.key is not None and reward.function is None:
+        yield f"reward.key={reward.key} is set, but no reward.function to return a mapping"
     if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
         yield (
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
@@ -134,14 +75,34 @@ def _overlong(config: Config) -> Iterator[str]:
         )
 
 
-def _algo(config: Config) -> Iterator[str]:
-    algo = config.algo
-    if algo.old_logprobs == "sampler" and algo.correction.rollout_is not in ("auto", "none"):
+def _eval_sets(section: EvalConfig, sources: Collection[str]) -> Iterator[str]:
+    sets = {"eval": section, **{f"eval.sets.{name}": eval_set for name, eval_set in section.sets.items()}}
+    names = ", ".join(sources) or "none"
+    for key, eval_set in sets.items():
+        if eval_set.split is not None and eval_set.path is not None:
+            yield f"{key}.split={eval_set.split} and {key}.path={eval_set.path}: a set has one source of tasks; leave one out"
+        if eval_set.source is not None and eval_set.source not in sources:
+            yield f"{key}.source={eval_set.source} is none of the run's sources ({names}); set it to one, or leave it out"
+        is_default_section = key == "eval" and (eval_set.path is None or section.sets)
+        if sources and not is_default_section and eval_set.source is None and section.source is None:
+            yield f"{key}: a set of a run with several sources belongs to one of them; set {key}.source to one of {names}"
+
+
+def _sft(model: ModelConfig, sft: SftConfig) -> Iterator[str]:
+    if model.warm_start_options and model.warm_start is None:
+        yield "model.warm_start_options is set without model.warm_start, the configuration that it changes"
+    steps = sum(stage.steps for stage in sft.curriculum)
+    if steps > sft.steps:
+        yield f"sft.steps={sft.steps}, but the stages of sft.curriculum have {steps} steps"
+
+
+def _algo(algo: AlgoConfig, sampler: SamplerConfig) -> Iterator[str]:
+    correction = algo.correction
+    if algo.old_logprobs == "sampler" and correction.rollout_is not in ("auto", "none"):
         yield (
-            f"algo.correction.rollout_is={algo.correction.rollout_is} with algo.old_logprobs=sampler: the loss's ratio is to the "
+            f"algo.correction.rollout_is={correction.rollout_is} with algo.old_logprobs=sampler: the loss's ratio is to the "
             "engine's probabilities already; set algo.old_logprobs=learner, or leave out algo.correction.rollout_is"
         )
-    correction = algo.correction
     if correction.rollout_is_lower is not None and correction.rollout_is_lower >= correction.rollout_is_threshold:
         yield (
             f"algo.correction.rollout_is_lower={correction.rollout_is_lower:g} is not below "
@@ -152,7 +113,7 @@ def _algo(config: Config) -> Iterator[str]:
             f"algo.correction.rollout_rs_threshold={correction.rollout_rs_threshold:g}: of k1 it is a ratio, and the lower limit "
             "its inverse; set it above 1"
         )
-    if algo.routing_replay and config.sampler.router == "sglang":
+    if algo.routing_replay and not sampler.router_kind.forwards_all_fields:
         yield (
             "algo.routing_replay=true with sampler.router=sglang: that router drops the option of requests that return experts; "
             "set sampler.router=builtin"
@@ -304,97 +265,3 @@ def _adapter_policies(config: Config) -> Iterator[str]:
         yield f"{key} with rollout.generate={config.rollout.generate}, which samples one policy; leave out one"
     if config.algo.distillation.teachers:
         yield f"{key} with algo.distillation.teachers: teachers are of one policy; leave out one"
-
-
-def check_context(config: Config, max_positions: int | None = None) -> None:
-    """Check that an episode fits the engines that the run starts.
-
-    Args:
-        config: of the run.
-        max_positions: most tokens that the model takes; None: not known, or without a limit.
-
-    Raises:
-        ConfigError: an engine holds fewer tokens than an episode may have.
-    """
-    sampler, max_tokens = config.sampler, max_positions
-    source, tokens = max(
-        ((name, source_config.rollout.max_tokens) for name, source_config in config.by_source().items()),
-        key=itemgetter(1),
-    )
-    key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
-    if sampler.kind.takes_sglang_options:
-        context = sampler.context_length or max_positions
-        max_tokens = None if context is None else context - _SGLANG_RESERVES
-    if sampler.url is None and max_tokens is not None and tokens > max_tokens:
-        raise ConfigError(
-            f"{key}={tokens} is more than the {max_tokens} tokens that an engine with this model "
-            "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
-        )
-    if sampler.backend == "embedded" and tokens > sampler.embedded.context:
-        raise ConfigError(
-            f"{key}={tokens} is more than the engine holds: raise sampler.embedded.context={sampler.embedded.context}"
-        )
-
-
-def check_placement(config: Config, learner_device: str) -> None:
-    """Check that ``placement.mode`` fits the engines and the learner.
-
-    Args:
-        config: of a training run.
-        learner_device: ``cpu`` or ``cuda``.
-
-    Raises:
-        ConfigError: it does not; the message says what to set.
-    """
-    mode, sampler = config.placement.mode, config.sampler
-    if mode == "separate":
-        return
-    if sampler.urls:
-        raise ConfigError(
-            f"placement.mode={mode} with sampler.url={sampler.url}: running engines cannot be placed; leave out "
-            "placement.mode, or sampler.url"
-        )
-    if mode == "disaggregate":
-        return
-    if sampler.device != learner_device:
-        raise ConfigError(
-            f"placement.mode=colocate: the learner is on {learner_device}, the engines are on {sampler.device}; set "
-            "learner.device, or sampler.sglang.device, or placement.mode=separate"
-        )
-    ranks, engine_gpus = config.learner.ranks, sampler.engine_ranks
-    if sampler.engines * engine_gpus > ranks:
-        advice = (
-            "and a smaller sampler.sglang.tp_size"
-            if engine_gpus > ranks
-            else f"or learner.ranks={sampler.engines * engine_gpus}"
-        )
-        raise ConfigError(
-            f"placement.mode=colocate: sampler.engines={sampler.engines} of {engine_gpus} GPUs each do not fit on those of "
-            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // engine_gpus)}, {advice}"
-        )
-    if config.weights.sync_every > 1:
-        raise ConfigError(
-            f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
-            "memory need new weights after each step; leave out weights.sync_every"
-        )
-    staleness = f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}"
-    if config.asynchronous.max_staleness and config.weights.pause not in ("abort", "restart"):
-        raise ConfigError(
-            f"{staleness} and weights.pause={config.weights.pause}: engines keep no requests while the learner has their GPUs; "
-            "set weights.pause=abort or restart"
-        )
-    if config.asynchronous.max_staleness and sampler.router == "sglang":
-        raise ConfigError(
-            f"{staleness} and sampler.router=sglang: the router would send requests to engines without memory; leave out "
-            "sampler.router"
-        )
-    if config.eval.background:
-        raise ConfigError(
-            "placement.mode=colocate with eval.background=true: engines cannot sample while the learner has their GPUs; leave "
-            "out eval.background, or set placement.mode=disaggregate"
-        )
-    if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
-        raise ConfigError(
-            "placement.mode=colocate with sampler.sglang.enable_memory_saver=false: without it SGLang does not release "
-            "memory; leave it out"
-        )

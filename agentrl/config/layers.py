@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from agentrl.config.checks import Rule
 from agentrl.config.load import validate
 from agentrl.config.merging import Key, Tree, merge, overlay, replaced_options
 from agentrl.config.schema import Config
@@ -45,13 +46,13 @@ def merge_layers(layers: Sequence[Layer]) -> Tree:
     return tree
 
 
-def load_layers(layers: Sequence[Layer]) -> Config:
+def load_layers(layers: Sequence[Layer], rules: Sequence[Rule] = ()) -> Config:
     """Return the configuration of all layers.
 
     Raises:
         ConfigError: as in `validate`.
     """
-    return validate(merge_layers(layers))
+    return validate(merge_layers(layers), rules)
 
 
 def differences(old_config: Config, new_config: Config) -> list[Difference]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.checks import check
+from agentrl.config.checks import Rule, check
 from agentrl.config.merging import Tree, merge, overlay
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
@@ -92,8 +92,8 @@ def _number(text: str) -> str | float:
         return text
 
 
-def validate(tree: Mapping[str, Any]) -> Config:
-    """Return the tree as a `Config` that passes `agentrl.config.checks.check`.
+def validate(tree: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Config:
+    """Return the tree as a `Config` that passes `agentrl.config.checks.check` with further rules.
 
     Raises:
         ConfigError: one line for every fault, each with its key.
@@ -105,7 +105,7 @@ def validate(tree: Mapping[str, Any]) -> Config:
             f"of the run that wrote it, or set {', '.join(keys)}"
         )
     config = parse_section(Config, tree)
-    check(config)
+    check(config, rules)
     return config
 
 

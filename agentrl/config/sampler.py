@@ -29,13 +29,44 @@ class EngineKind:
     """They are started with the options in ``sampler.sglang``: parallel sizes, context, adapters, weight loaders."""
     keeps_cache_in_place: bool
     """They keep their prefix cache as long as a pause keeps requests (``weights.pause=in_place``)."""
+    takes_embedded_options: bool
+    """They are started with the options in ``sampler.embedded``: context, slots, threads."""
 
 
 ENGINES: Mapping[str, EngineKind] = {
-    "embedded": EngineKind(on_gpus=False, exact_logprobs=True, takes_sglang_options=False, keeps_cache_in_place=False),
-    "sglang": EngineKind(on_gpus=True, exact_logprobs=False, takes_sglang_options=True, keeps_cache_in_place=True),
+    "embedded": EngineKind(
+        on_gpus=False,
+        exact_logprobs=True,
+        takes_sglang_options=False,
+        keeps_cache_in_place=False,
+        takes_embedded_options=True,
+    ),
+    "sglang": EngineKind(
+        on_gpus=True,
+        exact_logprobs=False,
+        takes_sglang_options=True,
+        keeps_cache_in_place=True,
+        takes_embedded_options=False,
+    ),
 }
 """By ``sampler.backend``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterKind:
+    """What distinguishes the routers of one ``sampler.router``."""
+
+    is_program: bool
+    """It is a program between the run and the engines, and chooses the engine of a request."""
+    forwards_all_fields: bool
+    """Engines get every field of a request, such as the key of a version, or the option to return experts."""
+
+
+ROUTERS: Mapping[str, RouterKind] = {
+    "builtin": RouterKind(is_program=False, forwards_all_fields=True),
+    "sglang": RouterKind(is_program=True, forwards_all_fields=False),
+}
+"""By ``sampler.router``."""
 
 
 class EmbeddedConfig(Section):
@@ -121,6 +152,11 @@ class SamplerConfig(Section):
     def kind(self) -> EngineKind:
         """What distinguishes engines of this ``backend``."""
         return ENGINES[self.backend]
+
+    @property
+    def router_kind(self) -> RouterKind:
+        """What distinguishes this ``router``."""
+        return ROUTERS[self.router]
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, with_critic
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.planner.gpus import MACHINE
-from agentrl.planner.training_summary import critic_memory, memory_options
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_memory, memory_options
 
 _FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
 """``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""
@@ -82,11 +82,9 @@ def layouts(request: Request, backend: str) -> Iterator[Candidate]:
         NoLayoutError: no layout divides the model, or the backend lacks what a key sets.
         ModelError: the backend lacks the model's family.
     """
-    if backend == "fsdp":
-        return _fsdp_layouts(request)
-    if backend == "megatron":
-        return _megatron_layouts(request)
-    raise ConfigError(f"learner.backend={backend}: memory is estimated for fsdp and megatron")
+    if backend not in _LAYOUTS:
+        raise ConfigError(f"learner.backend={backend}: memory is estimated for {' and '.join(_LAYOUTS)}")
+    return _LAYOUTS[backend](request)
 
 
 def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
@@ -171,13 +169,17 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
         raise NoLayoutError(str(last_error))
 
 
+_LAYOUTS = {"fsdp": _fsdp_layouts, "megatron": _megatron_layouts}
+"""By learner backend."""
+
+
 def _candidate(
     request: Request, backend: str, settings: Tree, policy: LearnerMemory, critic: LearnerMemory | None
 ) -> Candidate:
     if critic is None:
         return Candidate(backend, settings, policy)
     if request.shares_gpus:
-        return Candidate(backend, settings, with_critic(policy, critic, keeps_gradients=backend == "megatron"))
+        return Candidate(backend, settings, with_critic(policy, critic, keeps_gradients=KEEPS_GRADIENTS[backend]))
     return Candidate(backend, settings, policy, critic.total)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.algo.registry import needs_critic
-from agentrl.config.checks import check_context, check_placement
+from agentrl.config.engine_checks import check_context, check_placement
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
@@ -19,13 +19,12 @@ from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import EnginePlan, Fleet, plan_engines
 from agentrl.planner.gpus import GIB, Gpus
 from agentrl.planner.layouts import Candidate, Request, layouts
-from agentrl.planner.training_summary import FITS, trained_model
+from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, trained_model
 from agentrl.weight_sync.ipc import IpcSync
-from agentrl.weight_sync.registry import check_transport_fits
+from agentrl.weight_sync.registry import transport_faults
 
 BASE = Layer("default of a plan", {"sampler": {"backend": "sglang"}, "learner": {"device": "cuda"}})
 """What a plan is for: GPUs."""
-_BACKENDS = ("fsdp", "megatron")
 _MOST = 64
 """How many times as many ranks are tried where no layout fits."""
 
@@ -75,13 +74,12 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
         ModelError: the model's architecture is not found.
     """
     configured = merge_layers(layers)
-    base = load_layers([BASE, *layers])
-    check_algorithm(base)
+    base = load_layers([BASE, *layers], [algorithm_faults])
     folder = find_architecture(base.model.path)
     model = trained_model(base.learner, folder)
     numbers = sum(weight.numel() for weight in model.parameters())
     section = configured.get("learner") or {}
-    backends = [section["backend"]] if "backend" in section else _BACKENDS
+    backends = [section["backend"]] if "backend" in section else [*KEEPS_GRADIENTS]
     options = []
     path = base.algo.critic.path
     critic = None if not needs_critic(base.algo) else folder if path is None else find_architecture(path, CRITIC_KEY)
@@ -140,10 +138,10 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
             break
     best, engines, limits = tried[-1]
     settings = _settings(mode, best, engines)
-    checked = load_layers([Layer("plan", settings), *request.layers])
+    rules = [transport_faults] if engines is not None else []
+    checked = load_layers([Layer("plan", settings), *request.layers], rules)
     if engines is not None:
         check_placement(checked, "cuda")
-        check_transport_fits(checked)
     check_context(checked, read_max_positions(request.folder))
     faults = [] if limits.hold(best) else [_excess(request, backend, best, limits)]
     if engines is not None and not engines.rows(config.max_tokens):

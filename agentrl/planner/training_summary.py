@@ -18,8 +18,8 @@ from agentrl.models.shipped_architectures import meta_model
 if TYPE_CHECKING:
     from agentrl.learner.memory import LearnerMemory, MemoryOptions
 
-_BACKENDS = ("fsdp", "megatron")
-"""Whose memory is known."""
+KEEPS_GRADIENTS = {"fsdp": False, "megatron": True}
+"""Learner backends whose memory is known, and whether their ranks at rest have gradients, which are zeros."""
 FITS = 0.9
 """Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
 
@@ -52,7 +52,7 @@ def describe_memory(config: Config, folder: Path, critic: Path | None = None) ->
         ConfigError: see `estimate_memory`.
         ModelError: the model's configuration cannot be loaded.
     """
-    if config.learner.backend not in _BACKENDS:
+    if config.learner.backend not in KEEPS_GRADIENTS:
         return []
     config, lines = with_recompute(config, folder, critic=critic is not None)
     memory, device = estimate_memory(config, folder, critic)
@@ -83,7 +83,7 @@ def with_recompute(
         ModelError: the model's configuration cannot be loaded.
     """
     learner = config.learner
-    if learner.recompute != "auto" or learner.backend not in _BACKENDS or _device(learner) != "cuda":
+    if learner.recompute != "auto" or learner.backend not in KEEPS_GRADIENTS or _device(learner) != "cuda":
         return config, []
     from agentrl.learner.device import gpu_bytes
     from agentrl.learner.megatron.layout import RECOMPUTE
@@ -127,33 +127,31 @@ def estimate_memory(
         ConfigError: see `frozen_names` and `megatron_memory`.
         ModelError: the model's configuration cannot be loaded.
     """
-    from agentrl.learner.fsdp.memory import fsdp_memory
     from agentrl.learner.memory import with_critic
 
     options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
-    if is_megatron := config.learner.backend == "megatron":
-        memory = _megatron_memory(config.learner, folder, options)
-    else:
-        memory = fsdp_memory(trained_model(config.learner, folder), config.learner, options)
+    backend = config.learner.backend
+    memory = _MEMORY[backend](config.learner, folder, options, values=False)
     if critic is not None and config.placement.shares_gpus:
-        memory = with_critic(memory, critic_memory(config, critic, options), keeps_gradients=is_megatron)
+        memory = with_critic(memory, critic_memory(config, critic, options), keeps_gradients=KEEPS_GRADIENTS[backend])
     return memory, device
 
 
 def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
     """Return the memory that a rank of the critic in ``folder`` needs, with the options of the policy; see `estimate_memory`."""
+    options = replace(options, reference=False)
+    learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
+    return _MEMORY[learner.backend](learner, folder, options, values=True)
+
+
+def _fsdp_memory(learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool) -> LearnerMemory:
     from agentrl.learner.fsdp.memory import fsdp_memory
 
-    options = replace(options, reference=False)
-    if config.learner.backend == "megatron":
-        return _megatron_memory(config.learner, folder, options, values=True)
-    learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
-    return fsdp_memory(meta_model(folder, CRITIC_KEY, values=True), learner, options)
+    model = meta_model(folder, CRITIC_KEY, values=True) if values else trained_model(learner, folder)
+    return fsdp_memory(model, learner, options)
 
 
-def _megatron_memory(
-    learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool = False
-) -> LearnerMemory:
+def _megatron_memory(learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool) -> LearnerMemory:
     from agentrl.learner.megatron.families.registry import read_family
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 
@@ -167,6 +165,10 @@ def _megatron_memory(
         values,
     )
     return megatron_memory(*read_family(folder, "model.path"), learner.megatron, work)
+
+
+_MEMORY = {"fsdp": _fsdp_memory, "megatron": _megatron_memory}
+"""By learner backend, the memory of a rank of the policy, or with ``values`` of the critic, in a folder."""
 
 
 def trained_model(learner: LearnerConfig, folder: Path) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.batch.group_filters import GroupFilters
 from agentrl.cluster.placement_check import gpus_here
-from agentrl.config.checks import check_context
+from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.obs import ObsConfig
 from agentrl.config.schema import Config
@@ -102,7 +102,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
                 f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
                 "sampler.backend=embedded"
             )
-    if sampler.router == "sglang":
+    if sampler.router_kind.is_program:
         require_router()
     check_context(config)
 

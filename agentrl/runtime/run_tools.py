@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import Config
+from agentrl.config.tools import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.registry import TOOLS, env_class, names
@@ -67,7 +68,7 @@ def check_tools(config: Config) -> None:
     for source_config in config.by_source().values():
         served_tools(source_config, run_services(source_config))
     for name, service in services.items():
-        options, url = service_options(config, name, service), tool_url(config, name)
+        options, url = service_options(config, name, service), tool_url(config.tools, name)
         if url is not None:
             service.check_server(url, options)
         else:
@@ -93,7 +94,7 @@ def _private_files(config: Config) -> dict[Path, str]:
 
 def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:
     """Log a warning in red if tools that the run starts would run code without isolation."""
-    bare = [name for name, service in services.items() if service.sandboxed and tool_url(config, name) is None]
+    bare = [name for name, service in services.items() if service.sandboxed and tool_url(config.tools, name) is None]
     if bare and not backend_class(config.sandbox.backend).isolated:
         _log.critical("\033[31m%s (%s)\033[0m", unsafe_warning(config.sandbox.backend), ", ".join(bare))
 
@@ -114,6 +115,6 @@ def service_options(config: Config, name: str, service: ToolService) -> dict[str
     return {**options, "sandbox": config.sandbox.model_dump(mode="json")}
 
 
-def tool_url(config: Config, name: str) -> str | None:
+def tool_url(tools: Mapping[str, ToolConfig], name: str) -> str | None:
     """Return the address of a running tool server, or None if the configuration names none."""
-    return config.tools[name].url if name in config.tools else None
+    return tools[name].url if name in tools else None

@@ -140,13 +140,13 @@ class ToolServers:
         for (name, service), started in zip(self._services.items(), results, strict=True):
             if isinstance(started, BaseException):
                 raise started
-            url = tool_url(self._config, name) if started is None else started.process.url
+            url = tool_url(self._config.tools, name) if started is None else started.process.url
             assert url is not None
             self.clients[name] = service.client(url, service_options(self._config, name, service))
 
     def _start(self, name: str) -> StartedServer | None:
         """Return a started server, or None if the configuration has the address of a running one."""
-        if tool_url(self._config, name) is not None:
+        if tool_url(self._config.tools, name) is not None:
             return None
         tool, service = self._config.tools.get(name, ToolConfig()), self._services[name]
         file_name = re.sub(r"[^\w.-]+", "_", name)  # the name may be path/to/file.py:name

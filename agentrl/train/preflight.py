@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl.algo.registry import describe_algorithm
 from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
-from agentrl.config.checks import check_context
+from agentrl.config.engine_checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.data.file_tasks import TaskStream
@@ -37,7 +37,6 @@ from agentrl.runtime.run_tools import check_tools
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
-from agentrl.weight_sync.registry import check_transport_fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_engine(config, on_cluster=config.placement.reserves_gpus and running_address() is not None)
     with _collect_missing(unmet):
         check_placement(config)
-    check_transport_fits(config)
     model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
     lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
@@ -231,7 +229,7 @@ def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, 
     lines = {
         "model": f"{config.model.path}{where}",
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
-        + (", behind sglang-router" if sampler.router == "sglang" else ""),
+        + (", behind sglang-router" if sampler.router_kind.is_program else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.config.layers import merge_layers
 from agentrl.config.load import read_yaml, validate
 from agentrl.config.merging import Tree, merge
@@ -53,8 +53,7 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     }
     try:
         tree = merge(read_yaml(find_config(name)), config.model.warm_start_options)
-        warm = validate(merge(tree, of_the_run))
-        check_algorithm(warm)
+        warm = validate(merge(tree, of_the_run), [algorithm_faults])
     except ConfigError as error:
         raise ConfigError(f"model.warm_start={name}: {error}") from None
     if warm.tasks.name is None:

@@ -6,7 +6,7 @@ import inspect
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.errors import ConfigError, UserError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.registry import TRANSPORTS as GROUP
 from agentrl.core.registry import lookup, names
@@ -54,15 +54,12 @@ def make_transport(name: str, options: TransportOptions) -> Transport:
     return transport_class(name)(options)
 
 
-def check_transport_fits(config: Config) -> None:
-    """Check that ``weights.transport`` reaches the run's engines from its learner.
-
-    Raises:
-        UnknownNameError, ConfigError: see `transport_class`, or the transport's `faults`.
-    """
-    faults = [*transport_class(config.weights.transport).faults(config)]
-    if faults:
-        raise ConfigError("\n".join(faults))
+def transport_faults(config: Config) -> list[str]:
+    """Return why ``weights.transport`` does not reach the run's engines from its learner; see `Transport.faults`."""
+    try:
+        return [*transport_class(config.weights.transport).faults(config)]
+    except UserError as error:
+        return [str(error)]
 
 
 def for_transport(config: Config) -> Config:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.algo.checks import check_algorithm
+from agentrl.algo.checks import algorithm_faults
 from agentrl.algo.registry import compares_groups, make_estimator, needs_critic
 from agentrl.config.load import load_config
-from agentrl.core.errors import ConfigError
 
 OWN = """
 from agentrl.algo.base import AdvantageEstimator, PolicyLoss
@@ -48,12 +47,7 @@ def own(tmp_path: Path) -> str:
 
 def faults(*settings: str) -> list[str]:
     """Return the lines of what is refused."""
-    config = load_config(None, settings)
-    try:
-        check_algorithm(config)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+    return algorithm_faults(load_config(None, settings))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from agentrl.config.checks import check_placement
+from agentrl.config.engine_checks import check_placement
 from agentrl.config.load import dump, load_config, validate
 from agentrl.core.errors import ConfigError
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.config.checks import check_context
+from agentrl.cli.main import build_parser
+from agentrl.cli.train import load_run
+from agentrl.config.engine_checks import check_context
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
@@ -67,13 +69,20 @@ def test_keys_that_contradict_each_other(settings: list[str], why: str) -> None:
         load_config(None, settings)
 
 
-def test_every_violated_rule_has_a_line() -> None:
+def test_every_violated_rule_has_a_line_those_of_algorithm_environment_and_transport_too() -> None:
+    settings = ["sampler.top_p=0.9", "reward.key=score", "weights.adapters=only"]
+    settings += ["algo.loss.name=gpso", "sources.a.env.name=search_r2", "weights.transport=ipc"]
     with pytest.raises(ConfigError) as refusal:
-        load_config(None, ["sampler.top_p=0.9", "reward.key=score", "weights.adapters=only"])
-    assert [line.split("=")[0] for line in str(refusal.value).splitlines()] == [
-        "sampler.top_p",
+        load_run(build_parser("train").parse_args(["train", "--config", "search_r1/cpu", *settings]))
+    lines = str(refusal.value).splitlines()
+    assert [line.split("=")[0].split(". ")[0] for line in lines] == [
         "reward.key",
+        "sampler.top_p",
         "weights.adapters",
+        "weights.adapters",
+        "unknown loss 'gpso' (algo.loss.name)",
+        "unknown environment 'search_r2' (sources.a.env.name)",
+        "weights.transport",
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.checks import check_placement
+from agentrl.config.engine_checks import check_placement
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopped

@@ -1,0 +1,278 @@
+"""Rules between the keys of engines, weight sync and placement, and of what goes on while the learner trains.
+
+`check_placement` and `check_context` are for commands that start engines, so that a configuration for training can be used
+for an evaluation elsewhere. A transport checks the configuration itself: `agentrl.weight_sync.base.Transport.faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import itemgetter
+
+from agentrl.config.sampler import SamplerConfig
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+
+_SGLANG_RESERVES = 6
+"""Tokens of its context that SGLang gives neither to prompts nor to answers."""
+
+
+def engine_faults(config: Config) -> Iterator[str]:
+    """Yield what does not fit together, for every command."""
+    yield from _engine_addresses(config.sampler)
+    yield from _sampling(config.sampler)
+    yield from _weights(config)
+    if config.weights.adapters == "only":
+        yield from _adapters(config)
+    yield from _asynchronous(config)
+    if config.asynchronous.streaming:
+        yield from _streaming(config)
+    yield from _background_evaluation(config)
+    yield from _dynamic_sampling(config)
+
+
+def _engine_addresses(sampler: SamplerConfig) -> Iterator[str]:
+    if sampler.url is not None and not sampler.urls:
+        yield f"sampler.url={sampler.url!r} holds no address; set sampler.url=http://HOST:PORT, several with commas"
+    if len(set(sampler.urls)) < len(sampler.urls):
+        yield f"sampler.url={sampler.url} names an engine twice; it takes each address once"
+    if sampler.urls and sampler.engines > 1:
+        yield (
+            f"sampler.url={sampler.url} with sampler.engines={sampler.engines}: running engines are not started; leave out "
+            "sampler.engines (all addresses in sampler.url are used), or sampler.url"
+        )
+    if sampler.port and sampler.port + sampler.engines - 1 > 65535:
+        yield (
+            f"sampler.port={sampler.port} with sampler.engines={sampler.engines}: there is no port above 65535; lower "
+            "sampler.port"
+        )
+
+
+def _sampling(sampler: SamplerConfig) -> Iterator[str]:
+    """Sampling in training needs log-probabilities of the distribution that was sampled from, and different samples."""
+    if (sampler.top_p < 1 or sampler.top_k > 0) and not sampler.allow_unnormalised:
+        yield (
+            f"sampler.top_p={sampler.top_p:g}, sampler.top_k={sampler.top_k}: the engine's log-probabilities are not "
+            "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
+            "sampler.allow_unnormalised=true"
+        )
+    if sampler.max_running == "auto" and sampler.router_kind.is_program:
+        yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
+
+
+def _weights(config: Config) -> Iterator[str]:
+    """Whether old weights are corrected for, and what may be checked after a sync."""
+    sampler, weights = config.sampler, config.weights
+    uncorrected = config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none"
+    if weights.sync_every > 1 and uncorrected:
+        yield (
+            f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights than the "
+            "learner's, and nothing corrects for it; set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
+        )
+    if weights.check == "checksum" and sampler.engine_ranks > 1:
+        yield (
+            "weights.check=checksum: an engine with several ranks has checksums of shards only; set weights.check=version"
+        )
+    if weights.prefix_cache != "drop":
+        yield from _prefix_cache(config)
+    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.kind.keeps_cache_in_place:
+        yield (
+            "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
+            "set weights.prefix_cache=by_version"
+        )
+
+
+def _prefix_cache(config: Config) -> Iterator[str]:
+    """Whether the engines can keep their prefix cache at a sync."""
+    key = f"weights.prefix_cache={config.weights.prefix_cache}"
+    if config.placement.shares_gpus:
+        yield f"{key} with placement.mode=colocate: engines release the memory of their cache; leave out weights.prefix_cache"
+    if config.weights.adapters == "only":
+        yield f"{key} with weights.adapters=only: each version is an adapter with its cache; leave out weights.prefix_cache"
+    if config.weights.prefix_cache == "by_version" and not config.sampler.router_kind.forwards_all_fields:
+        yield f"{key} with sampler.router=sglang: requests through it have no key of their version; set sampler.router=builtin"
+
+
+def _adapters(config: Config) -> Iterator[str]:
+    """Whether the engines can hold the base model and take adapters."""
+    sampler, key = config.sampler, "weights.adapters=only"
+    if config.learner.lora is None:
+        yield f"{key} without learner.lora: no adapters are trained; set learner.lora={{}}, or leave out weights.adapters"
+    if sampler.router_kind.is_program:
+        yield (
+            f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
+            "sampler.router=builtin"
+        )
+    if config.placement.shares_gpus:
+        yield (
+            f"{key} with placement.mode=colocate: engines that release their memory lose the base model; set "
+            "weights.adapters=merged"
+        )
+    if config.weights.transport != "tensor":
+        yield (
+            f"{key} with weights.transport={config.weights.transport}: adapters are sent in the request; leave out "
+            "weights.transport"
+        )
+    if "dummy" in (sampler.sglang.get("load_format"), sampler.sglang.get("load-format")):
+        yield f"{key} with sampler.sglang.load_format=dummy: engines keep the weights that they start with; leave it out"
+    if sampler.engine_ranks != sampler.tensor_ranks:
+        yield f"{key} reaches SGLang's tensor parallel ranks only; set weights.adapters=merged"
+
+
+def _asynchronous(config: Config) -> Iterator[str]:
+    """What cannot go on while the learner trains, and whether old tokens are corrected for."""
+    key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
+    if limit is not None and limit >= config.asynchronous.max_staleness:
+        yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"
+    if not config.asynchronous.max_staleness:
+        return
+    if config.weights.sync_every > config.asynchronous.max_staleness + 1:
+        yield (
+            f"{key} with weights.sync_every={config.weights.sync_every}: before the next sync, all tokens that engines "
+            f"sample are too old; set weights.sync_every to {config.asynchronous.max_staleness + 1} or less, or raise "
+            "async.max_staleness"
+        )
+    if config.algo.old_logprobs == "learner" and config.algo.correction.rollout_is == "none":
+        yield (
+            f"algo.old_logprobs=learner with {key}: tokens are older than the learner's weights, and nothing corrects for it; "
+            "set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
+        )
+
+
+def _streaming(config: Config) -> Iterator[str]:
+    """Whether the gradient of a group can be computed before all groups of its step are there."""
+    algo = config.algo
+    whole = {
+        f"train.steps_per_rollout={config.train.steps_per_rollout}": config.train.steps_per_rollout > 1,
+        "algo.correction of all tokens": algo.correction.needs_all_tokens,
+        "algo.distillation.teachers": bool(algo.distillation.teachers),
+        "learner.lora.policies": config.learner.lora is not None and len(config.learner.lora.policies) > 1,
+        f"async.mask_older_than={config.asynchronous.mask_older_than}": config.asynchronous.mask_older_than is not None,
+        "placement.mode=colocate": config.placement.shares_gpus,
+        "learner.megatron.overlap_grad_reduce": bool(config.learner.megatron.get("overlap_grad_reduce")),
+    }
+    for key in (name for name, is_set in whole.items() if is_set):
+        yield f"async.streaming=true with {key}: it needs all groups of a step; leave it out, or async.streaming"
+
+
+def _background_evaluation(config: Config) -> Iterator[str]:
+    """Whether engines and weights can stay with an evaluation while the learner trains."""
+    key = f"eval.engines={config.eval.engines}"
+    if config.eval.engines and not config.eval.background:
+        yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
+    if config.eval.engines and config.placement.reserves_gpus:
+        yield (
+            f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
+            "placement.mode=separate, or eval.engines=0"
+        )
+
+
+def _dynamic_sampling(config: Config) -> Iterator[str]:
+    """How many groups may run ahead of a step, and whether filtered ones can be replaced."""
+    staleness, rollout = config.asynchronous.max_staleness, config.rollout
+    most = rollout.over_sampling_batch_size
+    if most is not None and not rollout.batch_size <= most <= (staleness + 1) * rollout.batch_size:
+        yield (
+            f"rollout.over_sampling_batch_size={most} with async.max_staleness={staleness}: a step takes "
+            f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
+            "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
+        )
+    if rollout.straggler_timeout_s and not staleness:
+        yield (
+            f"rollout.straggler_timeout_s={rollout.straggler_timeout_s:g} with async.max_staleness=0: a step waits for all of "
+            "its groups, however long they take; raise async.max_staleness, or leave it out"
+        )
+
+
+def check_context(config: Config, max_positions: int | None = None) -> None:
+    """Check that an episode fits the engines that the run starts.
+
+    Args:
+        config: of the run.
+        max_positions: most tokens that the model takes; None: not known, or without a limit.
+
+    Raises:
+        ConfigError: an engine holds fewer tokens than an episode may have.
+    """
+    sampler, max_tokens = config.sampler, max_positions
+    source, tokens = max(
+        ((name, source_config.rollout.max_tokens) for name, source_config in config.by_source().items()),
+        key=itemgetter(1),
+    )
+    key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
+    if sampler.kind.takes_sglang_options:
+        context = sampler.context_length or max_positions
+        max_tokens = None if context is None else context - _SGLANG_RESERVES
+    if sampler.url is None and max_tokens is not None and tokens > max_tokens:
+        raise ConfigError(
+            f"{key}={tokens} is more than the {max_tokens} tokens that an engine with this model "
+            "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
+        )
+    if sampler.kind.takes_embedded_options and tokens > sampler.embedded.context:
+        raise ConfigError(
+            f"{key}={tokens} is more than the engine holds: raise sampler.embedded.context={sampler.embedded.context}"
+        )
+
+
+def check_placement(config: Config, learner_device: str) -> None:
+    """Check that ``placement.mode`` fits the engines and the learner.
+
+    Args:
+        config: of a training run.
+        learner_device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigError: it does not; the message says what to set.
+    """
+    mode, sampler = config.placement.mode, config.sampler
+    if mode == "separate":
+        return
+    if sampler.urls:
+        raise ConfigError(
+            f"placement.mode={mode} with sampler.url={sampler.url}: running engines cannot be placed; leave out "
+            "placement.mode, or sampler.url"
+        )
+    if mode == "disaggregate":
+        return
+    if sampler.device != learner_device:
+        raise ConfigError(
+            f"placement.mode=colocate: the learner is on {learner_device}, the engines are on {sampler.device}; set "
+            "learner.device, or sampler.sglang.device, or placement.mode=separate"
+        )
+    ranks, engine_gpus = config.learner.ranks, sampler.engine_ranks
+    if sampler.engines * engine_gpus > ranks:
+        advice = (
+            "and a smaller sampler.sglang.tp_size"
+            if engine_gpus > ranks
+            else f"or learner.ranks={sampler.engines * engine_gpus}"
+        )
+        raise ConfigError(
+            f"placement.mode=colocate: sampler.engines={sampler.engines} of {engine_gpus} GPUs each do not fit on those of "
+            f"learner.ranks={ranks}; set sampler.engines={max(1, ranks // engine_gpus)}, {advice}"
+        )
+    if config.weights.sync_every > 1:
+        raise ConfigError(
+            f"placement.mode=colocate with weights.sync_every={config.weights.sync_every}: engines that have released their "
+            "memory need new weights after each step; leave out weights.sync_every"
+        )
+    staleness = f"placement.mode=colocate with async.max_staleness={config.asynchronous.max_staleness}"
+    if config.asynchronous.max_staleness and config.weights.pause not in ("abort", "restart"):
+        raise ConfigError(
+            f"{staleness} and weights.pause={config.weights.pause}: engines keep no requests while the learner has their GPUs; "
+            "set weights.pause=abort or restart"
+        )
+    if config.asynchronous.max_staleness and sampler.router_kind.is_program:
+        raise ConfigError(
+            f"{staleness} and sampler.router=sglang: the router would send requests to engines without memory; leave out "
+            "sampler.router"
+        )
+    if config.eval.background:
+        raise ConfigError(
+            "placement.mode=colocate with eval.background=true: engines cannot sample while the learner has their GPUs; leave "
+            "out eval.background, or set placement.mode=disaggregate"
+        )
+    if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
+        raise ConfigError(
+            "placement.mode=colocate with sampler.sglang.enable_memory_saver=false: without it SGLang does not release "
+            "memory; leave it out"
+        )
