@@ -27,6 +27,9 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
     if len(temperatures) > 1:
         yield Fault(f"its rows were sampled at several temperatures: {', '.join(map(str, sorted(temperatures)))}")
     yield from _agent_faults(rollout.rows)
+    for row in rollout.rows:
+        if rollout.turns and not rollout.dropped and max(row.turns, default=0) >= len(rollout.turns):
+            yield Fault(f"it has turn {max(row.turns)}; the rollout has {len(rollout.turns)}", row.key.row)
     sampled = 0
     for rows in agents.values():
         graph = _Graph(rows)

@@ -68,6 +68,8 @@ def _request_faults(row: Row) -> Iterator[Fault]:
     number, names = row.key.row, row.request_ids
     if len(set(names)) < len(names) or not all(names):
         yield Fault(f"its request ids are not unique names: {', '.join(map(repr, names))}", number)
+    if len(set(row.turns)) < len(names) or len(row.turns) > len(names):
+        yield Fault(f"its turns {row.turns} are not one for each of its {len(names)} requests", number)
     starts = np.flatnonzero(np.diff(row.requests, prepend=-1))
     segments = [(int(token), int(row.requests[token])) for token in starts if row.requests[token] >= 0]
     for position, (token, request) in enumerate(segments):

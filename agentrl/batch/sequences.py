@@ -23,10 +23,10 @@ def sequence_key(key: RowKey) -> SequenceKey:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """The trained tokens of one agent in one rollout, in the order of its rows.
+    """The trained tokens of one agent in one rollout, in the order sampled.
 
-    A conversation's rows are in the order in which they were begun, and a token that several share is trained in the
-    first: so this is the order sampled, but for branches (subagents), which follow the conversation that they left.
+    Branches (subagents) follow the conversation that they left. A row that a conversation returned to holds tokens that
+    were sampled after those of a later row.
     """
 
     rows: tuple[Row, ...]
@@ -39,18 +39,24 @@ class SampledSequence:
 
     @property
     def turns_S(self) -> NDArray[np.int64]:
-        """Index of each token's turn: how many requests of the sequence were before its own, masked ones included."""
+        """Index of each token's turn in ``Rollout.turns``; not decreasing."""
+        return np.sort(self._turns_in_rows())
+
+    def _turns_in_rows(self) -> NDArray[np.int64]:
+        """Return the turn of each token in the order of the rows."""
         numbers: dict[str, int] = {}
-        turns: list[int] = []
+        turns = [np.zeros(0, np.int64)]
         for row in self.rows:
-            sampled = row.requests >= 0
-            for request, trained in zip(
-                row.requests[sampled].tolist(), _trained_mask(row)[sampled].tolist(), strict=True
-            ):
-                turn = numbers.setdefault(row.request_ids[request], len(numbers))
-                if trained:
-                    turns.append(turn)
-        return np.array(turns, np.int64)
+            for number, request in enumerate(row.request_ids):
+                numbers.setdefault(request, row.turns[number] if row.turns else len(numbers))
+            by_request = np.array([*(numbers[request] for request in row.request_ids), 0], np.int64)
+            turns.append(by_request[row.requests[_trained_mask(row)]])
+        return np.concatenate(turns)
+
+    @property
+    def _order_S(self) -> NDArray[np.int64]:
+        """Place of each token in the order of the rows."""
+        return np.argsort(self._turns_in_rows(), kind="stable")
 
     def gather(self, values: RowValues) -> NDArray[np.float64]:
         """Return ``[S]`` values of the sequence's tokens; rows without values have zeros."""
@@ -60,15 +66,17 @@ class SampledSequence:
             ]
             for row in self.rows
         ]
-        return np.concatenate(values_by_row) if values_by_row else np.zeros(0)
+        return np.concatenate([np.zeros(0), *values_by_row])[self._order_S]
 
     def scatter(self, values_S: NDArray[np.float64]) -> dict[RowKey, NDArray[np.float32]]:
         """Return ``[S]`` values as ``[T]`` values of each row, 0 at tokens that are not trained."""
+        in_rows_S = np.empty(len(values_S), np.float64)
+        in_rows_S[self._order_S] = values_S
         values_by_row, start = {}, 0
         for row in self.rows:
             trained = _trained_mask(row)
             values_T = np.zeros(len(trained), np.float32)
-            values_T[trained] = values_S[start : start + int(trained.sum())]
+            values_T[trained] = in_rows_S[start : start + int(trained.sum())]
             start += int(trained.sum())
             values_by_row[row.key] = values_T
         return values_by_row

@@ -364,6 +364,8 @@ class Row:
     """``[T]`` index into ``request_ids``; -1 where the token was not sampled."""
     request_ids: tuple[str, ...] = ()
     """The requests that sampled this row's tokens."""
+    turns: tuple[int, ...] = ()
+    """For each of these requests, the index of its turn in ``Rollout.turns``; empty: turns have the order of the rows."""
     fork: ForkReason | None = None
     """Why it does not continue the previous row; None in a trajectory's first row."""
     temperature: float = 1.0

@@ -54,7 +54,7 @@ class Conversation:
         """Why `sample` returned None; None while further turns are possible."""
         self._context = context
         self._generation: Generation | None = None  # of the last turn
-        self._recorded = False  # whether the last turn is in the state's turns
+        self._unrecorded: Message | None = None  # the last turn, until it is in the state's turns
         self._end_tokens = {(token,) for token in context.renderer.end_token_ids}
 
     @property
@@ -83,11 +83,7 @@ class Conversation:
     def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
         """Return another conversation of the same episode that continues from here; both may be sampled concurrently."""
         conversation = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
-        conversation._generation, conversation._recorded, conversation.stop_reason = (
-            self._generation,
-            True,
-            self.stop_reason,
-        )
+        conversation._generation, conversation.stop_reason = self._generation, self.stop_reason
         return conversation
 
     def rewrite(self, messages: Sequence[Message], reason: ForkReason = ForkReason.CONTEXT) -> None:
@@ -140,10 +136,11 @@ class Conversation:
         if generation.finish_reason is FinishReason.ABORT:
             self.stop_reason = StopReason.ABORTED
             return None
-        self._generation, self._recorded = generation, False
+        self._generation = generation
         message = context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
         calls = self._with_unique_ids(message.tool_calls) if self.tools else ()
-        return replace(message, tool_calls=calls, inline=goes_on)
+        self._unrecorded = replace(message, tool_calls=calls, inline=goes_on)
+        return self._unrecorded
 
     def answer(self, action: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn ``action`` and its answer, and prepare the next prompt unless the episode is ``over``.
@@ -172,10 +169,10 @@ class Conversation:
     def record(self, action: Message, new: Sequence[Message], *, reward: float = 0.0) -> None:
         """Record the turn ``action`` and its answer as text, unless the conversation that this one branched from does."""
         assert self._generation is not None, "sample comes first"
-        if not self._recorded:
+        if self._unrecorded is not None:
             observation = "".join(message.content for message in new)
             self.state.turns.append(Turn(action.content, observation, self._generation.finish_reason, reward))
-        self._recorded = True
+        self._unrecorded = None
 
     def rollout(
         self,
@@ -198,6 +195,8 @@ class Conversation:
             agent: whose conversation it is.
         """
         state = self.state
+        if self._unrecorded is not None:  # its answer was interrupted
+            self.record(self._unrecorded, ())
         return Rollout(
             prompt_id=task.id,
             rollout_id=state.rollout_id,

@@ -13,7 +13,7 @@ Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -50,6 +50,8 @@ class _Node:
     """``[n]`` policy version that sampled each token."""
     request_id: str = ""
     """The request that sampled the tokens."""
+    turn: int = -1
+    """Number of earlier turns of the conversation that sampled them."""
     branch: tuple[int, ...] = ()
     """The conversation that added them: ``()`` is the first, ``(2, 0)`` the first branch of its third branch."""
     fork: ForkReason | None = None
@@ -108,6 +110,30 @@ class _TokenGraph:
             tip = self.nodes[tip].parent
         return path[::-1]
 
+    def rows(self) -> list[tuple[int, ForkReason | None]]:
+        """Return each leaf with the reason for its row's fork, in the order in which the rows were begun.
+
+        A node belongs to the row of its first child that a conversation continued, so a row that a conversation returns
+        to stays where it was begun.
+        """
+        in_order = sorted(range(len(self.nodes)), key=lambda index: (self.nodes[index].branch, index))
+        first: dict[int, int] = {}  # position in that order of the first node at or below a node
+        for position, index in enumerate(in_order):
+            while index != _ROOT and index not in first:
+                first[index] = position
+                index = self.nodes[index].parent
+        rows: list[tuple[int, ForkReason | None]] = []
+        covered: set[int] = set()
+        for index in in_order:
+            if index in covered:
+                continue
+            leaf = index
+            while leaf in self.children:
+                leaf = min(self.children[leaf], key=lambda child: first[child])
+            covered.update(self.path(leaf))
+            rows.append((leaf, self.nodes[index].fork))
+        return rows
+
     def experts(self, path: Sequence[int]) -> Experts | None:
         """Return the experts of the tokens of a path; None if none are known."""
         nodes = [self.nodes[index] for index in path]
@@ -131,7 +157,7 @@ class _TokenGraph:
         siblings = self.children[node.parent]
         siblings.remove(index)
         head = _Node(node.parent, node.start + size, node.provenance, node.token_ids[:size], node.logprobs[:size],
-                     node.versions[:size], node.request_id, node.branch, node.fork)  # fmt: skip
+                     node.versions[:size], node.request_id, node.turn, node.branch, node.fork)  # fmt: skip
         if node.experts is not None:
             head.experts, node.experts = node.experts[:size], node.experts[size:]
         node.parent = self.add(head)
@@ -153,6 +179,7 @@ class Trajectory:
         self._name: tuple[int, ...] = ()
         self._tip = _ROOT
         self._fork: ForkReason | None = None
+        self._turns = 0  # that this conversation has sampled
         # Tokens up to the tip, in two parts: joining them costs a copy, which grows with the episode.
         self._before: tuple[int, ...] = ()
         self._since: tuple[int, ...] = ()
@@ -224,9 +251,11 @@ class Trajectory:
         fault = _fault(generation)
         if fault is not None:
             raise SamplerError(f"request {generation.request_id!r} returned {fault}")
+        turn, self._turns = self._turns, self._turns + 1
         size = len(generation.token_ids)
         if size:
-            node = self._extend(Provenance.SAMPLED, size, generation.request_id)
+            node = self._extend(Provenance.SAMPLED, size)
+            node.request_id, node.turn = generation.request_id, turn
             node.token_ids[:], node.logprobs[:] = generation.token_ids, generation.logprobs
             for start, version in generation.versions:
                 node.versions[start:] = version
@@ -264,12 +293,11 @@ class Trajectory:
         The rows of this conversation come first, in the order in which they were begun, then those of its branches. All
         but the first have a fork reason. A sampled token is trained in the first row that contains it.
         """
-        nodes = self._graph.nodes
-        leaves = sorted(set(range(len(nodes))) - set(self._graph.children), key=lambda leaf: (nodes[leaf].branch, leaf))
+        nodes, first_turns = self._graph.nodes, self._first_turns()
         rows: list[Row] = []
         trained: set[int] = set()
-        for number, leaf in enumerate(leaves):
-            fork = nodes[leaf].fork if number else None
+        for number, (leaf, row_fork) in enumerate(self._graph.rows()):
+            fork = row_fork if number else None
             assert fork is not None or number == 0, "a conversation that has forked has a reason"
             path, size = self._graph.path(leaf), nodes[leaf].end
             token_ids = np.concatenate([nodes[index].token_ids for index in path])
@@ -278,6 +306,7 @@ class Trajectory:
             logprobs = np.zeros(size, np.float32)
             versions, requests = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
             request_ids: dict[str, int] = {}
+            turns: dict[str, int] = {}
             for index in path:
                 node = nodes[index]
                 if node.provenance is Provenance.OBSERVED:
@@ -290,11 +319,25 @@ class Trajectory:
                 if node.provenance is Provenance.SAMPLED:
                     logprobs[span], versions[span] = node.logprobs, node.versions
                     requests[span] = request_ids.setdefault(node.request_id, len(request_ids))
+                    turns[node.request_id] = first_turns[node.branch] + node.turn
             key = RowKey(prompt_id, rollout_id, agent_id, number)
-            row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids), fork,
-                      self.temperature, self._graph.experts(path))  # fmt: skip
+            row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids),
+                      tuple(turns.values()), fork, self.temperature, self._graph.experts(path))  # fmt: skip
             rows.append(row)
         return rows if trained else []
+
+    def _first_turns(self) -> dict[tuple[int, ...], int]:
+        """Return by conversation the turns of those before it: all of a conversation come before those of its branches."""
+        first_turns, turns = {}, 0
+        for trajectory in self._conversations():
+            first_turns[trajectory._name] = turns
+            turns += trajectory._turns
+        return first_turns
+
+    def _conversations(self) -> Iterator[Trajectory]:
+        yield self
+        for branch in self.branches:
+            yield from branch._conversations()
 
     def to_state(self) -> dict[str, Any]:
         """Return the graph and the tips of all conversations as JSON-able data."""
@@ -312,24 +355,24 @@ class Trajectory:
     def _tip_to_dict(self) -> dict[str, Any]:
         branches = [branch._tip_to_dict() for branch in self.branches]
         fork = self._fork and self._fork.value
-        return {"tip": self._tip, "name": list(self._name), "fork": fork, "branches": branches}
+        return {"tip": self._tip, "name": list(self._name), "fork": fork, "turns": self._turns, "branches": branches}
 
     @classmethod
     def _from_tip(cls, graph: _TokenGraph, tip: dict[str, Any]) -> Trajectory:
         trajectory = cls()
         trajectory._graph, trajectory._tip, trajectory._name = graph, tip["tip"], tuple(tip["name"])
-        trajectory._fork = ForkReason(tip["fork"]) if tip["fork"] else None
+        trajectory._fork, trajectory._turns = ForkReason(tip["fork"]) if tip["fork"] else None, tip["turns"]
         path = graph.path(trajectory._tip)
         trajectory._before = tuple(token for index in path for token in graph.nodes[index].token_ids.tolist())
         trajectory.branches = [cls._from_tip(graph, branch) for branch in tip["branches"]]
         return trajectory
 
-    def _extend(self, provenance: Provenance, size: int, request_id: str = "") -> _Node:
+    def _extend(self, provenance: Provenance, size: int) -> _Node:
         """Add a node of ``size`` tokens at the tip and return it; the caller fills its arrays."""
         sampled = size if provenance is Provenance.SAMPLED else 0
         end = size if self._tip == _ROOT else self._graph.nodes[self._tip].end + size
         arrays = np.empty(size, np.int32), np.empty(sampled, np.float32), np.empty(sampled, np.int32)
-        node = _Node(self._tip, end, provenance, *arrays, request_id, self._name, self._fork)
+        node = _Node(self._tip, end, provenance, *arrays, branch=self._name, fork=self._fork)
         self._tip = self._graph.add(node)
         return node
 
@@ -367,6 +410,7 @@ def _node_to_dict(node: _Node) -> dict[str, Any]:
         "logprobs": node.logprobs.tolist(),
         "versions": node.versions.tolist(),
         "request_id": node.request_id,
+        "turn": node.turn,
         "branch": list(node.branch),
         "fork": node.fork and node.fork.value,
         "experts": experts.to_dict(node.experts),
@@ -382,6 +426,7 @@ def _node_from_dict(data: dict[str, Any]) -> _Node:
         np.array(data["logprobs"], np.float32),
         np.array(data["versions"], np.int32),
         data["request_id"],
+        data["turn"],
         tuple(data["branch"]),
         ForkReason(data["fork"]) if data["fork"] else None,
         experts.from_dict(data["experts"]),

@@ -20,7 +20,7 @@ from agentrl.obs.rollout_format import ARRAYS, rollout_to_dict
 
 AS_JSON = ("label", "metadata")
 """Columns of arbitrary structure, stored as JSON text."""
-SMALL = ("agent_id", "row", "request_ids", "fork", "temperature", "crc32")
+SMALL = ("agent_id", "row", "request_ids", "turns", "fork", "temperature", "crc32")
 """Fields of a row besides its arrays."""
 OPTIONAL = ("player", "filtered")
 """Columns that only some rollouts have: those of multi-agent episodes, and of filtered groups."""
@@ -72,6 +72,7 @@ def _schema() -> Any:
             ("agent_id", text),
             ("row", pa.int32()),
             ("request_ids", pa.list_(text)),
+            ("turns", pa.list_(pa.int64())),
             ("fork", text),
             ("temperature", number),
             ("crc32", pa.int64()),

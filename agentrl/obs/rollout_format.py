@@ -152,7 +152,7 @@ def _player_from_dict(data: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def row_checksum(row: Row) -> int:
     """Return the CRC-32 of all fields of a row except its key; it is stored with the row, for ``agentrl audit``."""
-    small = orjson.dumps([row.request_ids, row.fork and row.fork.value, row.temperature])
+    small = orjson.dumps([row.request_ids, row.turns, row.fork and row.fork.value, row.temperature])
     checksum = zlib.crc32(small)
     for name, kind in ARRAYS.items():
         array = np.ascontiguousarray(getattr(row, name), np.dtype(kind).newbyteorder("<"))
@@ -181,6 +181,7 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
         "agent_id": row.key.agent_id,
         "row": row.key.row,
         "request_ids": row.request_ids,
+        "turns": row.turns,
         "fork": row.fork and row.fork.value,
         "temperature": row.temperature,
         "crc32": row_checksum(row),
@@ -194,6 +195,7 @@ def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> 
     return Row(
         key=key,
         request_ids=tuple(data["request_ids"]),
+        turns=tuple(data["turns"]),
         fork=ForkReason(data["fork"]) if data["fork"] else None,
         temperature=_number(data["temperature"]),
         **arrays,

@@ -56,8 +56,7 @@ class Gae(AdvantageEstimator):
             if self.options.step == "token":
                 estimates.append((sequence, self._advantages_K(rewards_S, values_S), values_S))
                 continue
-            turns_S = sequence.turns_S
-            firsts_K = np.unique(turns_S, return_index=True)[1]
+            _, firsts_K, turns_S = np.unique(sequence.turns_S, return_index=True, return_inverse=True)
             rewards_K = np.bincount(turns_S, rewards_S).astype(np.float64)
             advantages_K = self._advantages_K(rewards_K, values_S[firsts_K])
             estimates.append((sequence, advantages_K[turns_S], values_S[firsts_K][turns_S]))

@@ -99,9 +99,9 @@ def sequences_with_returns(inputs: AdvantageInput, gamma: float) -> list[tuple[i
             turns_S = sequence.turns_S
             if not len(turns_S):
                 continue
-            returns_K = turn_rewards(rollout, int(turns_S.max()) + 1)
+            returns_K = turn_rewards(rollout, int(turns_S[-1]) + 1)
             if inputs.kl:
-                returns_K -= np.bincount(turns_S, sequence.gather(inputs.kl))
+                returns_K -= np.bincount(turns_S, sequence.gather(inputs.kl), len(returns_K))
             for turn in reversed(range(len(returns_K) - 1)):
                 returns_K[turn] += gamma * returns_K[turn + 1]
             sequences.append((group, sequence, returns_K))
@@ -109,13 +109,17 @@ def sequences_with_returns(inputs: AdvantageInput, gamma: float) -> list[tuple[i
 
 
 def turn_rewards(rollout: Rollout, turns: int) -> Floats:
-    """Return the reward of each turn of a rollout's sequence; the last turn also gets the rest of the rollout's reward.
+    """Return the reward of each turn of a rollout; the last turn also gets the rest of the rollout's reward.
+
+    Args:
+        rollout: with ``Turn.reward``.
+        turns: number of turns up to the last one with a trained token; a later one had no token, or none that is trained.
 
     Raises:
-        ConfigError: the episode recorded another number of turns.
+        ConfigError: the episode recorded fewer turns.
     """
     rewards = np.array([turn.reward for turn in rollout.turns], np.float64)
-    if len(rewards) != turns:
+    if len(rewards) < turns:
         raise ConfigError(
             f"rollout {rollout.rollout_id!r} has {len(rewards)} turns with a reward, but its tokens are of {turns} requests, so "
             "turns cannot be told apart; choose an estimator of whole rollouts (algo.advantage.name)"

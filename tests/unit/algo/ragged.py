@@ -1,10 +1,10 @@
 """Rollouts of every shape that estimators, losses and corrections must get right, with the place of every sampled token.
 
 Groups of any size, dropped rollouts, several agents a rollout, several rows an agent. A later row begins with turns of
-earlier ones, which are sampled but not trained there::
+earlier ones, which are sampled but not trained there, and an agent may return to an earlier row::
 
-    row 0    p p a a o b b          a, b sampled and trained
-    row 1    p p a a o c            a shared: mask 0; c trained
+    row 0    p p a a o b b o d      a, b, d sampled and trained
+    row 1    p p a a o c            a shared: mask 0; c trained, sampled before d
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _rollout(
 def _rows(
     rng: np.random.Generator, group: str, name: str, agent: str, turns: int
 ) -> tuple[list[Row], list[tuple[RowKey, int]], list[int]]:
-    """Return an agent's rows; each turn continues the row before, or branches off after any turn before it."""
+    """Return an agent's rows; a turn continues the last row or the first, or branches off after a turn of the last."""
     tokens = [[(-1, "observed")] * int(rng.integers(1, 4))]  # of each row: the turn of each token, and what it is
     places, of_turn = [], []
     for turn in range(turns):
@@ -143,10 +143,13 @@ def _rows(
             cuts = [at for at in range(1, len(known)) if known[at - 1][0] >= 0 and known[at][0] != known[at - 1][0]]
             cut = int(rng.choice([*cuts, 1]))
             tokens.append([(which, "shared" if which >= 0 else kind) for which, kind in known[:cut]])
-        row = tokens[-1]
+            row = tokens[-1]
+        else:
+            row = tokens[0 if turn == 2 else -1]
         row += [(-1, "observed")] * int(rng.integers(0, 3))
         for _ in range(int(rng.integers(1, 6))):
-            places.append((RowKey(group, name, agent, len(tokens) - 1), len(row)))
+            number = next(number for number, other in enumerate(tokens) if other is row)
+            places.append((RowKey(group, name, agent, number), len(row)))
             of_turn.append(turn)
             row.append((turn, "trained"))
     made = [_row(rng, RowKey(group, name, agent, number), row) for number, row in enumerate(tokens)]
@@ -168,4 +171,5 @@ def _row(rng: np.random.Generator, key: RowKey, tokens: list[tuple[int, str]]) -
         versions=np.where(sampled, 0, -1).astype(np.int32),
         requests=np.array([names.index(turn) if turn >= 0 else -1 for turn, _ in tokens], np.int32),
         request_ids=tuple(f"{key.agent_id}/{turn}" for turn in names),
+        turns=tuple(names),
     )

@@ -95,6 +95,8 @@ PLACES = {
     "a negative id": ({"token_ids": (0, -4)}, 0, 0, "its id is below 0"),
     "a request named twice": ({"request_ids": ("r/0", "r/0")}, 0, None, "not unique names"),
     "a request too many": ({"request_ids": ("r/0", "r/1", "r/9")}, 0, None, "'r/9' has sampled none"),
+    "a turn twice": ({"turns": (1, 1)}, 0, None, "its turns (1, 1) are not one for each of its 2 requests"),
+    "a turn that was not sampled": ({"turns": (0, 4)}, 0, None, "it has turn 4; the rollout has 4"),
     "no temperature": ({"temperature": -1.0}, 0, None, "its temperature is -1.0"),
     "an array too short": ({"versions": np.zeros(2, np.int32)}, 0, None, "not of one length"),
     "a fork without a reason": ({"fork": None}, 1, None, "has no fork reason"),
@@ -143,7 +145,7 @@ def cut(row, size, requests):
         name: getattr(row, name)[:size]
         for name in ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
     }
-    return dataclasses.replace(row, **arrays, request_ids=row.request_ids[:requests])
+    return dataclasses.replace(row, **arrays, request_ids=row.request_ids[:requests], turns=row.turns[:requests])
 
 
 def test_rows_that_the_graph_does_not_have():
@@ -163,8 +165,8 @@ def test_rows_that_the_graph_does_not_have():
         ({"rows": good().rows[:2]}, "sampled_tokens is 8; its rows have 6 sampled tokens"),
         ({"rows": changed(good(), 1, temperature=0.5).rows}, "at several temperatures: 0.5, 1.0"),
         ({"prompt": "abc"}, "no row begins with the prompt, 'abc'"),
-        ({"turns": [Turn("hm", "", FinishReason.STOP)]}, "no request sampled the text of turn 0, 'hm'"),
-        ({"rows": changed(good(), 0, token_ids=(7, 6)).rows, "turns": [Turn("e", "", FinishReason.STOP)] * 2}, None),
+        ({"turns": [Turn("hm", "", FinishReason.STOP)] * 4}, "no request sampled the text of turn 0, 'hm'"),
+        ({"rows": changed(good(), 0, token_ids=(7, 6)).rows, "turns": [Turn("e", "", FinishReason.STOP)] * 4}, None),
         ({"rows": changed(good(), 2, token_ids=(6, 5)).rows}, "no request sampled the text of turn 3, 'f'"),
     ],
 )
@@ -188,6 +190,7 @@ CHANGEABLE = (
     "versions",
     "requests",
     "request_ids",
+    "turns",
     "temperature",
     "fork",
 )

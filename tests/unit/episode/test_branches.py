@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from agentrl import Message, Rewrite, Rollout, StopReason, Task, ToolCall, ToolCalls, ToolResults, tool
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
+from agentrl.batch.sequences import SampledSequence
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
@@ -28,6 +29,7 @@ from agentrl.testing import ContractError, ScriptedSampler, check_env
 
 TASK = Task("t", (Message("user", "plan it"),), answer="x")
 BRANCH, CONTEXT = ForkReason.BRANCH, ForkReason.CONTEXT
+END = "<|im_end|>"
 
 
 class Keeping(ScriptedSampler):
@@ -439,7 +441,9 @@ class Expert:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["say", "say", "say", "branch", "subagent", "rewrite"]), st.integers(0, 9), st.integers(0, 2)
+        st.sampled_from(["say", "say", "say", "branch", "subagent", "rewrite", "return"]),
+        st.integers(0, 9),
+        st.integers(0, 2),
     ),
     min_size=1,
     max_size=12,
@@ -448,11 +452,14 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS, forgets=st.booleans(), beside=st.booleans())
 def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer, forgetful, actions, forgets, beside):
-    """Random conversations in one rollout, one after the other or beside each other; few words, so that much is shared."""
+    """Random conversations in one rollout, one after the other or beside each other; few words, so that much is shared.
+
+    Each token belongs to the turn of its request, also where a conversation returns to what it was before a rewrite.
+    """
 
     async def generate(task, agent):
         chats = [agent.chat(task.prompt)]
-        waiting = {}
+        waiting, earlier = {}, {0: chats[0].messages}
 
         async def settle():
             await asyncio.gather(*waiting.values())
@@ -467,7 +474,10 @@ def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer,
                 chat.add(message)
                 waiting[number] = asyncio.ensure_future(chat.sample())
             elif kind == "rewrite":
+                earlier[number] = chat.messages
                 chat.rewrite([message])
+            elif kind == "return":
+                chat.rewrite([*earlier.get(number, task.prompt), message])
             else:
                 chats.append(chat.branch([message] if kind == "subagent" else None))
         await settle()
@@ -478,6 +488,46 @@ def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer,
 
     rollout, sampler = play(forgetful if forgets else renderer, script, generate, max_turns=9)
     assert len(rollout.turns) == len(sampler.requests) <= 9
+    check_turns(rollout, sampler)
+
+
+def check_turns(rollout, sampler):
+    """Turns are numbered by conversation: first those of one, then those of its branches, each in the order sampled."""
+    requests = sorted(
+        (generation.request_id for _, generation in sampler.said),
+        key=lambda name: [int(part.rpartition("-")[2]) for part in name.split("/")[1:-1]] + [-1, int(name[-1])],
+    )
+    sequence = SampledSequence(tuple(rollout.rows))
+    places = {row.key: np.array([requests.index(name) for name in row.request_ids]) for row in rollout.rows}
+    values = {row.key: places[row.key][row.requests] for row in rollout.rows if row.request_ids}
+    assert sequence.gather(values).tolist() == sequence.turns_S.tolist()
+
+
+def test_rows_and_turns_after_a_return_to_an_earlier_context_are_in_the_order_sampled(renderer):
+    """
+    row 0   plan it | a | more | c |    turns 0 and 2
+    row 1   summary | b |               turn 1
+    """
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        context = [*chat.messages, Message("user", "more")]
+        chat.rewrite([Message("user", "summary")])
+        await chat.sample()
+        chat.rewrite(context)
+        await chat.sample()
+        return chat.rollout(1.0)
+
+    rollout, sampler = play(renderer, ["a", "b", "c"], generate)
+    check_turns(rollout, sampler)
+    assert texts(renderer, rollout) == [f"a{END}c{END}", f"b{END}"]
+    assert [(row.turns, row.fork) for row in rollout.rows] == [((0, 2), None), ((1,), CONTEXT)]
+    values = {row.key: row.token_ids for row in rollout.rows}
+    assert (
+        renderer.decode(SampledSequence(tuple(rollout.rows)).gather(values).astype(int).tolist())
+        == f"a{END}b{END}c{END}"
+    )
 
 
 OPS = st.lists(

@@ -223,6 +223,9 @@ def test_max_seconds_ends_a_slow_environment_and_keeps_earlier_turns(renderer):
     assert len(sampler.requests) == 2
     assert sampler.closed == ["e"]
     assert sampled_text(renderer, rollout.rows[0]) == "a<|im_end|>b<|im_end|>"
+    assert [turn.action for turn in rollout.turns] == ["a", "b"], (
+        "estimators of turns need the turn without an answer too"
+    )
     assert rollout.metrics == {"words": 1.0}
 
 
