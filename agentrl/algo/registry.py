@@ -7,11 +7,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from agentrl.algo.advantages import ESTIMATORS
-from agentrl.algo.base import AdvantageEstimator, Algorithm, Loss, PolicyLoss
+from agentrl.algo.base import AdvantageEstimator, Algorithm, PolicyLoss
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.algo.losses.sft import sft_loss
-from agentrl.algo.losses.value import ValueLoss
-from agentrl.algo.policy_objective import PolicyObjective
 from agentrl.config.algo import AdvantageConfig, AlgoConfig, LossConfig
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError, unknown_name
@@ -47,23 +44,6 @@ def make_estimator(config: AdvantageConfig) -> AdvantageEstimator:
 def make_policy_loss(config: LossConfig) -> PolicyLoss:
     """Return a policy loss; errors as of `make_estimator`."""
     return _make(LOSS_KEY, loss_class(config), config)
-
-
-def make_objective(config: AlgoConfig) -> PolicyObjective:
-    """Return the objective of a configuration, with the policy loss of each source of a mixed run.
-
-    Raises:
-        ConfigError, UnknownNameError: as of `make_estimator`.
-    """
-    losses = [algo.loss for algo in config.by_source.values()]
-    if all(loss == losses[0] for loss in losses):
-        losses = losses[:1]
-    return PolicyObjective(config, [make_policy_loss(loss) for loss in losses])
-
-
-def make_losses(config: AlgoConfig, objective: PolicyObjective) -> dict[str, Loss]:
-    """Return the loss of each kind of batch."""
-    return {"rl": objective, "sft": sft_loss, "value": ValueLoss(config.critic.value_clip)}
 
 
 def needs_critic(config: AlgoConfig) -> bool:

@@ -90,3 +90,10 @@ class GlobalBatch:
     batch."""
     gradient_scale: float = 1.0
     """Factor of the whole gradient and of the loss, with those of the parts before."""
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from agentrl.batch.microbatch import to_device
 from agentrl.core.errors import ModelError
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.device import to_device
 from agentrl.learner.tree_attention import (
     CPU_BLOCK,
     CPU_STORED_TOKENS,

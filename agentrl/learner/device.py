@@ -74,13 +74,6 @@ def gpu_bytes() -> int | None:
     return min((torch.cuda.get_device_properties(index).total_memory for index in range(count)), default=None)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def collectives(device: str) -> str:
     """Return the backends of the ranks' process group. GPU ranks also need gloo, for weights offloaded to the CPU."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

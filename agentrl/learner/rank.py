@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from agentrl.algo.batch_loss import BatchLoss
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import LearnerError
 from agentrl.learner.base import LearnerRank, RankOptions, RowLogprobs, RowScores, WeightSource
-from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.device import peak_memory
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.optimization import config_of_role

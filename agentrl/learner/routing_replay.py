@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.learner.device import to_device
+from agentrl.batch.microbatch import to_device
 
 
 def experts_by_layer(experts_L: torch.Tensor, token_slice: slice, device: torch.device) -> torch.Tensor:

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentrl.batch.microbatch import MicroBatch
+from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
 from agentrl.core.experts import unknown_expert_mask, unknown_experts
-from agentrl.learner.device import to_device
 
 FLEX_MULTIPLE = 128
 """Length of the blocks of flex attention."""

@@ -37,6 +37,7 @@ from agentrl.train.sampling import Sampling, open_sampling
 from agentrl.train.step_settings import StepSettings, pack_options
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
+from agentrl.train.training_step import StepTrainer
 from agentrl.train.warm_start import initial_policy
 
 
@@ -71,15 +72,12 @@ class TrainingRun:
             view.total = source.steps
             metrics = open_metrics(config, folder, view.note, run.resume_after, monitor.trackers)
             trainer = Trainer(
-                settings=StepSettings(config, packing),
-                source=source,
-                learner=learner,
-                estimators=estimators,
-                critic=critic,
+                StepTrainer(
+                    StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
+                ),
                 checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=self.checkpoint),
                 metrics=exits.enter_context(metrics),
                 view=view,
-                teachers=teachers,
                 step=step,
                 position=run.position,
                 spent_s=state["spent_s"],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +16,30 @@ from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import RowAdvantages, RunEstimators
 from agentrl.algo.registry import compares_groups, needs_critic
 from agentrl.batch.groups import RolloutGroups, group_rollouts, groups_by_policy, groups_by_source
+from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import WHOLE_STEP, RowSignals, StepPart, pack
 from agentrl.batch.sequences import RowValues
+from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
-from agentrl.train.step_metrics import live_share, rollout_metrics, source_metrics, value_metrics
-from agentrl.train.step_scores import StepScores
+from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.obs.progress import ProgressView, Stopwatch
+from agentrl.obs.rollout_panel import rollout_panel
+from agentrl.obs.waiting import PHASE, waiting
+from agentrl.train.rollout_source import RolloutSource, StepRollouts, TaskPosition
+from agentrl.train.step_metrics import (
+    live_share,
+    merge_metrics,
+    policy_metrics,
+    rollout_metrics,
+    source_metrics,
+    value_metrics,
+)
+from agentrl.train.step_scores import StepScores, score_rollouts
 from agentrl.train.step_settings import StepSettings
+from agentrl.train.teachers import Teachers
+
+_TRAINED = "batch/trained_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +242,179 @@ class TrainingStep:
                 "solves, or replace such groups (rollout.filter_groups.filters=[zero_variance])"
             )
         return "no rollout with an advantage has a token to train on"
+
+
+@dataclass(slots=True)
+class EarlyGroups:
+    """Computes groups of a step before its batch is full, while others are sampled (``async.streaming``).
+
+    Their gradient is added up. The batch of the remaining groups completes the optimizer step.
+    How many tokens, sequences or rollouts share the loss is known only when the batch is full: until then weights are not
+    divided by it, and the whole gradient is scaled at the end.
+    """
+
+    settings: StepSettings
+    estimators: RunEstimators
+    learner: LearnerGroup
+    step: int
+    """Training steps that were finished before."""
+    scores: StepScores = field(default_factory=StepScores)
+    """Of the rollouts that were computed."""
+    _waiting: list[Rollout] = field(default_factory=list)
+    """Rollouts that are too few for a micro-batch of each rank."""
+    _computed: set[str] = field(default_factory=set)
+    """Ids of the rollouts that were computed."""
+    _batch_metrics: list[Mapping[str, float]] = field(default_factory=list)
+    """Of their batches."""
+    _seconds: float = 0.0
+    _token_share: float = 0.0
+
+    async def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Add finished groups of the step, and compute the gradient of all that wait if they fill micro-batches.
+
+        Raises:
+            LearnerError, ProvenanceError: see `LearnerGroup.train_step`.
+        """
+        self._waiting += rollouts
+        tokens = sum(len(row.token_ids) for rollout in self._waiting for row in rollout.rows)
+        packing = self.settings.packing
+        if tokens >= packing.tokens_per_micro * packing.data_parallel_size:
+            ready, self._waiting = self._waiting, []
+            with waiting(PHASE, f"step {self.step + 1}", "train"):
+                await asyncio.to_thread(self._compute, ready)
+
+    def _compute(self, rollouts: Sequence[Rollout]) -> None:
+        start, early_step = time.perf_counter(), TrainingStep(self.settings, self.estimators, self.step, rollouts)
+        if self.settings.needs_scores and early_step.groups.rollouts_N:
+            self.scores = self.scores.merge(score_rollouts(self.settings, early_step.groups, self.learner))
+        early_step.scores = self.scores
+        for optimizer_step in early_step.optimizer_steps():
+            batch = early_step.policy_batch(optimizer_step, StepPart(units=1, completes=False))
+            if self.learner.train_step(batch):
+                raise LearnerError(
+                    "the learner took an optimizer step for a part of a batch: it ignores `GlobalBatch.completes`; set "
+                    "async.streaming=false"
+                )
+            self._batch_metrics.append(batch.metrics)
+        self._computed.update(rollout.rollout_id for rollout in rollouts)
+        self._seconds += time.perf_counter() - start
+
+    def remaining(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts that were not computed."""
+        return [rollout for rollout in rollouts if rollout.rollout_id not in self._computed]
+
+    def last_batch(self, training_step: TrainingStep, optimizer_step: OptimizerStep) -> GlobalBatch:
+        """Return the batch that completes an optimizer step, with the rows that were not computed."""
+        units = count_units(training_step.rows(optimizer_step.counted), self.settings.packing.aggregation)
+        batch = training_step.policy_batch(optimizer_step, StepPart(units=1, gradient_scale=1 / units), self._computed)
+        early_tokens = sum(metrics[_TRAINED] for metrics in self._batch_metrics)
+        metrics = merge_metrics([*self._batch_metrics, batch.metrics])
+        del metrics["train/optimizer_steps"]
+        self._token_share = early_tokens / max(1.0, metrics[_TRAINED])
+        return replace(batch, metrics=metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of the trained tokens that were computed early, and the seconds that this took."""
+        return {"async/early_share": self._token_share, "time/early_s": self._seconds}
+
+
+@dataclass(slots=True)
+class StepTrainer:
+    """Takes training steps: rollouts, scores before the first optimizer step, optimizer steps of critic and policy."""
+
+    settings: StepSettings
+    source: RolloutSource
+    learner: LearnerGroup
+    estimators: RunEstimators
+    view: ProgressView
+    critic: CriticGroup | None = None
+    """Predicts values, if the estimator needs them."""
+    teachers: Teachers | None = None
+    """The teachers of on-policy distillation."""
+    optimizer_steps: int = field(default=0, init=False)
+    """That learner and critic have taken in the unfinished training step."""
+
+    async def train(
+        self, step: int, position: TaskPosition, watch: Stopwatch
+    ) -> tuple[TrainingStep, StepRollouts, dict[str, float]]:
+        """Take the optimizer steps of a training step; `finish` follows.
+
+        Args:
+            step: training steps that were finished before.
+            position: of the tasks that were trained before.
+            watch: gets the seconds.
+
+        Returns:
+            the step, its rollouts as the source supplied them, and metrics of the optimizer steps.
+        """
+        name = f"step {step + 1}"
+        streams = self.settings.config.asynchronous.streaming
+        early = EarlyGroups(self.settings, self.estimators, self.learner, step) if streams else None
+        self.view.phase("rollout")
+        with watch("rollout"), waiting(PHASE, name, "rollout"):
+            rollouts = await self.source.get_rollouts(step + 1, position, early.add if early else None)
+        if step == 0:
+            self._show_best(rollouts.rollouts)
+        self.view.phase("learn")
+        training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts)
+        training_step.scores = await self._score(training_step, early, watch)
+
+        def make_batches(training_step: TrainingStep) -> list[GlobalBatch]:
+            alone = self.settings.trains_critic_alone(step)
+            optimizer_steps = [] if alone else training_step.optimizer_steps()
+            make_batch = training_step.policy_batch if early is None else partial(early.last_batch, training_step)
+            return [make_batch(optimizer_step) for optimizer_step in optimizer_steps]
+
+        batches = await asyncio.to_thread(make_batches, training_step)  # episodes may run meanwhile
+        metrics: dict[str, float] = {}
+        if batches or training_step.scores.values:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("train"), waiting(PHASE, name, "train"):
+                metrics = await self._train_critic(training_step)
+                trained: list[Mapping[str, float]] = []
+                for batch in batches:
+                    trained.append({**batch.metrics, **await asyncio.to_thread(self.learner.train_step, batch)})
+                    self.optimizer_steps += 1
+            if trained:
+                metrics |= merge_metrics(trained) | policy_metrics([batch.policy for batch in batches], trained)
+        metrics = metrics or {"train/skipped": 1.0}
+        return training_step, rollouts, metrics if early is None else metrics | early.metrics()
+
+    async def _score(self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch) -> StepScores:
+        """Return the scores of the rollouts before the first optimizer step: the learner's, then the teachers'."""
+        groups = training_step.groups if early is None else group_rollouts(early.remaining(training_step.rollouts))
+        scores, name = StepScores(), f"step {training_step.step + 1}"
+        if groups.rollouts_N and self.settings.needs_scores:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("score"), waiting(PHASE, name, "scores"):
+                scores = await asyncio.to_thread(score_rollouts, self.settings, groups, self.learner, self.critic)
+        if groups.rollouts_N and self.teachers is not None:
+            if self.teachers.need_learner:
+                await self.source.release_gpus_for_training(self.learner, watch)
+            with watch("teachers"), waiting(PHASE, name, "teachers"):
+                logprobs = await self.teachers.score(groups, self.learner, self.settings.packing)
+            scores = replace(scores, teachers=logprobs)
+        return scores if early is None else early.scores.merge(scores)
+
+    async def _train_critic(self, training_step: TrainingStep) -> dict[str, float]:
+        """Take the critic's optimizer steps, and return their metrics; none without a critic."""
+        if self.critic is None or not training_step.scores.values:
+            return {}
+        trained = []
+        for batch in await asyncio.to_thread(training_step.value_batches):
+            trained.append(await asyncio.to_thread(self.critic.train_step, batch))
+            self.optimizer_steps += 1
+        return training_step.value_metrics(trained)
+
+    async def finish(self, training_step: TrainingStep, watch: Stopwatch) -> None:
+        """Update the estimators after the optimizer steps, and every ``algo.reference_steps`` steps the reference."""
+        self.optimizer_steps, steps = 0, self.settings.algo.reference_steps
+        self.estimators.update(training_step.advantage_inputs())
+        if steps and (training_step.step + 1) % steps == 0:
+            await self.source.release_gpus_for_training(self.learner, watch)
+            await asyncio.to_thread(self.learner.update_reference)
+
+    def _show_best(self, rollouts: Sequence[Rollout]) -> None:
+        if rollouts:
+            best = max(rollouts, key=lambda rollout: (rollout.reward, len(rollout.turns)))
+            self.view.note(rollout_panel(best, f"a rollout of step 1, task {best.prompt_id}", self.source.decode))

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from agentrl.algo.batch_loss import BatchLoss
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.learner.base import RankOptions, RowLogprobs
-from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.fsdp.rank import FsdpRank
 
 CONFIG = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(max_grad_norm=1e9))

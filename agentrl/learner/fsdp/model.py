@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import nn
 from typing_extensions import override
 
-from agentrl.batch.microbatch import MicroBatch
+from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions, token_scores, token_values
 from agentrl.learner.routing_replay import experts_by_layer
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places

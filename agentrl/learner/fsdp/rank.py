@@ -19,7 +19,6 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
-from agentrl.learner.batch_loss import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
@@ -30,6 +29,7 @@ from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.optimization import learning_rate
 from agentrl.learner.rank import BackendRank
+from agentrl.learner.scores import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.step_metrics import StepMetrics
 
 

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
+from agentrl.batch.microbatch import to_device
 from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.device import to_device
 from agentrl.learner.megatron.dispatch import PairDispatcher
 from agentrl.learner.megatron.experts import GroupedExperts
 from agentrl.learner.megatron.families.base import Family, head_size

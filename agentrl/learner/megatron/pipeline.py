@@ -14,9 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
-from agentrl.batch.microbatch import MicroBatch
+from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.batch.packing import MULTIPLE
-from agentrl.learner.device import to_device
 from agentrl.learner.head import HeadOptions
 from agentrl.learner.megatron.heads import logprobs_at, values_at
 from agentrl.learner.megatron.layers import PackedTokens

@@ -15,7 +15,6 @@ from typing_extensions import override
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
-from agentrl.learner.batch_loss import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.device import compiles
 from agentrl.learner.megatron.cpu import computing_on
 from agentrl.learner.megatron.options import learner_options
@@ -24,6 +23,7 @@ from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_re
 from agentrl.learner.megatron.state import Writers, load_state, start_saving
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.rank import BackendRank
+from agentrl.learner.scores import SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.step_metrics import StepMetrics
 
 

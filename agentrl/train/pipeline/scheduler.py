@@ -22,7 +22,6 @@ from agentrl.obs.waiting import waiting
 from agentrl.self_play.training import SelfPlay
 from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.filtering import Filtering
-from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
@@ -261,14 +260,37 @@ class GroupScheduler:
         return self.self_play.assign_players(position, jobs)
 
     async def _run_group(self, position: int, jobs: list[Job]) -> None:
+        """Run the episodes of a group that the journal does not have, and keep the rollouts of all until a step takes them."""
+
         def end_episode() -> None:
             self._running.add(-1)
             self._may_begin.set()
 
+        def finish_episode(rollout: Rollout) -> None:
+            if self.runner.has_single_rollouts:
+                self.journal.record_ended(position, rollout)
+            self.on_done(rollout)
+
         async with self._assign_players(position, jobs) as jobs:
-            rollouts = await run_group(
-                self.journal, self.runner, position, jobs, on_ended=end_episode, on_done=self.on_done
-            )
+            rollouts = await asyncio.to_thread(self.journal.read_group, position)
+            is_finished, single = self.journal.is_finished(position), self.runner.has_single_rollouts
+            if not is_finished and not (single and {rollout.prompt_id for rollout in rollouts} == {jobs[0].task.id}):
+                rollouts = []
+            journaled = {rollout.rollout_id: rollout for rollout in rollouts}
+            remaining = [] if is_finished else [job for job in jobs if job.rollout_id not in journaled]
+            for rollout in rollouts:
+                self.on_done(rollout)
+            for _ in range(len(jobs) - len(remaining)):
+                end_episode()
+            if not is_finished:
+                saved = self.journal.episodes.group_states(position) if single else None
+                rollouts = await self.runner.run_many(
+                    remaining, finish_episode, on_ended=end_episode, check_dropped=False, saved=saved
+                )
+                if journaled:
+                    by_id = journaled | {rollout.rollout_id: rollout for rollout in rollouts}
+                    rollouts = [by_id[job.rollout_id] for job in jobs]
+                await self.journal.record_finished(position, rollouts)
         if reason := self.filtering.drop(position, rollouts):
             self.journal.record_dropped(position, reason)
             self.admission.drop(position)

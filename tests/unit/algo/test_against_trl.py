@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algo.registry import make_objective
+from agentrl.algo.batch_loss import make_objective
 from tests.algo_config import make_algo
 from tests.unit.algo.test_losses import Tokens, make_tokens
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from agentrl.algo.base import AdvantageInput, LossInput
+from agentrl.algo.batch_loss import make_objective
 from agentrl.algo.estimate import RowAdvantages, RunEstimators
-from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.config.load import validate
 from agentrl.core.types import FinishReason, MaskReason, Provenance, Rollout, Row, RowKey, StopReason, Turn

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.base import LossInput
+from agentrl.algo.batch_loss import make_objective
 from agentrl.algo.correction import find_beyond_second_moment
-from agentrl.algo.registry import make_objective
 from agentrl.config.algo import CorrectionConfig
 from agentrl.config.load import validate
 from agentrl.train.step_scores import StepScores

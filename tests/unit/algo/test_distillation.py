@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agentrl.algo.base import LossInput
-from agentrl.algo.registry import make_objective
+from agentrl.algo.batch_loss import make_objective
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl.algo.base import LossInput
-from agentrl.algo.registry import make_objective
+from agentrl.algo.batch_loss import make_objective
 from agentrl.core.errors import ConfigError
 from tests.algo_config import make_algo
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.base import LossInput
+from agentrl.algo.batch_loss import make_objective
 from agentrl.algo.kl import kl_estimate
-from agentrl.algo.registry import make_objective
 from agentrl.core.errors import ConfigError
 from tests.algo_config import make_algo
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algo.base import LossInput
+from agentrl.algo.batch_loss import make_objective
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.algo.registry import make_objective
 from tests.algo_config import make_algo
 
 Floats = np.ndarray

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.algo.registry import make_objective
+from agentrl.algo.batch_loss import make_objective
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers, has_gpu
 from agentrl.config.algo import AlgoConfig

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algo.batch_loss import BatchLoss, make_objective
 from agentrl.algo.losses.gspo import Gspo
-from agentrl.algo.registry import make_objective
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.packing import pack
 from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
-from agentrl.learner.batch_loss import BatchLoss
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.train.step_settings import pack_options
 from tests.batches import training_step

@@ -6,6 +6,7 @@ import asyncio
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from agentrl.core.lineup import Lineup
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
-from agentrl.core.types import Generation, Message, Prompt, SamplingParams
-from agentrl.data.jobs import TaskJobs
+from agentrl.core.types import Generation, Message, Prompt, Rollout, SamplingParams
+from agentrl.data.jobs import Job, TaskJobs
 from agentrl.data.order import TaskOrder
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
@@ -41,11 +42,14 @@ from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.engine_weights import EngineWeights, EvalEngines
 from agentrl.train.evaluations import Evaluator
 from agentrl.train.gpu_time_sharing import open_gpus
+from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.records import RunRecords
+from agentrl.train.pipeline.scheduler import open_scheduler
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.run_inputs import RunInputs
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
+from agentrl.train.training_step import StepTrainer
 from agentrl.weight_sync.base import SyncedWeights
 from tests.batches import step_settings
 from tests.unit.episode.conftest import CHATML, renderer_of
@@ -54,6 +58,25 @@ TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in 
 RENDERER = renderer_of(CHATML)
 TRAIN_S = 0.5
 """Of an optimizer step."""
+
+
+async def run_first_group(
+    journal: Journal, runner: EpisodeRunner, jobs: Sequence[Job], on_done: Callable[[Rollout], None] = lambda _: None
+) -> list[Rollout]:
+    """The rollouts of the first group of a run, which is the only one of the first step."""
+    config = load_config(None, ["rollout.batch_size=1", "train.steps=1"])
+    scheduler = open_scheduler(
+        config,
+        0,
+        TaskPosition(),
+        journal,
+        runner=runner,
+        group_jobs=lambda _: [*jobs],
+        guard=nullcontext,
+        on_done=on_done,
+        self_play=None,
+    )
+    return (await scheduler.take()).rollouts
 
 
 class Turns(Env):
@@ -235,7 +258,8 @@ def train(
         estimators.load_state(state.get("estimators", {}))
         learner_group = learner or FakeLearner()
         settings, evaluating = step_settings(config), make_evaluator(evaluator, source)
-        run = Trainer(settings, source, learner_group, estimators, checkpoints, log, view, evaluator=evaluating)
+        steps = StepTrainer(settings, source, learner_group, estimators, view)
+        run = Trainer(steps, checkpoints, log, view, evaluator=evaluating)
         run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = inputs.step, inputs.position
         run.saved = state["step"] if checkpoint else -1

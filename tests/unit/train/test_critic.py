@@ -72,7 +72,7 @@ def opened(folder: Path, given: Config, model: Path, checkpoint: Path | None = N
     try:
         folder.mkdir(exist_ok=True)
         run = trainer(folder, given, learner, rollouts=rollouts())  # type: ignore[arg-type]
-        run.critic = critic
+        run.steps.critic = critic
         if checkpoint is not None:
             learner.load(checkpoint)
             critic.load(checkpoint / CRITIC)
@@ -85,9 +85,9 @@ def opened(folder: Path, given: Config, model: Path, checkpoint: Path | None = N
 def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
     given = config("algo.critic.warmup_steps=2")
     with opened(tmp_path, given, model) as run:
-        assert isinstance(run.learner, LocalLearnerGroup)
-        assert isinstance(run.critic, LocalCritic)
-        before = tensors(run.learner)
+        assert isinstance(run.steps.learner, LocalLearnerGroup)
+        assert isinstance(run.steps.critic, LocalCritic)
+        before = tensors(run.steps.learner)
         critics = [bytes(value.numpy().tobytes()) for value in values_of(run)]
 
         async def two_steps() -> None:
@@ -95,11 +95,11 @@ def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
             await run._step()
 
         asyncio.run(two_steps())
-        after = tensors(run.learner)
+        after = tensors(run.steps.learner)
         assert all(torch.equal(after[name], value) for name, value in before.items())
         assert [value.numpy().tobytes() for value in values_of(run)] != critics
         asyncio.run(run._step())
-        assert not all(torch.equal(value, before[name]) for name, value in tensors(run.learner).items())
+        assert not all(torch.equal(value, before[name]) for name, value in tensors(run.steps.learner).items())
     first, second, third = steps(tmp_path)
     for row in (first, second):
         assert "train/loss" not in row
@@ -111,7 +111,7 @@ def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
 
 
 def values_of(run: Trainer) -> list[torch.Tensor]:
-    critic = run.critic
+    critic = run.steps.critic
     assert isinstance(critic, LocalCritic)
     return [parameter.detach().clone() for parameter in critic.rank.model.hf.parameters()]
 
@@ -127,14 +127,14 @@ def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path:
     with opened(tmp_path / "straight", given, model) as run:
         asyncio.run(step_and_save(run))
         asyncio.run(run._step())
-        assert isinstance(run.learner, LocalLearnerGroup)
-        wanted, critics = tensors(run.learner), values_of(run)
+        assert isinstance(run.steps.learner, LocalLearnerGroup)
+        wanted, critics = tensors(run.steps.learner), values_of(run)
     checkpoint = tmp_path / "straight" / "run" / "checkpoints" / "step_000001"
     with opened(tmp_path / "again", given, model, checkpoint) as run:
         run.step, run.position = 1, TaskPosition(2)
         asyncio.run(run._step())
-        assert isinstance(run.learner, LocalLearnerGroup)
-        again = tensors(run.learner)
+        assert isinstance(run.steps.learner, LocalLearnerGroup)
+        again = tensors(run.steps.learner)
         assert all(torch.equal(again[name], value) for name, value in wanted.items())
         assert all(map(torch.equal, values_of(run), critics))
     names = ["train/loss", "train/value_loss", "train/value_explained_variance"]

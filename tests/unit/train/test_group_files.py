@@ -21,9 +21,8 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.obs.rollouts import RolloutFile, read_rollouts
 from agentrl.testing import ScriptedSampler
-from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
-from tests.unit.train.async_world import RENDERER
+from tests.unit.train.async_world import RENDERER, run_first_group
 
 
 class OneTurn(Env):
@@ -134,8 +133,7 @@ def test_rewards_of_a_grader_of_groups_are_in_the_journal_and_in_the_rollout_fil
             FailurePolicy(FailureConfig()),
             EpisodeSlots(4),
         )
-        journal.record_admitted(0, 0)
-        return await run_group(journal, runner, 0, jobs, on_done=file.write)
+        return await run_first_group(journal, runner, jobs, file.write)
 
     rollouts = asyncio.run(run())
     journal.close()

@@ -23,6 +23,7 @@ from agentrl.testing import FakeLearner
 from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
+from agentrl.train.training_step import StepTrainer
 from benchmarks.episode_runner import synthetic_rows
 from tests.batches import step_settings
 
@@ -77,15 +78,8 @@ async def train(
             SampleCheck(VOCABULARY, Letters(), given.sampler.temperature),  # type: ignore[arg-type]
             interrupt,
         )
-        trainer = Trainer(
-            step_settings(given),
-            source,
-            learner,
-            RunEstimators(given.algo.by_source),
-            Checkpoints(folder / "checkpoints", keep=3),
-            metrics,
-            view,
-        )
+        steps = StepTrainer(step_settings(given), source, learner, RunEstimators(given.algo.by_source), view)
+        trainer = Trainer(steps, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
         if state:
             trainer.step, trainer.position = int(state["step"]), TaskPosition(int(state["position"]))
         await trainer.run()

@@ -22,10 +22,10 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
-from agentrl.train.pipeline.groups import run_group
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.saved_episodes import SHARE, SavedEpisodes
 from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.train.async_world import run_first_group
 
 TASK = Task("t", (Message("user", "count"),))
 JOBS = [Job(TASK, seed, f"1/0/{seed}") for seed in range(3)]
@@ -99,8 +99,7 @@ def run(
             FailurePolicy(FailureConfig()),
             EpisodeSlots(1),
         )
-        journal.record_admitted(0, 0)
-        return await run_group(journal, runner, 0, JOBS)
+        return await run_first_group(journal, runner, JOBS)
 
     try:
         return asyncio.run(main()), [request.request_id for request in sampler.requests]

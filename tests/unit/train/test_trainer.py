@@ -37,6 +37,7 @@ from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
+from agentrl.train.training_step import StepTrainer
 from tests.batches import step_settings
 from tests.unit.train.test_replay import Letters, config, groups, rollout, samples_file
 
@@ -111,7 +112,8 @@ def trainer(
     checkpoints = Checkpoints(folder / "run" / "checkpoints", keep=3)
     metrics = MetricsLog(folder / "run", resume_after=resume_after)
     estimators, evaluator = RunEstimators(given.algo.by_source), cast("Evaluator", source)
-    return Trainer(step_settings(given), source, learner, estimators, checkpoints, metrics, view, evaluator=evaluator)
+    steps = StepTrainer(step_settings(given), source, learner, estimators, view)
+    return Trainer(steps, checkpoints, metrics, view, evaluator=evaluator)
 
 
 def resumed(folder: Path, given: Config) -> Trainer:
@@ -120,7 +122,7 @@ def resumed(folder: Path, given: Config) -> Trainer:
     run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
     run.position, run.evaluations.step = TaskPosition(state["position"]), state["evaluated"]
-    run.estimators.load_state(state["estimators"])
+    run.steps.estimators.load_state(state["estimators"])
     return run
 
 
@@ -224,12 +226,12 @@ def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> No
     cut = trainer(tmp_path / "cut", given, FakeLearner(), refuse=2)
     with pytest.raises(EngineError):
         asyncio.run(cut.run())
-    assert cut.estimators.state()
-    assert cut.estimators.state() != whole.estimators.state()
+    assert cut.steps.estimators.state()
+    assert cut.steps.estimators.state() != whole.steps.estimators.state()
     again = resumed(tmp_path / "cut", given)
-    assert again.estimators.state() == cut.estimators.state()
+    assert again.steps.estimators.state() == cut.steps.estimators.state()
     asyncio.run(again.run())
-    assert again.estimators.state() == whole.estimators.state()
+    assert again.steps.estimators.state() == whole.steps.estimators.state()
 
 
 def test_the_checkpoint_with_the_best_rating_is_kept(tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_a_teachers_term_is_trained_on_and_logged_until_it_fails(tmp_path: Path)
     given = config("algo.distillation.teachers.a.url=http://a", "algo.distillation.reward_coef=0", "train.save_every=0")
     learner = FakeLearner()
     run = trainer(tmp_path, given, learner)
-    run.teachers = Teaching(fail_at=3)  # type: ignore[assignment]
+    run.steps.teachers = Teaching(fail_at=3)  # type: ignore[assignment]
     with pytest.raises(EngineError, match="teacher 'a'"):
         asyncio.run(run.run())
     assert (learner.steps, saved_state(tmp_path)["step"]) == (2, 2)

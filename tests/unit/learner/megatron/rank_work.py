@@ -126,7 +126,7 @@ def make_parts(shares: int) -> list[GlobalBatch]:
 
 def compute(policy: Any, critic: Any, shares: int) -> Found:
     """Compute all losses with a rank or a local learner's, which has a reference, and with one of a critic."""
-    from agentrl.learner.batch_loss import BatchLoss
+    from agentrl.algo.batch_loss import BatchLoss
 
     def share_of(batch: GlobalBatch) -> GlobalBatch:
         return replace(batch, micro=(batch.micro[policy.data_parallel_rank],), metrics={})

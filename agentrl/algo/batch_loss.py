@@ -1,0 +1,237 @@
+"""The loss of micro-batches, for every learner backend: policy loss, importance correction, KL term and entropy bonus.
+
+Legend: ``N`` tokens at the loss mask of a micro-batch, ``S`` sequences of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from agentrl.algo.base import MAX_LOG_RATIO, Loss, LossInput, LossMetrics, PolicyLoss, TokenLoss
+from agentrl.algo.correction import importance_weights
+from agentrl.algo.kl import kl_estimate
+from agentrl.algo.losses.sft import sft_loss
+from agentrl.algo.losses.value import ValueLoss
+from agentrl.algo.registry import make_policy_loss, needs_whole_sequences
+from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch, to_device
+from agentrl.config.algo import AlgoConfig
+
+
+class BatchLoss:
+    """The losses of ``rl``, ``sft`` and ``value`` batches.
+
+    Args:
+        algo: configures the loss of ``rl`` batches.
+        device: of the scores.
+    """
+
+    def __init__(self, algo: AlgoConfig, device: torch.device) -> None:
+        self.algo = algo
+        self.device = device
+        self.objective = make_objective(algo)
+        self.losses: dict[Kind, Loss] = {
+            "rl": self.objective,
+            "sft": sft_loss,
+            "value": ValueLoss(algo.critic.value_clip),
+        }
+
+    def needs_reference(self, batch: GlobalBatch) -> bool:
+        """Return whether the loss needs the reference policy's log-probabilities."""
+        return batch.kind == "rl" and self.algo.has_kl and self.algo.kl_in != "reward"
+
+    def needs_ratios(self, batch: GlobalBatch, *, divides_rows: bool = False) -> bool:
+        """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks.
+
+        Args:
+            batch: whose micro-batches may divide sequences.
+            divides_rows: whether ranks score parts of rows.
+        """
+        return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and needs_whole_sequences(self.algo)
+
+    def __call__(
+        self,
+        batch: GlobalBatch,
+        micro: MicroBatch,
+        at_N: torch.Tensor,
+        scores: tuple[torch.Tensor, torch.Tensor | None],
+        *,
+        reference_N: torch.Tensor | None = None,
+        ratio_N: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, LossMetrics]:
+        """Return ``Σ weight · loss`` over tokens of a micro-batch, a scalar, and its metrics.
+
+        Args:
+            batch: of the micro-batch.
+            micro: on the CPU.
+            at_N: positions at the loss mask, int64 on the CPU.
+            scores: log-probabilities or values of these tokens on the device, with gradient, and entropies.
+            reference_N: the reference policy's log-probabilities, if `needs_reference`.
+            ratio_N: of `SequenceRatios`, if `needs_ratios`.
+        """
+        scores_N, entropy_N = scores
+        loss_input = LossInput(
+            **self._fields(batch, micro, at_N),
+            sequence_log_ratio_N=ratio_N,
+            reference_logprobs_N=reference_N,
+            entropy_N=entropy_N if self.algo.needs_entropy else None,
+        )
+        loss, metrics = self.losses[batch.kind](scores_N, loss_input)
+        if entropy_N is not None:
+            metrics.sums["entropy"] = entropy_N.detach().sum()
+        return loss, metrics
+
+    def log_ratio(
+        self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-ratio of each token, ``[N]`` without gradient, and the number of its sequence, int64 ``[N]``."""
+        loss_input = LossInput(**self._fields(batch, micro, at_N))
+        assert loss_input.sequence_N is not None
+        return logprobs_N - self.objective.old_logprobs(logprobs_N, loss_input), loss_input.sequence_N
+
+    def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
+        """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""
+        fields = {
+            "weight_N": micro.weight_L,
+            "advantages_N": micro.advantages_L,
+            "logprobs_N": micro.logprobs_L,
+            "learner_logprobs_N": micro.learner_logprobs_L,
+            "correction_N": micro.correction_L,
+            "values_N": micro.values_L,
+            "returns_N": micro.returns_L,
+        }
+        chosen = {name: None if values is None else values[at_N] for name, values in fields.items()}
+        numbers = torch.tensor(micro.sequences, dtype=torch.int64)
+        chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
+        chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
+        loss_fields: dict[str, Any] = {
+            name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
+        }
+        loss_fields["source_tokens"], loss_fields["sequences"] = (
+            self._source_tokens(micro, at_N),
+            len(batch.sequence_sizes),
+        )
+        return loss_fields
+
+    def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the indices of each source's tokens among those at the mask; see `LossInput.source_tokens`."""
+        source_N = torch.tensor(micro.sources)[micro.row_L[at_N].long()] if micro.sources else at_N[:0]
+        places = {number: (source_N == number).nonzero()[:, 0] for number in sorted({*source_N.tolist()})}
+        return {number: to_device(at_M, self.device) for number, at_M in places.items()}
+
+
+def make_objective(config: AlgoConfig) -> PolicyObjective:
+    """Return the objective of a configuration, with the policy loss of each source of a mixed run.
+
+    Raises:
+        ConfigError, UnknownNameError: as of `make_estimator`.
+    """
+    losses = [algo.loss for algo in config.by_source.values()]
+    if all(loss == losses[0] for loss in losses):
+        losses = losses[:1]
+    return PolicyObjective(config, [make_policy_loss(loss) for loss in losses])
+
+
+class PolicyObjective:
+    """``Σ weight · (correction · policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` over a micro-batch.
+
+    The last two terms have a gradient also where the policy loss is clipped, has no advantage or is rejected.
+
+    Args:
+        config: of the objective.
+        policy_losses: the loss of each token, by the number of its source; a single one is that of all tokens.
+    """
+
+    def __init__(self, config: AlgoConfig, policy_losses: Sequence[PolicyLoss]) -> None:
+        self.config = config
+        self.policy_losses = policy_losses
+        correction = config.correction
+        self._corrects_here = correction.active and not correction.needs_all_tokens
+
+    def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
+        """Return the loss and its metrics. ``kl`` is k3 regardless of ``kl_kind``, ``kl_loss`` is before ``kl_coef``."""
+        old_N, weight_N = self.old_logprobs(logprobs_N, inputs), inputs.weight_N
+        token = self._token_loss(logprobs_N, old_N, inputs)
+        metrics = _metrics(logprobs_N.detach(), old_N, token.clipped_N, inputs)
+        correction_N = self._correction(logprobs_N.detach(), inputs)
+        loss_N = token.loss_N
+        if correction_N is not None:
+            loss_N = correction_N * loss_N
+            metrics.sums |= {
+                "correction_mean": correction_N.sum(),
+                "correction_rejected": (correction_N == 0).sum().float(),
+            }
+        if self.config.has_kl and self.config.kl_in == "loss":
+            reference_N = inputs.reference_logprobs_N
+            assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
+            kl_N = kl_estimate(logprobs_N, reference_N, self.config.kl_kind)
+            loss_N = loss_N + self.config.kl_coef * kl_N
+            metrics.sums["kl"] = kl_estimate(logprobs_N.detach(), reference_N, "k3").sum()
+            metrics.totals["kl_loss"] = (weight_N * kl_N.detach()).sum()
+        if self.config.needs_entropy:
+            assert inputs.entropy_N is not None, "the learner gave no entropies"
+            loss_N = loss_N - self.config.entropy_coef * inputs.entropy_N
+        return (weight_N * loss_N).sum(), metrics
+
+    def _token_loss(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> TokenLoss:
+        """Return the policy loss of each token, which is that of its source."""
+        policy_losses, places = self.policy_losses, inputs.source_tokens
+        if len(policy_losses) == 1 or not places:
+            return policy_losses[0].token_loss(logprobs_N, old_N, inputs)
+        losses = [
+            policy_losses[source].token_loss(logprobs_N[at_M], old_N[at_M], inputs.at(at_M))
+            for source, at_M in places.items()
+        ]
+        order_N = torch.cat(list(places.values()))
+        loss_N, clipped_N = torch.zeros_like(logprobs_N), torch.zeros_like(order_N, dtype=torch.bool)
+        return TokenLoss(
+            loss_N.index_copy(0, order_N, torch.cat([loss.loss_N for loss in losses])),
+            clipped_N.index_copy(0, order_N, torch.cat([loss.clipped_N for loss in losses])),
+        )
+
+    def old_logprobs(self, logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor:
+        """Return the log-probabilities in the ratio's denominator, ``[N]`` without gradient; see ``algo.old_logprobs``."""
+        return (
+            inputs.logprobs_N
+            if self.config.old_logprobs == "sampler"
+            else _learner_logprobs(logprobs_N.detach(), inputs)
+        )
+
+    def _correction(self, logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor | None:
+        """Return importance weights: the driver's, or those of each token alone."""
+        if inputs.correction_N is not None or not self._corrects_here:
+            return inputs.correction_N
+        log_ratio_N = _learner_logprobs(logprobs_N, inputs) - inputs.logprobs_N
+        return importance_weights(log_ratio_N, torch.arange(len(log_ratio_N)), self.config.correction)
+
+
+def _learner_logprobs(logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor:
+    """Return the learner's log-probabilities before the first optimizer step; without a pass before it, those of this pass."""
+    return logprobs_N if inputs.learner_logprobs_N is None else inputs.learner_logprobs_N
+
+
+@torch.no_grad()
+def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Tensor, inputs: LossInput) -> LossMetrics:
+    """Return metrics of ratio and clipping, and of the difference between sampler and learner.
+
+    ``sampler_kl`` is the estimator k3 of KL(sampler ‖ learner), ``r - 1 - log r`` with ``r`` learner over sampler
+    (Schulman, "Approximating KL Divergence"): never negative, and 0 if both agree on every token.
+    ``effective_sample_size`` is that of the same ratios as weights.
+    """
+    ratio_N = (logprobs_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    gap_N = (_learner_logprobs(logprobs_N, inputs) - inputs.logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    zero, weight_N = ratio_N.new_zeros(1), gap_N.exp()
+    return LossMetrics(
+        sums={
+            "ratio_mean": ratio_N.sum(),
+            "clip_fraction": clipped_N.sum().float(),
+            "sampler_kl": (gap_N.expm1() - gap_N).sum(),
+        },
+        maxima={
+            "ratio_max": torch.cat([ratio_N, zero]).max(),
+            "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max(),
+        },
+        weights={"effective_sample_size": torch.stack([weight_N.sum(), weight_N.square().sum()])},
+    )
