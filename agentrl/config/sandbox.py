@@ -49,7 +49,8 @@ class SandboxConfig(Section):
     """The interpreter in the sandbox, by name or by path."""
     readonly: tuple[Path, ...] = ()
     """Folders of this machine that code may read, such as a virtual environment made for it; they have the same path inside.
-    Folders with tasks, environments, or the run's own Python environment are refused: code could read hidden tests."""
+    Folders with tasks, environments, rewards, tools, or the run's own Python environment are refused: code could read hidden
+    tests."""
     image: str = "python:3.12-slim"
     """The image of ``docker``; it must be there already and have Python 3.9 or newer."""
     images: tuple[str, ...] = ()

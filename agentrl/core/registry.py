@@ -7,13 +7,17 @@ backends (`agentrl.learner.registry`) and transports (`agentrl.weight_sync.regis
 
 from __future__ import annotations
 
+import glob
 import inspect
+import os
 import sys
+import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
+from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,21 +93,61 @@ def names(group: str) -> list[str]:
     return sorted({*_registered[group], *_entry_points(group)})
 
 
-def definition_paths(group: str) -> dict[str, list[Path]]:
+def definition_paths(group: str) -> dict[str, set[Path]]:
     """Return where the registered objects of a group are defined, by name: folders of top-level packages, or files.
 
-    Imports no plugin. Packages that are not installed as files are left out.
+    Imports no plugin. A file's compiled ones are among them; packages that are not installed as files are left out.
     """
-    paths: dict[str, list[Path]] = {}
-    for name, point in _entry_points(group).items():
-        spec = find_spec(point.module.partition(".")[0])
-        if spec is not None:
-            locations = spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else [])
-            paths[name] = [Path(location) for location in locations]
+    paths = {name: _module_paths(point.module) for name, point in _entry_points(group).items()}
     for name, registered in _registered[group].items():
         file = getattr(sys.modules.get(registered.__module__), "__file__", None)
         if file is not None:
-            paths[name] = [Path(file)]
+            paths[name] = _source_paths(Path(file))
+    return paths
+
+
+def reference_paths(reference: str) -> set[Path]:
+    """Return where the object of ``path/to/file.py:name`` or ``module:name`` is defined; see `definition_paths`."""
+    location = reference.partition(":")[0]
+    return _source_paths(Path(location).expanduser()) if location.endswith(".py") else _module_paths(location)
+
+
+def _module_paths(module: str) -> set[Path]:
+    name = module.partition(".")[0]
+    spec = find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])
+    if spec is None:
+        return set()
+    if spec.submodule_search_locations:
+        return {Path(location).resolve() for location in spec.submodule_search_locations}
+    return _source_paths(Path(spec.origin)) if spec.has_location and spec.origin else set()
+
+
+def _source_paths(file: Path) -> set[Path]:
+    """Return a source file, and its compiled files wherever Python keeps them."""
+    file = file.resolve()
+    folders = {file.with_name("__pycache__"), Path(cache_from_source(str(file))).parent}
+    return {file, *(path for folder in folders for path in folder.glob(f"{glob.escape(file.stem)}.*.py[co]"))}
+
+
+def installed_paths(group: str) -> dict[str, set[Path]]:
+    """Return what the distributions with registered objects of a group have installed, by name; not their scripts.
+
+    For what lies in a folder of ``site-packages``, that folder.
+    """
+    distributions = {name: point.dist for name, point in _entry_points(group).items()}
+    return {name: _files(distribution) for name, distribution in distributions.items() if distribution is not None}
+
+
+@cache
+def _files(distribution: Distribution) -> set[Path]:
+    site, scripts = Path(str(distribution.locate_file(""))).resolve(), Path(sysconfig.get_path("scripts")).resolve()
+    paths = set()
+    for file in distribution.files or ():
+        path = Path(os.path.normpath(site / file))
+        if path.is_relative_to(site) and len(file.parts) > 1 and file.parts[0] != "__pycache__":
+            path = site / file.parts[0]
+        if path.parent != scripts:
+            paths.add(path)
     return paths
 
 

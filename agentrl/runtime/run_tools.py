@@ -11,7 +11,7 @@ from agentrl.config.schema import Config
 from agentrl.config.tools import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
-from agentrl.core.registry import TOOLS, env_class, names
+from agentrl.core.registry import TOOLS, env_class, names, reference_paths
 from agentrl.core.tool import Tool, ToolService
 from agentrl.episode.custom_loop import required_tools
 from agentrl.sandbox.base import unsafe_warning
@@ -81,15 +81,19 @@ def check_tools(config: Config) -> None:
 def _private_files(config: Config) -> dict[Path, str]:
     """Return the files of a run that code must not read, with what they are."""
     files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "run.dir": config.run.dir}
+    paths = {path.resolve(): f"run's {key}" for key, path in files.items() if path is not None}
     references = {
         "env.name": config.env.name,
         "tasks.name": config.tasks.name,
+        "tasks.data_source.name": config.tasks.data_source.name,
         "reward.function": config.reward.function,
+        "data.convert": config.data.convert,
+        "rollout.generate": config.rollout.generate,
     }
-    for key, name in references.items():
-        if name is not None and is_reference(name) and name.partition(":")[0].endswith(".py"):
-            files[key] = Path(name.partition(":")[0])
-    return {path.resolve(): f"run's {key}" for key, path in files.items() if path is not None}
+    for key, reference in references.items():
+        if reference is not None and is_reference(reference):
+            paths |= dict.fromkeys(reference_paths(reference), f"run's {key}")
+    return paths
 
 
 def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:

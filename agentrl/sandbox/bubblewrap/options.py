@@ -19,7 +19,7 @@ from agentrl.core.errors import ConfigError, MissingError
 from agentrl.sandbox.base import WORK, Defence
 from agentrl.sandbox.egress import proxy_environment
 from agentrl.sandbox.runner_command import python_command
-from agentrl.sandbox.shown_folders import SYSTEM, hidden_below
+from agentrl.sandbox.shown_folders import SYSTEM, hidden_paths, program_folders, required_packages
 
 USER = 1000
 """User id of code inside."""
@@ -96,9 +96,12 @@ def check_paths(config: SandboxConfig) -> None:
         if not path.exists():
             raise MissingError(f"sandbox.readonly has {path}, which does not exist")
     python = Path(config.python)
-    folders = [Path("/usr"), Path("/bin"), *config.readonly]
+    folders = [*program_folders(), Path("/bin"), *config.readonly]
     if python.is_absolute() and not any(python.is_relative_to(folder) for folder in folders):
-        raise ConfigError(f"sandbox.python={python} is neither below /usr nor below a folder of sandbox.readonly")
+        raise ConfigError(
+            f"sandbox.python={python} is neither among the machine's programs (such as {SYSTEM}/bin) nor below a folder of "
+            "sandbox.readonly"
+        )
 
 
 def host_user(number: int) -> int:
@@ -184,7 +187,8 @@ def _namespaces(config: SandboxConfig, defences: frozenset[Defence]) -> list[str
 
 
 def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mapping[str, int]) -> list[str]:
-    arguments = _programs() if Defence.FILES in defences else _machine()
+    hidden = hidden_paths() if Defence.FILES in defences else []
+    arguments = _programs(hidden) if Defence.FILES in defences else _machine()
     if Defence.FILES in defences:
         for folder in CERTIFICATES if config.hosts else ():
             arguments += ["--ro-bind-try", folder, folder]
@@ -196,6 +200,8 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
     arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
     for path in config.readonly:  # after /tmp, which it may be below
         arguments += ["--ro-bind", str(path), str(path)]
+    for path in filter(Path.is_dir, hidden):  # after what is shown in them
+        arguments += ["--remount-ro", str(path)]
     # No pseudo-terminals: all sandboxes together have a few thousand, and no limit counts those of one.
     arguments += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
@@ -204,12 +210,17 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
     return arguments
 
 
-def _programs() -> list[str]:
-    """Bind the machine's programs and libraries read-only, wherever its distribution keeps them; without tasks among them."""
-    arguments = ["--ro-bind", str(SYSTEM), str(SYSTEM)]
-    for path in hidden_below(SYSTEM):
-        cover = ["--tmpfs", str(path), "--remount-ro", str(path)]
-        arguments += cover if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+def _programs(hidden: Sequence[Path]) -> list[str]:
+    """Bind the machine's programs and libraries read-only, wherever its distribution keeps them, without tasks among them."""
+    arguments: list[str] = []
+    for path in program_folders():
+        link = path.is_symlink()
+        arguments += ["--symlink", str(path.readlink()), str(path)] if link else ["--ro-bind", str(path), str(path)]
+    for path in hidden:
+        arguments += ["--tmpfs", str(path)] if path.is_dir() else ["--ro-bind", os.devnull, str(path)]
+    for path in required_packages():
+        if path.parent in hidden:
+            arguments += ["--ro-bind", str(path), str(path)]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/") / name
         if path.is_symlink():

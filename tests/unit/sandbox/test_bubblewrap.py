@@ -251,7 +251,7 @@ def test_folders_can_be_shown(tmp_path: Path) -> None:
     [
         ({"readonly": (Path("/dev/shm/x"),)}, ConfigError, "below /dev/shm"),
         ({"readonly": (Path("/no/such"),)}, MissingError, "does not exist"),
-        ({"python": "/opt/own/python"}, ConfigError, "neither below /usr"),
+        ({"python": "/opt/own/python"}, ConfigError, "neither among the machine.s programs"),
         ({"runtime": "runsc"}, ConfigError, r"sandbox\.runtime=runsc .* sandbox\.backend=docker"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,7 +21,6 @@ from agentrl.runtime.run_tools import check_tools
 from agentrl.sandbox import shown_folders
 from agentrl.sandbox.registry import make_backend
 from agentrl.sandbox.shown_folders import check_shown
-from tests.unit.sandbox.bubblewraps import other_backend
 
 TASKS, ENVS = (Path(package.__path__[0]).resolve() for package in (agentrl_tasks, agentrl_envs))
 
@@ -72,10 +73,13 @@ def test_folders_with_files_that_can_be_written_to_are_refused(tmp_path: Path, k
     check_shown(SandboxConfig(readonly=(tmp_path,)))
 
 
-@pytest.mark.parametrize("key", ["data.path", "env.name", "run.dir"])
-def test_files_of_a_run_are_refused_before_it_starts(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", ["data.path", "env.name", "run.dir", "reward.function"])
+def test_files_of_a_run_are_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     values = {"data.path": str(tmp_path / "train.jsonl"), "env.name": "python_math", "run.dir": str(tmp_path / "runs")}
     (tmp_path / "env.py").write_text("from agentrl_envs.python_math import PythonMathEnv as Own\n")
+    (tmp_path / "own_reward.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    values["reward.function"] = "own_reward:score"
     tree = {"env": {"name": "python_math"}, "sandbox": {"backend": "unsafe_subprocess", "readonly": [str(tmp_path)]}}
     section, field = key.split(".")
     value = f"{tmp_path / 'env.py'}:Own" if key == "env.name" else values[key]
@@ -83,18 +87,50 @@ def test_files_of_a_run_are_refused_before_it_starts(tmp_path: Path, key: str) -
         check_tools(Config.model_validate(tree | {section: {field: value}}))
 
 
-def test_tasks_among_the_machines_programs_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are if agentrl is installed for the whole machine. A folder and a file of the machine stand for them."""
-    folder, file = Path("/usr/share"), Path("/usr/bin/env")
-    monkeypatch.setattr(shown_folders, "plugin_folders", lambda: {folder: "taskset 'a'", file: "taskset 'b'"})
+@pytest.fixture(scope="module")
+def machine_wide() -> dict[str, list[str]]:
+    """What `installed_plugins` prints."""
+    if os.geteuid() != 0 or shutil.which("bwrap") is None:
+        pytest.skip("needs root, for mounts of its own, and bubblewrap")
+    program = Path(__file__).with_name("installed_plugins.py")
+    search_path = f"/usr/include/site-packages:/usr/include/site-packages/zipped.egg:{os.pathsep.join(sys.path)}"
+    output = subprocess.check_output(
+        ["unshare", "--mount", "--propagation", "private", sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": search_path},
+        text=True,
+    )
+    return json.loads(output.splitlines()[-1])
 
-    async def main() -> None:
-        async with other_backend() as backend, await backend.open("a") as sandbox:
-            with pytest.raises(OSError, match="No such file"):
-                await sandbox.read_file(str(next(path for path in folder.rglob("*") if path.is_file())))
-            with pytest.raises(PermissionError):  # a device of a mount without devices lies over it
-                await sandbox.read_file(str(file))
-            with pytest.raises(OSError, match="Read-only"):
-                await sandbox.write_file(str(folder / "new"), b"")
 
-    asyncio.run(main())
+def test_nothing_of_plugins_that_are_installed_for_the_whole_machine_can_be_read(
+    machine_wide: dict[str, list[str]],
+) -> None:
+    """Sources, compiled files, data, dependencies, archives and editable sources of tasksets, environments, rewards and tools."""
+    assert len(machine_wide["planted"]) >= 20
+    assert sorted(machine_wide["read without files"]) == sorted(machine_wide["planted"]), (
+        "the control reads all of them"
+    )
+    assert machine_wide["read"] == []
+
+
+def test_the_interpreter_and_packages_that_agentrl_requires_still_work(machine_wide: dict[str, list[str]]) -> None:
+    """Packages that ``sandbox.readonly`` names too."""
+    assert machine_wide["imported"] == ["25 shown"]
+
+
+def test_the_folders_of_an_installed_plugin_are_refused(machine_wide: dict[str, list[str]]) -> None:
+    """By both backends. Only a folder whose content no plugin has installed may be shown."""
+    shown = {Path(path).parent.name for path in set(machine_wide["planted"]) - set(machine_wide["refused"])}
+    assert shown == {"app", "more_tasks", "answers_of_cities"}
+
+
+def test_data_among_the_machines_programs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``data.path=/usr/share/train.jsonl`` would be shown by bubblewrap, and by no other backend."""
+    monkeypatch.setattr(shown_folders, "SYSTEM", tmp_path)
+    data = tmp_path / "share/train.jsonl"
+    data.parent.mkdir()
+    for backend in ("bubblewrap", "docker"):
+        check_shown(SandboxConfig(backend=backend), {tmp_path / "src/train.jsonl": "run's data.path"})
+    check_shown(SandboxConfig(backend="docker"), {data: "run's data.path"})
+    with pytest.raises(ConfigError, match=rf"the run's data\.path \({data}\) is among the machine's programs"):
+        check_shown(SandboxConfig(), {data: "run's data.path"})
