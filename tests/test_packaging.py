@@ -8,7 +8,8 @@ from pathlib import Path
 from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
-SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+SETUP_FILE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUP = SETUP_FILE["tool"]["setuptools"]
 PLUGINS = {f"agentrl_{folder}": ROOT / folder / f"agentrl_{folder}" for folder in ("envs", "tools", "tasks", "configs")}
 
 
@@ -56,8 +57,19 @@ def test_every_file_of_a_new_project_is_package_data() -> None:
 def test_python_and_torch_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11,<3.14"
-    assert "torch>=2.11" in project["dependencies"]
+    assert "torch>=2.11" in project["optional-dependencies"]["train"]
     assert {"sglang", "megatron", "dev"} <= set(project["optional-dependencies"])
+
+
+def test_the_distribution_has_one_name() -> None:
+    """Another project has the name ``agentrl`` at PyPI."""
+    from agentrl.core.extras import DISTRIBUTION
+
+    assert SETUP_FILE["project"]["name"] == DISTRIBUTION == "agentrl-framework"
+    assert SETUP_FILE["project"]["scripts"] == {"agentrl": "agentrl.cli.main:main"}
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/how_to/*.md")]
+    for page in pages:
+        assert not re.search(r"pip install [^`\n]*\bagentrl(?![-/.\w])", page.read_text()), page
 
 
 PUBLIC = (

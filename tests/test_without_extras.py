@@ -1,15 +1,19 @@
 """agentrl without the packages of its extras: the core works, and what needs one names the extra."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
 
-from agentrl.core.extras import EXTRAS
+from agentrl.core.extras import DISTRIBUTION, EXTRAS
+from agentrl.project_template import create_project
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -20,6 +24,9 @@ DISTRIBUTIONS = {
     "sglang_router": "sglang-router",
 }
 """Names of packages at the index, where they are not those of the import."""
+
+TRAIN = {package for package, extra in EXTRAS.items() if extra == "train"}
+"""What the core works without, and training does not."""
 
 COMMANDS = {
     "help": ["--help"],
@@ -37,6 +44,16 @@ COMMANDS = {
     "mcp": ["tools", "serve", "mcp", "--port", "0"],
     "sandboxes": ["tools", "sandbox", "--backend", "docker"],
     "viewer": ["view", "run", "--html"],
+}
+CORE_COMMANDS = {
+    "list": ["env", "list"],
+    "check": ["env", "check", "search_r1"],
+    "check several agents": ["env", "check", "kuhn_poker"],
+    "init": ["init", "my_first"],
+    "train": ["train", "--env", "search_r1"],
+    "eval": ["eval", "--env", "search_r1"],
+    "sft": ["sft"],
+    "doctor": ["doctor", "run"],
 }
 PLAY = """
 import contextlib, io, json, sys
@@ -56,18 +73,73 @@ print(json.dumps(found))
 """
 
 
+def play(cwd: Path, packages: set[str], commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
+    """Status and output of each command, all in one process that cannot import the packages."""
+    command = [sys.executable, "-c", PLAY, json.dumps([*packages]), json.dumps(commands)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (cwd / "runs").exists(), "no run was started"
+    return {name: (status, output) for name, (status, output) in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """Status and output of each command, all in one process that can import no package of an extra."""
+    """The commands without a package of an extra but ``train``."""
     cwd = tmp_path_factory.mktemp("without-extras")
     (cwd / "prompts.parquet").touch()
     (cwd / "run" / "rollouts").mkdir(parents=True)
     (cwd / "run" / "rollouts" / "step_000001.parquet").touch()
-    command = [sys.executable, "-c", PLAY, json.dumps([*EXTRAS]), json.dumps(COMMANDS)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not (cwd / "runs").exists(), "no run was started"
-    return {name: (status, said) for name, (status, said) in json.loads(done.stdout.splitlines()[-1]).items()}
+    return play(cwd, {*EXTRAS} - TRAIN, COMMANDS)
+
+
+def test_the_core_needs_no_training_packages(tmp_path: Path) -> None:
+    results = play(tmp_path, {*EXTRAS}, CORE_COMMANDS)
+    for name in ("list", "check", "check several agents", "init"):
+        assert results[name][0] == 0, results[name]
+    for name in ("train", "eval", "sft", "doctor"):
+        status, output = results[name]
+        assert status == 2, results[name]
+        assert re.search(rf"agentrl {name} needs the package \w+: pip install '{DISTRIBUTION}\[train\]'", output), (
+            output
+        )
+        assert "Traceback" not in output
+
+
+def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
+    """What pip installs is what an author of environments needs: the command and the plugins, and no torch."""
+    source = tmp_path / "source"  # a build writes into the folder that it builds
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    for name in ("agentrl", "envs", "tools", "tasks", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
+    for name in ("pyproject.toml", "LICENSE", PROJECT["readme"]):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    environment = tmp_path / "environment"
+    venv.create(environment)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python")]
+    create_project(tmp_path / "my_first")
+    template = tomllib.loads((tmp_path / "my_first" / "pyproject.toml").read_text())["project"]
+    assert template["dependencies"] == [DISTRIBUTION]
+    packages = [str(source), *template["optional-dependencies"]["test"]]
+    install = subprocess.run(
+        [*pip, "install", "--quiet", "--no-compile", *packages], capture_output=True, text=True, timeout=400
+    )
+    assert install.returncode == 0, install.stdout + install.stderr
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    assert not {path.name for path in site_packages.iterdir()} & {"torch", "ray"}
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for arguments, folder, status, expected in (
+        (["agentrl", "env", "check", "search_r1"], ".", 0, "passes"),
+        (["agentrl", "env", "check", "my_first.env:DirectoryEnv"], "my_first", 0, "passes"),
+        (["agentrl", "train", "--env", "search_r1"], ".", 2, f"pip install '{DISTRIBUTION}[train]'"),
+        (["pytest"], "my_first", 0, "6 passed"),
+    ):
+        command = [environment / "bin" / arguments[0], *arguments[1:]]
+        done = subprocess.run(
+            command, cwd=tmp_path / folder, env=variables, capture_output=True, text=True, timeout=120
+        )
+        output = " ".join((done.stdout + done.stderr).split())
+        assert (done.returncode, expected in output) == (status, True), output
 
 
 def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, str]]) -> None:
@@ -80,20 +152,32 @@ def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, s
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tensorboard", "obs.tensorboard=true needs the package tensorboard: pip install 'agentrl[tensorboard]'"),
-        ("wandb", "obs.wandb=offline needs the package wandb: pip install 'agentrl[wandb]'"),
-        ("otlp", "obs.otlp=http://127.0.0.1:1/v1/traces needs the package opentelemetry: pip install 'agentrl[otlp]'"),
-        ("parquet rollouts", "obs.rollout_format=parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
-        ("parquet prompts", "data.path=prompts.parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
-        ("dataset", "data.path=hf:a/b needs the package datasets: pip install 'agentrl[datasets]'"),
-        ("docker", "sandbox.backend=docker needs the package docker: pip install 'agentrl[docker]'"),
-        ("two", "obs.wandb=online needs the package wandb: pip install 'agentrl[wandb]'"),
+        (
+            "tensorboard",
+            "obs.tensorboard=true needs the package tensorboard: pip install 'agentrl-framework[tensorboard]'",
+        ),
+        ("wandb", "obs.wandb=offline needs the package wandb: pip install 'agentrl-framework[wandb]'"),
+        (
+            "otlp",
+            "obs.otlp=http://127.0.0.1:1/v1/traces needs the package opentelemetry: pip install 'agentrl-framework[otlp]'",
+        ),
+        (
+            "parquet rollouts",
+            "obs.rollout_format=parquet needs the package pyarrow: pip install 'agentrl-framework[parquet]'",
+        ),
+        (
+            "parquet prompts",
+            "data.path=prompts.parquet needs the package pyarrow: pip install 'agentrl-framework[parquet]'",
+        ),
+        ("dataset", "data.path=hf:a/b needs the package datasets: pip install 'agentrl-framework[datasets]'"),
+        ("docker", "sandbox.backend=docker needs the package docker: pip install 'agentrl-framework[docker]'"),
+        ("two", "obs.wandb=online needs the package wandb: pip install 'agentrl-framework[wandb]'"),
         ("two", "obs.tensorboard=true needs the package tensorboard"),
-        ("e5", "tools.search.options.retriever=e5) needs the package faiss: pip install 'agentrl[e5]'"),
-        ("router", "needs the package sglang_router: pip install 'agentrl[router]'"),
-        ("mcp", "tools.mcp needs the package mcp: pip install 'agentrl[mcp]'"),
-        ("sandboxes", "sandbox.backend=docker needs the package docker: pip install 'agentrl[docker]'"),
-        ("viewer", "step_000001.parquet needs the package pyarrow: pip install 'agentrl[parquet]'"),
+        ("e5", "tools.search.options.retriever=e5) needs the package faiss: pip install 'agentrl-framework[e5]'"),
+        ("router", "needs the package sglang_router: pip install 'agentrl-framework[router]'"),
+        ("mcp", "tools.mcp needs the package mcp: pip install 'agentrl-framework[mcp]'"),
+        ("sandboxes", "sandbox.backend=docker needs the package docker: pip install 'agentrl-framework[docker]'"),
+        ("viewer", "step_000001.parquet needs the package pyarrow: pip install 'agentrl-framework[parquet]'"),
     ],
 )
 def test_what_needs_an_extra_names_it_before_anything_starts(
@@ -113,17 +197,17 @@ def test_each_package_is_in_the_extra_that_the_message_names() -> None:
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
         assert DISTRIBUTIONS.get(package, package) in {name_of(one) for one in extras[extra]}, package
-    core = {name_of(one) for one in PROJECT["dependencies"]}
+    core = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     assert core & {DISTRIBUTIONS.get(package, package) for package in EXTRAS} == set()
 
 
 def test_all_is_every_extra_that_any_machine_can_have() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(everything.removeprefix("agentrl[").rstrip("]").split(",")) == {*extras} - {
+    assert set(everything.removeprefix(f"{DISTRIBUTION}[").rstrip("]").split(",")) == {*extras} - {
         "all", "dev", "megatron", "router", "sglang",
     }  # fmt: skip
-    assert "agentrl[all,megatron,router]" in extras["dev"]
+    assert "agentrl-framework[all,megatron,router]" in extras["dev"]
 
 
 def test_no_module_imports_an_extra_where_it_is_itself_imported_by_others() -> None:
@@ -138,4 +222,4 @@ def test_no_module_imports_an_extra_where_it_is_itself_imported_by_others() -> N
             ):
                 continue
             imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-            assert not {*imported} & {*EXTRAS}, where
+            assert not {*imported} & ({*EXTRAS} - TRAIN), where

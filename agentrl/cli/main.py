@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from agentrl import __version__
 from agentrl.core.errors import AgentrlError, RunStopped, UserError
+from agentrl.core.extras import missing_extra_error
 from agentrl.obs.console import log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(errors, "error", f"{error.filename or 'writing a file'}: {error.strerror}")
         return FAILED
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra_error(error, f"agentrl {command}")) is None:
+            raise
+        print_error(errors, "error", missing)
+        return USER_MISTAKE
     except KeyboardInterrupt:
         errors.print("interrupted", style="bold yellow")
         return FAILED

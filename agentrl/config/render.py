@@ -75,7 +75,7 @@ class RenderConfig(Section):
     probe conversations, or ``template``, the template itself, if there is none. If the template does not render tools,
     the format does. ``llama3.1`` (also for 3.3) and ``llama3.2`` differ in the date in the prompt: a fixed one, or the day
     on which the run starts. ``renderers:`` and a name is a format of the package ``renderers`` (``pip install
-    'agentrl[renderers]'``); ``auto`` never selects one, since a chat template that it equals can be used itself."""
+    'agentrl-framework[renderers]'``); ``auto`` never selects one, since a chat template that it equals can be used itself."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's own chat template."""
     thinking: bool = True

@@ -111,8 +111,8 @@ class SamplerConfig(Section):
     """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit. ``auto``: the
     limit of each engine follows the pressure on its KV cache."""
     router: Literal["builtin", "sglang"] = "builtin"
-    """Which router distributes requests to the engines: ``builtin`` is part of the run; ``sglang`` is the program
-    ``sglang-router`` (``pip install 'agentrl[router]'``), with which ``max_running`` is a mean over engines. With both, all
+    """Which router distributes requests to the engines: ``builtin`` is part of the run; ``sglang`` is
+    the program ``sglang-router`` (extra ``router``), with which ``max_running`` is a mean over engines. With both, all
     turns of an episode go to one engine, and a new episode to the engine with the fewest requests; ``builtin`` keeps the episodes
     of a prompt together as long as that engine has less than 8 requests more than another."""
     health_interval_s: PositiveFloat = 2.0

@@ -6,22 +6,31 @@ from importlib.util import find_spec
 
 from agentrl.core.errors import MissingError
 
+DISTRIBUTION = "agentrl-framework"
+"""The name at a package index. ``agentrl`` there is another project; the import and the command are ``agentrl``."""
+
 EXTRAS = {
     "datasets": "datasets",
     "docker": "docker",
     "faiss": "e5",
     "gguf": "models",
+    "jinja2": "train",
     "matplotlib": "plots",
     "mcp": "mcp",
     "megatron": "megatron",
     "opentelemetry": "otlp",
     "peft": "lora",
     "pyarrow": "parquet",
+    "ray": "train",
     "renderers": "renderers",
+    "safetensors": "train",
     "sglang": "sglang",
     "sglang_router": "router",
     "tensorboard": "tensorboard",
     "textarena": "textarena",
+    "tokenizers": "train",
+    "torch": "train",
+    "transformers": "train",
     "wandb": "wandb",
 }
 """The extra that installs a package, by the name under which it is imported."""
@@ -52,8 +61,8 @@ def not_installed_error(package: str, feature: str) -> MissingError:
 
 
 def install_command(package: str) -> str:
-    """Return the command that installs a package of `EXTRAS`. Example: ``pip install 'agentrl[docker]'``."""
-    return f"pip install 'agentrl[{EXTRAS[package]}]'"
+    """Return the command that installs a package of `EXTRAS`. Example: ``pip install 'agentrl-framework[docker]'``."""
+    return f"pip install '{DISTRIBUTION}[{EXTRAS[package]}]'"
 
 
 def missing_extra_error(error: ModuleNotFoundError, feature: str) -> MissingError | None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import DISTRIBUTION
 
 TEMPLATE = Path(__file__).parent / "template"
 TEMPLATE_NAME = "my_project"
@@ -16,6 +17,9 @@ TEMPLATE_NAME = "my_project"
 
 TEMPLATE_PACKAGE = "my_package"
 """What the template calls its Python package."""
+
+TEMPLATE_DISTRIBUTION = "agentrl_distribution"
+"""What the template depends on, and what `DISTRIBUTION` takes the place of."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -50,6 +54,7 @@ def create_project(folder: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = (TEMPLATE / file).read_text(encoding="utf-8")
         project_text = text.replace(TEMPLATE_NAME, folder.name).replace(TEMPLATE_PACKAGE, package)
+        project_text = project_text.replace(TEMPLATE_DISTRIBUTION, DISTRIBUTION)
         path.write_text(project_text, encoding="utf-8")
         written.append(path)
     return written

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
+from agentrl.core.extras import require
 from agentrl.core.task import Task
 from agentrl.core.tool import ToolClient
 from agentrl.core.types import Rollout, SamplingParams
@@ -43,9 +44,12 @@ def play_episode(
         max_tokens: of the episode.
 
     Raises:
+        MissingError: transformers or jinja2 is not installed. torch is not needed.
         RunStopped: the environment, the task or a tool failed; the message has the error.
     """
-    # Only this needs transformers, and loading it takes seconds.
+    # Only this needs transformers, which is none of the core's packages, and loading it takes seconds.
+    for package in ("transformers", "jinja2"):
+        require(package, "agentrl.testing.play_episode")
     from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
     from agentrl.render.registry import make_renderer

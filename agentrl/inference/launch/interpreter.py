@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import install_command
 
 _PROBE = """
 import importlib.util, json, os, runpy
@@ -68,7 +69,7 @@ class Interpreter:
         if chosen:
             raise ConfigError(f"sampler.sglang.python={self.python}: SGLang is not installed there")
         raise ConfigError(
-            "sampler.backend=sglang: SGLang is not installed; install it with `pip install 'agentrl[sglang]'`, or set "
+            f"sampler.backend=sglang: SGLang is not installed; install it with `{install_command('sglang')}`, or set "
             "sampler.sglang.python to an interpreter that has it, or sampler.url to a running server, or "
             "sampler.backend=embedded"
         )

@@ -9,6 +9,7 @@ from agentrl.algo.registry import needs_critic
 from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
+from agentrl.core.extras import install_command
 from agentrl.learner.base import LearnerBackend, RankClass
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 
@@ -59,7 +60,7 @@ class MegatronBackend(LearnerBackend):
         try:
             import megatron.core  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"{_KEY} needs Megatron-Core ({error}): install agentrl[megatron]") from error
+            raise ConfigError(f"{_KEY} needs Megatron-Core ({error}): {install_command('megatron')}") from error
         from agentrl.learner.megatron.rank import MegatronRank
 
         return MegatronRank

@@ -33,7 +33,7 @@ def test_the_error_of_an_engine_that_dies_has_the_cause(forked_starts: None, tmp
 
 def test_sglang_that_is_not_installed_is_named(tmp_path: Path) -> None:
     lacking = Interpreter(Path("python"), sglang=False, gpu=False, kernels=False)
-    with pytest.raises(ConfigError, match=r"pip install 'agentrl\[sglang\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-framework\[sglang\]'"):
         lacking.require_sglang(chosen=False)
     with pytest.raises(ConfigError, match=r"sampler\.sglang\.python=python: SGLang is not installed there"):
         lacking.require_sglang(chosen=True)

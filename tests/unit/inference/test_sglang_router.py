@@ -211,5 +211,7 @@ def test_a_lost_request_is_reported_for_all_engines() -> None:
 
 def test_without_the_package_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang_router", None)
-    with pytest.raises(MissingError, match=r"router=sglang \(builtin needs none\).*pip install 'agentrl\[router\]'"):
+    with pytest.raises(
+        MissingError, match=r"router=sglang \(builtin needs none\).*pip install 'agentrl-framework\[router\]'"
+    ):
         sglang_router_process.require_router()

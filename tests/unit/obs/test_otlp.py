@@ -91,5 +91,5 @@ def test_a_collector_gets_them():
 
 def test_parts_of_the_sdk_are_not_enough(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(MissingError, match=r"obs\.otlp=http://x needs .*agentrl\[otlp\]"):
+    with pytest.raises(MissingError, match=r"obs\.otlp=http://x needs .*agentrl-framework\[otlp\]"):
         open_otlp("http://x", Path())

@@ -137,7 +137,7 @@ def test_disabled_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_the_package_the_message_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        MissingError, match=r"obs\.wandb=offline needs the package wandb: pip install 'agentrl\[wandb\]'"
+        MissingError, match=r"obs\.wandb=offline needs the package wandb: pip install 'agentrl-framework\[wandb\]'"
     ):
         ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=print)
 

@@ -31,7 +31,7 @@ TEMPLATES: Mapping[str, str] = {
 def template(name: str) -> str:
     """Return the text of trl's chat template ``name``, or of the one of that chat format."""
     package = find_spec("trl")
-    assert package is not None, "pip install trl (part of agentrl[dev])"
+    assert package is not None, "pip install trl (part of agentrl-framework[dev])"
     file = Path(str(package.origin)).parent / "chat_templates" / f"{TEMPLATES.get(name, name)}.jinja"
     return file.read_text(encoding="utf-8")
 

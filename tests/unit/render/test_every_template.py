@@ -14,7 +14,7 @@ from agentrl.render.text_arrival import KINDS, Arrival
 from tests.unit.render.tokenizers import qwen_tokenizer_with
 
 _PACKAGE = find_spec("trl")
-assert _PACKAGE is not None, "pip install trl (part of agentrl[dev])"
+assert _PACKAGE is not None, "pip install trl (part of agentrl-framework[dev])"
 FILES = {file.stem: file for file in sorted((Path(str(_PACKAGE.origin)).parent / "chat_templates").glob("*.jinja"))}
 NAMES = tuple(FILES)
 LATER, RESULTS = ("later system messages",), ("tool results", "several tool results")

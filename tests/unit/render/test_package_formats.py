@@ -148,5 +148,7 @@ def test_a_tokenizer_of_another_family_is_refused():
 
 def test_the_extra_is_named_without_the_package(monkeypatch):
     monkeypatch.setattr(agentrl.core.extras, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match=r"render\.format=renderers:hy3 .*pip install 'agentrl\[renderers\]'"):
+    with pytest.raises(
+        MissingError, match=r"render\.format=renderers:hy3 .*pip install 'agentrl-framework\[renderers\]'"
+    ):
         make_renderer(tokenizer_of("renderers:hy3"), RenderConfig(format="renderers:hy3"))

@@ -197,7 +197,7 @@ def _bpe(size: int | None) -> models.BPE:
 def ranks() -> dict[bytes, int]:
     """Return the tokens of Qwen's BPE, each with its rank."""
     package = find_spec("dashscope")
-    assert package is not None, "pip install dashscope (part of agentrl[dev])"
+    assert package is not None, "pip install dashscope (part of agentrl-framework[dev])"
     lines = (Path(str(package.origin)).parent / "resources" / "qwen.tiktoken").read_bytes().split()
     return {base64.b64decode(token): int(rank) for token, rank in zip(lines[::2], lines[1::2], strict=True)}
 

@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_used(model: Path, corpus: Path, tmp_path: Path) 
 
 def test_without_faiss_the_extra_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    message = r"tools\.search\.options\.retriever=e5\) needs the package faiss: pip install 'agentrl\[e5\]'"
+    message = r"tools\.search\.options\.retriever=e5\) needs the package faiss: pip install 'agentrl-framework\[e5\]'"
     with pytest.raises(MissingError, match=message):
         SearchService().check({"retriever": "e5"})
     with pytest.raises(MissingError, match=message):

@@ -102,7 +102,7 @@ async def test_without_the_sdk_mcp_clients_read_what_to_install(monkeypatch: pyt
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             answers = [await client.request(method, "/mcp") for method in ("GET", "POST", "DELETE")]
             assert {answer.status_code for answer in answers} == {501}
-            assert "pip install 'agentrl[mcp]'" in answers[0].json()["error"]
+            assert "pip install 'agentrl-framework[mcp]'" in answers[0].json()["error"]
             assert (await client.get("/health")).status_code == 200
 
 

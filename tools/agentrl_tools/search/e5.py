@@ -1,4 +1,4 @@
-"""Dense retrieval: E5's vectors in a FAISS index. Needs the extra ``agentrl[e5]``."""
+"""Dense retrieval: E5's vectors in a FAISS index. Needs the extra ``agentrl-framework[e5]``."""
 
 from __future__ import annotations
 

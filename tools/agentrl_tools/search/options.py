@@ -25,7 +25,7 @@ class SearchOptions(Section):
     corpus: Path | dict[str, Path] | None = None
     """A JSONL file (gzipped or not), or files by corpus name; in a run without it, the taskset's own corpora."""
     retriever: RetrieverName = "bm25"
-    """``bm25`` by words, ``e5`` by meaning (needs ``agentrl[e5]``)."""
+    """``bm25`` by words, ``e5`` by meaning (needs ``agentrl-framework[e5]``)."""
     model: str = E5_MODEL
     """E5's model: a folder or hub id."""
     index: Path | dict[str, Path] | None = None

@@ -53,7 +53,11 @@ class SearchService(HostedService):
             help="documents {'id', 'contents'}, one a line; repeat it with names to serve several corpora",
         )
         add("--topk", type=int, help="documents a search, if a request does not say; default 3")
-        add("--retriever", choices=get_args(RetrieverName), help="by words (the default), or by meaning (agentrl[e5])")
+        add(
+            "--retriever",
+            choices=get_args(RetrieverName),
+            help="by words (the default), or by meaning (agentrl-framework[e5])",
+        )
         add("--model", help=f"E5's model, a folder or hub id; default {E5_MODEL}")
         add(
             "--index",
