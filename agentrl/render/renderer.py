@@ -355,9 +355,8 @@ def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:
         continues = message.role == "assistant" and index > 0 and messages[index - 1].inline
         if (message.inline or continues) and merged and merged[-1].role == "assistant":
             previous, calls = merged[-1], message.tool_calls
-            merged[-1] = replace(
-                previous, content=previous.content + message.content, tool_calls=previous.tool_calls + calls
-            )
+            content, token_ids = previous.content + message.content, previous.token_ids + message.token_ids
+            merged[-1] = replace(previous, content=content, tool_calls=previous.tool_calls + calls, token_ids=token_ids)
         else:
             merged.append(message)
     return merged

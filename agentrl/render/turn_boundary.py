@@ -119,6 +119,22 @@ class BoundaryProbe:
         added = kind.reasoning is Reasoning.NONE and bool(self.opening) and self.opening in thought
         return None if end is None or added or not closed else text_after[end:]
 
+    def only_appends(self, kind: TurnKind, roles: Sequence[str], tools: Sequence[Tool]) -> bool:
+        """Return whether messages of ``roles`` are all written after a turn, and change nothing before it."""
+        new = probe_messages(kind, roles)
+        try:
+            prompt = self.render((ASK,), tools, True)
+            conversation_text = self.render((ASK, kind.message(), *new), tools, True)
+        except ValueError:
+            return False
+        before = prompt.removesuffix(self.layout.start + self.layout.opened)
+        text_after = self.text_after_reasoning(kind, new, tools)
+        return (
+            text_after is not None
+            and conversation_text.startswith(before)
+            and all(message.content in text_after for message in new)
+        )
+
     def text_after_reasoning(self, kind: TurnKind, new: Sequence[Message], tools: Sequence[Tool]) -> str | None:
         """Return the text after a turn whether or not the template drops its reasoning.
 

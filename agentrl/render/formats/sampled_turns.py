@@ -106,6 +106,7 @@ class SampledTurn:
     ) -> None:
         self._sampled, self._inputs, self._markers = message.content, inputs, markers
         self._reasoning, self._said = inputs.split(message.content)
+        self._after_reasoning = self._said
         self._open = opened and self._reasoning is None
         space = ""
         if self._reasoning is not None:  # white space between reasoning and content is left to the template
@@ -113,13 +114,13 @@ class SampledTurn:
             self._said = self._said.lstrip()
         self._thought, self._content = f"{mark}{number}r{mark}", f"{mark}{number}c{mark}"
         structured = 0 < len(message.tool_calls) <= inputs.max_calls
+        with_content = not structured or (inputs.content_before_calls and self._call_at(self._said) > 0)
         calls = [
             replace(call, arguments={"a": f"{mark}{number}a{index}{mark}"})
             for index, call in enumerate(message.tool_calls if structured else ())
         ]
         self._calls = tuple(str(call.arguments["a"]) for call in calls)
-        # Without content next to calls, no template writes something else between them, such as the results.
-        self.fields: Fields = self._fields(message, space, "" if calls else self._content, calls)
+        self.fields: Fields = self._fields(message, space, self._content if with_content else "", calls)
         """The turn as the template reads it."""
 
     def _call_at(self, text: str) -> int:
@@ -157,8 +158,11 @@ class SampledTurn:
                 raise ValueError("the template writes no end after a tool call")
             end = positions[-1] + len(self._content)
         start = self._start(text, layout, previous_end, positions[0])
-        if self._keeps_all(text, text[start : positions[0]], keep=keep):
-            head = text[:start] + layout.opened + self._sampled
+        sampled = layout.opened + self._sampled
+        if self._keeps_all(text, text[start : positions[0]], sampled, keep=keep):
+            head = text[:start] + sampled
+        elif layout.start and layout.start in self._inputs.closing:  # what follows reasoning starts as a turn does
+            head = text[:start] + self._inputs.closing.rpartition(layout.start)[2] + self._after_reasoning
         else:
             content_start = text.find(self._content)
             if content_start < 0:  # calls alone
@@ -175,13 +179,21 @@ class SampledTurn:
         opening = f"{THINK}\n"  # the turn continues another one, or every turn starts otherwise
         return first - len(opening) if text.endswith(opening, previous_end, first) else first
 
-    def _keeps_all(self, text: str, head: str, *, keep: bool) -> bool:
-        """Return whether the template writes all of the turn, whose part before the first placeholder is ``head``."""
+    def _keeps_all(self, text: str, head: str, sampled: str, *, keep: bool) -> bool:
+        """Return whether the template writes all of the ``sampled`` turn, whose part before the first placeholder is ``head``."""
         if keep or self._open or not self._inputs.thinks:
             return keep or self._open or self._reasoning is None or self._thought in text
         if self._reasoning is None:
             return False  # what precedes the content is the template's
-        return self._thought in text if self._reasoning.strip() else THINK_END in head
+        if self._reasoning.strip():
+            return self._thought in text
+        # Templates may write <think></think> in place of reasoning that they leave out.
+        return THINK_END in head and _thought(head) == _thought(sampled)
+
+
+def _thought(text: str) -> str:
+    """Return the text between ``<think>`` and ``</think>``."""
+    return text.partition(THINK_END)[0].rpartition(THINK)[2]
 
 
 def free_character(messages: Sequence[Message]) -> str:

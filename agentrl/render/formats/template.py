@@ -147,6 +147,11 @@ class TemplateFormat(Format):
         if self._keep and (
             self.opens_thinking or all(self._preserves(turn_kind.plain, roles, offered) for turn_kind in turn_kinds)
         ):
+            if not self._probe.only_appends(kind.closed, roles, tools):
+                detail = (
+                    f"the template changes what was before, or leaves texts out, before messages of {', '.join(roles)}"
+                )
+                return Fork(ForkReason.TEMPLATE, detail)
             text = self._probe.text_after_reasoning(kind.closed, new, tools)
             return text or Fork(
                 ForkReason.TEMPLATE, "the text that the template writes after a turn depends on earlier turns"

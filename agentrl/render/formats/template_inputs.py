@@ -46,6 +46,8 @@ class TemplateInputs:
     """Arguments of calls are JSON text, not a mapping."""
     max_calls: int = 0
     """Calls that the template writes in one turn; 0 if it writes none."""
+    content_before_calls: bool = False
+    """In a turn of reasoning, content and calls, the content comes before the calls and nothing else between them."""
 
     @property
     def thinks(self) -> bool:
@@ -94,8 +96,13 @@ def find_inputs(apply: Apply) -> TemplateInputs:
     """Return the form of messages that a template reads."""
     forms = (TemplateInputs(), TemplateInputs(parts=True))
     inputs = max(forms, key=lambda form: _count_arrived(apply, form))  # the first of equals
-    inputs = _with_calls(apply, inputs)
-    return _with_reasoning(apply, inputs)
+    inputs = _with_reasoning(apply, _with_calls(apply, inputs))
+    if not (inputs.thinks and inputs.max_calls):
+        return inputs
+    turn = inputs.fields(Message("assistant", REASONED, CALLS[:1]))
+    text = try_text(apply, [inputs.fields(ASK), turn, inputs.fields(RESULTS[0]), inputs.fields(MORE)]) or ""
+    between, argument, _ = text.partition(SAID)[2].partition(str(CALLS[0].arguments["word"]))
+    return replace(inputs, content_before_calls=bool(argument) and RESULTS[0].content not in between)
 
 
 def _count_arrived(apply: Apply, form: TemplateInputs) -> int:

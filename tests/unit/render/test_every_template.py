@@ -1,22 +1,30 @@
 """`agentrl template check` of every chat template that ``trl`` ships, with Qwen's tokenizer and the templates' own markers."""
 
 import re
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-from agentrl.core.types import ForkReason
+from agentrl.config.render import RenderConfig
+from agentrl.core.types import Fork, ForkReason, Message, ToolCall
+from agentrl.render.formats.base import Format
+from agentrl.render.formats.template import TemplateFormat
+from agentrl.render.registry import make_renderer
 from agentrl.render.template_check.check import Findings, check_template
 from agentrl.render.template_check.turn_transitions import Continuation
 from agentrl.render.text_arrival import KINDS, Arrival
+from tests.unit.render.conversations import look_up
 from tests.unit.render.tokenizers import qwen_tokenizer_with
 
 _PACKAGE = find_spec("trl")
 assert _PACKAGE is not None, "pip install trl (part of agentrl-framework[dev])"
 FILES = {file.stem: file for file in sorted((Path(str(_PACKAGE.origin)).parent / "chat_templates").glob("*.jinja"))}
 NAMES = tuple(FILES)
+ASK, MORE, SYSTEM = Message("user", "qa1"), Message("user", "qa2"), Message("system", "sy1")
 LATER, RESULTS = ("later system messages",), ("tool results", "several tool results")
 
 
@@ -26,9 +34,14 @@ def texts() -> dict[str, str]:
 
 
 @cache
-def check(name: str) -> Findings:
+def tokenizer(name: str) -> PreTrainedTokenizerBase:
     markers = sorted({mark for text in texts().values() for mark in re.findall(r"<[|｜][^\s<>|｜]+[|｜]>", text)})
-    return check_template(qwen_tokenizer_with(markers, texts()[name]))
+    return qwen_tokenizer_with(markers, texts()[name])
+
+
+@cache
+def check(name: str) -> Findings:
+    return check_template(tokenizer(name))
 
 
 LOST = {
@@ -40,6 +53,8 @@ LOST = {
     "qwen3_vl": LATER,
 }
 """What templates leave out without an error."""
+DROP_REASONING = ("nemotron_3_nano", "nemotron_3_super", "qwen3", "glm4moe")
+"""Some of the templates that leave reasoning out of turns before the last user message, with content and calls too."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +79,58 @@ def test_calls_and_their_results_are_one_row(name: str) -> None:
     results += [one for one in check(name).transitions if one.turn == "tool call" and one.before == "a tool result"]
     assert {one.continuation for one in results} == {Continuation.BRIDGE}
     assert {one.exact for one in results} == {True}
+
+
+def text_of(format: Format, *messages: Message) -> str:
+    """Return the template's text of a conversation about calls, or nothing if it refuses it."""
+    try:
+        return format.text(messages, (look_up,) if any(message.tool_calls for message in messages) else ())
+    except ValueError:
+        return ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("calls", [(), (ToolCall("call00000", "look_up", {"word": "ar"}),)], ids=["answer", "call"])
+@pytest.mark.parametrize("thought", ["re1", ""])
+def test_a_turn_without_its_reasoning_is_written_as_the_template_writes_it(name: str, thought: str, calls) -> None:
+    """A sampled turn, of which the template drops the reasoning before a later user message, and the same turn as given."""
+    renderer = make_renderer(tokenizer(name), RenderConfig(format="template"))
+    format = renderer.format
+    assert isinstance(format, TemplateFormat)
+    inputs, start = format.inputs, format._layout.start
+    later = (Message("tool", "fo", tool_call_id="call00000"), Message("assistant", "as2")) if calls else ()
+    plain, given = (Message("assistant", f"{head}as1", calls) for head in ("", f"<think>\n{thought}\n</think>\n\n"))
+    expected = text_of(format, ASK, given, *later, MORE)
+    head, said, tail = text_of(format, ASK, plain, *later, MORE).rpartition("qa1")[2].partition("as1")
+    tail = tail[: format._layout.end_at(tail, tail.find("ar") if calls else 0)]
+    reasoning = f"<think>\n{thought}\n</think>\n\n"
+    if not said or "re1" in expected or reasoning in expected or "as1" not in expected or (calls and "ar" not in tail):
+        assert name not in DROP_REASONING
+        return
+    if not inputs.thinks:
+        header = head.rpartition(start)[2].removeprefix(inputs.closing.rpartition(start)[2])
+        reasoning = inputs.opening + thought + inputs.closing + header
+    body = (reasoning.removeprefix("<think>\n") if format.opens_thinking else reasoning) + "as1" + tail
+    sampled = renderer.parse(tokenizer(name).encode(body, add_special_tokens=False), (look_up,) if calls else ())
+    if [call.name for call in sampled.tool_calls] != [call.name for call in calls]:
+        assert name not in DROP_REASONING
+        return  # another parser reads these calls
+    sampled = replace(sampled, tool_calls=calls)
+    assert text_of(format, ASK, sampled, *later, MORE) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "new", [(SYSTEM,), (SYSTEM, MORE), (MORE, SYSTEM)], ids=["system", "system, user", "user, system"]
+)
+def test_later_system_messages_are_in_a_bridged_prompt(name: str, new: tuple[Message, ...]) -> None:
+    """With earlier reasoning kept too, a template that moves them to the front is rendered again."""
+    for keep in (False, True):
+        renderer = make_renderer(tokenizer(name), RenderConfig(keep_thinking=keep))
+        for body in ("re1\n</think>\n\nas1", "<think>\nre1\n</think>\n\nas1", "as1"):
+            ids = renderer.encode(body)
+            added = renderer.bridge((ASK, renderer.parse(ids)), ids, new)
+            assert isinstance(added, Fork) or all(message.content in renderer.decode(added) for message in new)
 
 
 def test_the_page_has_the_table() -> None:
