@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.yaml_text import parse_yaml
 from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
 from agentrl.core.reading import reading
 from agentrl.obs.console import make_console
@@ -71,13 +72,11 @@ def _texts(tokenizer: str | None, samples: Path) -> Texts | str:
 
 def _model_section(samples: Path) -> dict[str, object]:
     """Return the section ``model`` of the run's configuration, or an empty one."""
-    import yaml
-
     folders = (samples, samples.absolute().parent, samples.absolute().parent.parent)
     for config in (sampled_with(samples), *(folder / "config.yaml" for folder in folders)):
         if config.is_file():
             with reading(config, "configuration of a run"):
-                tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+                tree = parse_yaml(config.read_text(encoding="utf-8"), str(config))
             model = tree.get("model") if isinstance(tree, dict) else None
             return model if isinstance(model, dict) else {}
     return {}

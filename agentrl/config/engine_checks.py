@@ -177,6 +177,11 @@ def _dynamic_sampling(config: Config) -> Iterator[str]:
             f"rollout.batch_size={rollout.batch_size} groups, and the next async.max_staleness steps train the others; set "
             "it from rollout.batch_size to rollout.batch_size * (async.max_staleness + 1), or raise async.max_staleness"
         )
+    if "zero_variance" in rollout.filter_groups.filters and rollout.n_samples_per_prompt == 1:
+        yield (
+            "rollout.filter_groups.filters has zero_variance, and rollout.n_samples_per_prompt=1: the rewards of a group of one "
+            "are always equal, so every group would be dropped; set rollout.n_samples_per_prompt to 2 or more, or leave it out"
+        )
     if rollout.straggler_timeout_s and not staleness:
         yield (
             f"rollout.straggler_timeout_s={rollout.straggler_timeout_s:g} with async.max_staleness=0: a step waits for all of "

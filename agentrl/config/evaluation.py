@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, SerializationInfo, field_serializer, field_validator
 
 from agentrl.config.base import Section
+from agentrl.config.sampler import check_top_k
 
 
 class EvalSet(Section):
@@ -42,9 +43,7 @@ class EvalSet(Section):
     @field_validator("top_k")
     @classmethod
     def _keeps_something(cls, top_k: int) -> int:
-        if top_k != -1 and top_k < 1:
-            raise ValueError("-1 keeps all tokens, 1 and more keep so many")
-        return top_k
+        return check_top_k(top_k)
 
 
 class EvalConfig(EvalSet):

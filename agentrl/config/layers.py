@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from agentrl.config.checks import Rule
 from agentrl.config.load import validate
 from agentrl.config.merging import Key, Tree, merge, overlay, replaced_options
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact, secret_part
+from agentrl.config.yaml_text import dump_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +104,7 @@ def _leaves(tree: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, An
 def _text(value: object) -> str:
     """Return a value as YAML on one line."""
     for style in (None, '"'):  # in double quotes line breaks are escaped
-        text = yaml.safe_dump(
-            value,
-            default_flow_style=True,
-            default_style=style,
-            width=float("inf"),
-            sort_keys=False,
-            allow_unicode=str(value).isprintable(),
-        )
+        text = dump_yaml(value, flow=True, style=style, allow_unicode=str(value).isprintable())
         text = text.removesuffix("\n").removesuffix("\n...")
         if "\n" not in text:
             break

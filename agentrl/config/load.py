@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentrl.config.checks import Rule, check
 from agentrl.config.merging import Tree, merge, overlay
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redacted_keys
 from agentrl.config.validation import parse_section
+from agentrl.config.yaml_text import dump_yaml, parse_yaml
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import flatten_message
 
@@ -38,11 +37,12 @@ def read_yaml(file: Path) -> Tree:
         ConfigError: there is no such file, it does not parse, or holds no mapping.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"configuration {file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {file}: {flatten_message(error)}") from None
+    content = parse_yaml(text, f"configuration {file}")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -59,13 +59,11 @@ def parse_override(text: str) -> Tree:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r} is not a setting; write key=value, such as train.steps=20")
-    try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: the value {value!r} does not parse: {error}") from None
-    if isinstance(parsed, str):
-        parsed = _number(parsed)
-    for name in reversed(key.split(".")):
+    names = key.split(".")
+    if not all(names):
+        raise ConfigError(f"{text!r} is not a setting: {key!r} has a name that is empty")
+    parsed = parse_yaml(value, key)
+    for name in reversed(names):
         parsed = {name: parsed}
     assert isinstance(parsed, dict)
     return _expand_short_forms(parsed)
@@ -82,14 +80,6 @@ def _expand_short_forms(tree: Tree) -> Tree:
         }
         tree = {**tree, "sources": sources_tree}
     return tree
-
-
-def _number(text: str) -> str | float:
-    """Parse a number that YAML 1.1 reads as a string, such as ``1e-3``."""
-    try:
-        return float(text) if "e" in text.lower() and text[0] in "+-.0123456789" else text
-    except ValueError:
-        return text
 
 
 def validate(tree: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Config:
@@ -111,4 +101,4 @@ def validate(tree: Mapping[str, Any], rules: Sequence[Rule] = ()) -> Config:
 
 def dump(config: Config) -> str:
     """Return the configuration as YAML that `load_config` reads back, with its secrets."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(config.model_dump(mode="json"))

@@ -44,9 +44,3 @@ class ObsConfig(Section):
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError(f"{value!r} is no address of a collector: it begins with http:// or https://")
         return value
-
-    @field_validator("wandb", mode="before")
-    @classmethod
-    def _off(cls, value: object) -> object:
-        """In YAML a bare ``off`` is the boolean."""
-        return "off" if value is False else value

@@ -82,6 +82,13 @@ class EmbeddedConfig(Section):
     """CPU threads of the engine."""
 
 
+def check_top_k(top_k: int) -> int:
+    """Return ``top_k``, which is -1 or at least 1."""
+    if top_k != -1 and top_k < 1:
+        raise ValueError("-1 keeps all tokens, 1 and more keep so many")
+    return top_k
+
+
 class SamplerConfig(Section):
     """Inference engines and sampling parameters."""
 
@@ -136,6 +143,11 @@ class SamplerConfig(Section):
         if temperature == 0:
             raise ValueError("greedy samples of a group are all the same; set sampler.temperature above 0")
         return temperature
+
+    @field_validator("top_k")
+    @classmethod
+    def _keeps_something(cls, top_k: int) -> int:
+        return check_top_k(top_k)
 
     @field_validator("sglang")
     @classmethod

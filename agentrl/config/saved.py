@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from agentrl.config.layers import Layer, differences
 from agentrl.config.load import read_yaml
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact, secret_part
+from agentrl.config.yaml_text import dump_yaml
 from agentrl.core.atomic_files import write_atomically, write_private
 from agentrl.core.errors import ConfigError
 
@@ -49,11 +48,11 @@ def save_config(config: Config, folder: Path) -> None:
     tree = config.model_dump(mode="json")
     secrets = secret_part(tree)
     if secrets:
-        write_private(folder / SECRETS, _yaml(secrets))
+        write_private(folder / SECRETS, dump_yaml(secrets))
     else:
         (folder / SECRETS).unlink(missing_ok=True)
     with write_atomically(folder / CONFIG) as partial:
-        partial.write_text(_yaml(redact(tree)), encoding="utf-8")
+        partial.write_text(dump_yaml(redact(tree)), encoding="utf-8")
 
 
 def saved_layers(folder: Path) -> list[Layer]:
@@ -105,7 +104,3 @@ def _values(file: Path) -> Tree:
     if not tree:
         raise ConfigError(f"configuration {file}: the file is empty")
     return tree
-
-
-def _yaml(tree: Tree) -> str:
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)

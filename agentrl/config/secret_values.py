@@ -1,4 +1,7 @@
-"""Secrets in a configuration: tokens, passwords, headers and environment variables. They are stored in files of mode 0600."""
+"""Secrets in a configuration, and in texts about it: tokens, passwords, headers and environment variables.
+
+They are stored in files of mode 0600, and shown nowhere.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,21 @@ REDACTED = "<redacted>"
 """Stands in place of a secret in what is shown, given to trackers, or stored in files that others may read."""
 
 _NAME = re.compile(
-    r"(token|secret|password|passwd|passphrase|(api|access|private|auth)[_-]?key|credentials?|authorization|cookie)$",
+    r"(token|secret|password|passwd|pwd|passphrase|credentials?|authorization|cookie|signature"
+    r"|(api|access|private|auth|secret|encryption|signing|service|master|ssh|account|client|admin)[_-]?key)$",
     re.IGNORECASE,
 )
+_ADDRESS_NAME = re.compile(r"(urls?|endpoint|address|host|otlp|proxy)$", re.IGNORECASE)
+"""Names of values in which ``@`` ends a user and a password, also without a scheme."""
 _WHOLE = {"headers": (), "env": ("tools",), "environment": ("tools",)}
 """Names of mappings all of whose values are secret, and the sections in which they are; without one: in all."""
-_TEXT = re.compile(
-    r"://[^/\s@]+@"  # user and password in an address
-    r"|[?&][\w-]*(token|secret|password|key|signature)="
-    r"|--?[\w-]*(token|secret|password|key)[ =]"  # an option of a command
-    r"|\bBearer ",
+_IN_TEXT = re.compile(
+    r"(?P<before>"
+    r"://(?=[^/\s]*@)"  # user and password in an address
+    r"|[?&;][\w-]*(?:token|secret|password|pwd|key|sig|signature|credential|auth)="
+    r"|--?[\w-]*(?:token|secret|password|key)[ =]"  # an option of a command
+    r"|\b(?-i:Bearer)\s+|\b(?-i:Basic)\s+(?=[\w+/=]{12})"
+    r")(?P<secret>(?<=://)[^/\s]*(?=@)|[^&;\s'\",]+)",
     re.IGNORECASE,
 )
 
@@ -32,6 +40,21 @@ def secret_part(tree: Mapping[str, Any]) -> dict[str, Any]:
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with `REDACTED` in place of each secret."""
     return _split(tree, (), keep=False)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text for people with `REDACTED` in place of what has the form of a secret, such as a password in an address."""
+    return _IN_TEXT.sub(lambda match: f"{match['before']}{REDACTED}", text)
+
+
+def shown_value(path: tuple[str, ...], value: object) -> str:
+    """Return the value of a key for a message, in Python's notation but for ``true``, ``false`` and ``null``."""
+    if path and _is_secret(path, value):
+        return REDACTED
+    for constant, text in ((True, "true"), (False, "false"), (None, "null")):
+        if value is constant:
+            return text
+    return repr(value)
 
 
 def redacted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -66,7 +89,9 @@ def _is_secret(path: tuple[str, ...], value: object) -> bool:
         )
     if value is None or value == "" or isinstance(value, bool):
         return False
-    return _is_secret_name(path) or (isinstance(value, str) and _TEXT.search(value) is not None)
+    if isinstance(value, str) and (_IN_TEXT.search(value) or ("@" in value and _ADDRESS_NAME.search(path[-1]))):
+        return True
+    return _is_secret_name(path)
 
 
 def _is_secret_name(path: tuple[str, ...]) -> bool:

@@ -39,7 +39,7 @@ class SftConfig(Section):
     all demonstrations come from one world."""
     steps_per_world: PositiveInt = 4
     """Steps per world if ``reseed_option`` is set."""
-    seed: int = Field(default=1_000_000, ge=0)
+    seed: int = Field(default=1_000_000, ge=0, lt=2**31)
     """Seed of the demonstrations; with ``reseed_option``, the number of the first world."""
     workers: int = Field(default=1, ge=0)
     """Processes that make demonstrations; 0: the driver does. The data do not depend on it."""

@@ -15,7 +15,7 @@ class RunConfig(Section):
 
     dir: Path | None = None
     """The run's folder; without it, ``runs/<environment>-<time>``."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, episodes and sampling."""
 
 

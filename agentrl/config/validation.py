@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from agentrl.config.base import Section
+from agentrl.config.secret_values import REDACTED, shown_value
 from agentrl.core.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -29,14 +32,50 @@ def parse_section(section: type[S], values: Mapping[str, Any], prefix: str = "",
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
+        by_key: dict[tuple[str, ...], list[ErrorDetails]] = {}
+        for fault in error.errors():
+            by_key.setdefault(_key(section, fault["loc"]), []).append(fault)
         keys = [*all_keys(section), *other_keys]
-        raise ConfigError("\n".join(_describe(fault, prefix, keys) for fault in error.errors())) from None
+        raise ConfigError("\n".join(_describe(key, faults, prefix, keys) for key, faults in by_key.items())) from None
 
 
-def _describe(fault: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> str:
-    key = ".".join(str(name) for name in fault["loc"])
+def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, ...]:
+    """Return the names in the place of a fault, without what pydantic adds: the members of unions."""
+    names: list[str] = []
+    annotation: Any = section
+    for name in location:
+        members = (
+            [arg for arg in get_args(annotation) if arg is not NoneType] if _is_union(annotation) else [annotation]
+        )
+        annotation = members[0]
+        if len(members) > 1:
+            annotation = None  # this name is that of a member
+        elif name != "[key]":
+            names.append(str(name))
+            annotation = _type_of(annotation, name)
+    return tuple(names)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _type_of(annotation: Any, name: int | str) -> Any:
+    """Return the type of a value in a section, mapping or list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        by_name = {info.alias or field: info.annotation for field, info in annotation.model_fields.items()}
+        return by_name.get(str(name))
+    return get_args(annotation)[-1] if get_args(annotation) else None
+
+
+def _describe(names: tuple[str, ...], faults: Sequence[ErrorDetails], prefix: str, keys: Sequence[str]) -> str:
+    """Return one line on a key. A key of several types has a fault for each."""
+    key, fault = ".".join(names), faults[0]
     if fault["type"] == "extra_forbidden":
         suggestion = nearest_key(key, keys)
+        if suggestion == key:
+            nested = "".join(f"{{{name}: " for name in key.split(".")) + "…" + "}" * len(key.split("."))
+            return f"unknown key {prefix + key!r}: a name has no dots in a file; write {nested[1:-1]}"
         hint = (
             f" Did you mean {prefix + suggestion!r}?"
             if suggestion
@@ -44,8 +83,16 @@ def _describe(fault: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> str
         )
         return f"unknown key {prefix + key!r}.{hint}"
     value = fault["input"]
-    shown = f"={value!r}" if not isinstance(value, dict | BaseModel) else ""
-    return f"{prefix}{key}{shown}: {str(fault['msg']).removeprefix('Value error, ')}"
+    shown = "" if isinstance(value, dict | BaseModel) else shown_value((*prefix.split("."), *names), value)
+    messages = [str(other["msg"]).removeprefix("Value error, ") for other in faults]
+    if shown == REDACTED:
+        messages = [message.replace(str(value), REDACTED) for message in messages]
+    if fault["type"] in ("model_type", "dict_type"):
+        messages = ["this is a section and needs keys"]
+    elif fault["type"] in ("string_type", "path_type"):
+        messages = ["this is text; put it in quotes"]
+    alternatives = [message.removeprefix("Input should be ") for message in dict.fromkeys(messages[1:])]
+    return f"{prefix}{key}{shown and '=' + shown}: {' or '.join([messages[0], *alternatives])}"
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -54,7 +101,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         name = info.alias or field
         yield prefix + name
         for section in subsections(info.annotation):
-            inner = "NAME." if info.annotation is not section and _is_mapping(info.annotation) else ""
+            inner = "NAME." if info.annotation is not section and get_origin(info.annotation) is dict else ""
             yield from all_keys(section, f"{prefix}{name}.{inner}")
 
 
@@ -63,10 +110,6 @@ def subsections(annotation: Any) -> Iterable[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]
-
-
-def _is_mapping(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is dict
 
 
 def nearest_key(key: str, keys: Sequence[str]) -> str | None:

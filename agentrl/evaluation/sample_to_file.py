@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from rich.console import Console
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.model import ModelConfig
 from agentrl.config.schema import Config
+from agentrl.config.yaml_text import dump_yaml
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import task_source_name
@@ -131,7 +131,7 @@ def _finish(model: ModelConfig, file: RolloutFile, done: Sequence[Rollout]) -> N
         path.unlink()
         return
     section = {"path": model.path, "trust_remote_code": model.trust_remote_code}
-    sampled_with(path).write_text(yaml.safe_dump({"model": section}), encoding="utf-8")
+    sampled_with(path).write_text(dump_yaml({"model": section}), encoding="utf-8")
 
 
 def _summary(config: Config, plan: SamplePlan, name: str, rollouts: Sequence[Rollout]) -> SetResult:

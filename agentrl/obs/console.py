@@ -19,6 +19,8 @@ from rich.panel import Panel
 from rich.segment import Segment
 from rich.text import Text
 
+from agentrl.config.secret_values import hide_secrets
+
 UNWRAPPED_WIDTH = 10_000
 """Columns of a console whose output is not a terminal: wider than any table."""
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -60,8 +62,8 @@ class _PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a string as text; its width is measured with its pictures."""
-        return super().render_str(printable(text), **options)
+        """Return a string as text, without what looks like a secret; its width is measured with its pictures."""
+        return super().render_str(printable(hide_secrets(text)), **options)
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
@@ -78,17 +80,17 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Consol
 def print_message(console: Console, message: str, style: str = "") -> None:
     """Print a message of a command at work; never wrapped, and with the time if the output is not a terminal."""
     time = "" if console.is_terminal else f"{datetime.now():%Y-%m-%d %H:%M:%S} "
-    console.print(Text.assemble(time, (message, style)), soft_wrap=True)
+    console.print(Text.assemble(time, (hide_secrets(message), style)), soft_wrap=True)
 
 
 def print_error(console: Console, kind: str, message: object, style: str = "bold red") -> None:
     """Print why a command ends, never wrapped: what kind of end it is, in a style, and the message."""
-    console.print(Text.assemble((f"{kind}:", style), f" {message}"), soft_wrap=True)
+    console.print(Text.assemble((f"{kind}:", style), f" {hide_secrets(str(message))}"), soft_wrap=True)
 
 
 class _PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(hide_secrets(super().format(record)))
 
 
 def log_to_stderr() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import orjson
 
+from agentrl.config.secret_values import hide_secrets
 from agentrl.core.atomic_files import write_atomically
 from agentrl.core.reading import reading
 
@@ -37,7 +38,7 @@ def recorded_end(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _write(folder, RunEnd(type(error).__name__, str(error), time.time()))
+        _write(folder, RunEnd(type(error).__name__, hide_secrets(str(error)), time.time()))
         raise
     _write(folder, RunEnd("", "", time.time()))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from agentrl.config.secret_values import hide_secrets
 from agentrl.obs.waiting import PHASE, WaitListener, WaitRegistry, WaitReport
 
 SHOWN = 8
@@ -112,7 +113,7 @@ class Watchdog:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a", encoding="utf-8") as log:
             lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}", *blocked, *_lines(waits, len(waits))]
-            log.write("\n".join(lines) + "\n")
+            log.write(hide_secrets("\n".join(lines)) + "\n")
             log.flush()
             faulthandler.dump_traceback(log)
             log.write("\n")

@@ -11,10 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import yaml
-
 from agentrl.config.base import Section
 from agentrl.config.toolserver import ToolServerConfig
+from agentrl.config.yaml_text import dump_yaml
 from agentrl.core.atomic_files import write_private
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import lookup_tool
@@ -118,7 +117,7 @@ class HostedService(ToolService):
         config = ToolServerConfig(server=parsed.server, sandbox=parsed.sandbox, tools={self.name: tool_options})
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "server.yaml"
-        write_private(file, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))  # it may hold a token
+        write_private(file, dump_yaml(config.model_dump(mode="json")))  # it may hold a token
         return [f"--config={file.resolve()}"]
 
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:

@@ -55,7 +55,7 @@ def describe_run(run: RunFiles) -> dict[str, str]:
         "environment": (config.get("env") or {}).get("name"),
         "tasks": (config.get("tasks") or {}).get("name"),
         "model": (config.get("model") or {}).get("path"),
-        "algorithm": (config.get("algo") or {}).get("name"),
+        "algorithm": ((config.get("algo") or {}).get("advantage") or {}).get("name"),
         "seed": (config.get("run") or {}).get("seed"),
     }
     return {name: str(value) for name, value in options.items() if value is not None}

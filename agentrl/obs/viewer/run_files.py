@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from agentrl.config.yaml_text import parse_yaml
 from agentrl.core.errors import UserError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
@@ -152,7 +151,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with reading(path, "configuration of a run"):
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         return config if isinstance(config, dict) else {}
 
 

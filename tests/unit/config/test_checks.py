@@ -60,6 +60,10 @@ def test_ways_that_are_open(settings: list[str]) -> None:
         (["sampler.top_p=0.9"], r"sampler\.allow_unnormalised=true"),
         (["data.path=rows.jsonl", "tasks.name=multihop"], r"data\.path=rows\.jsonl and tasks\.name=multihop"),
         (["eval.split=x", "eval.path=y"], r"eval\.split=x and eval\.path=y"),
+        (
+            ["rollout.filter_groups.filters=[zero_variance]", "rollout.n_samples_per_prompt=1"],
+            "every group would be dropped",
+        ),
         (["reward.key=score"], r"reward\.key=score is set, but no reward\.function"),
         (["sft.steps=2", "sft.curriculum=[{steps: 3}]"], r"sft\.steps=2, but .* 3 steps"),
     ],

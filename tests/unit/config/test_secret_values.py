@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from agentrl.cli.main import main
 from agentrl.config.layers import Layer, annotate, differences, load_layers
 from agentrl.config.load import load_config, parse_override
 from agentrl.config.merging import merge
 from agentrl.config.saved import save_config, saved_layers
 from agentrl.config.schema import Config
-from agentrl.config.secret_values import REDACTED, secret_part
+from agentrl.config.secret_values import REDACTED, hide_secrets, secret_part
 from agentrl.config.shipped import shipped_folder
 from agentrl.core.errors import ConfigError
 
@@ -30,6 +31,15 @@ SETTINGS = [
     f"tools.mcp.options.args=[--token, {SECRET}]",
     f"tools.mcp.options.servers=[{{name: a, password: {SECRET}}}]",
     f"sampler.url=http://{SECRET}@host:1",
+    f"sampler.url=http://me:p@{SECRET}@host:1,http://b:1",
+    f"tools.search.url=me:{SECRET}@host:1",
+    f"tools.mcp.url=https://host/mcp?x=1&sig={SECRET}",
+    f"algo.distillation.teachers.a.url=http://me:{SECRET}@host:1",
+    f"self_play.endpoints.a={{url: 'http://h/v1', model: m, api_key: {SECRET}}}",
+    f"obs.otlp=http://me:{SECRET}@host:1/v1/traces",
+    f"sandbox.docker_url=tcp://me:{SECRET}@host:1",
+    f"env.options={{signing_key: {SECRET}}}",
+    f"env.options.client={{auth: {{headers: {{a: {SECRET}}}}}}}",
     f"sampler.sglang.admin-api-key={SECRET}",
     f"env.options.judge_api_key={SECRET}",
     f"env.options.headers.x={SECRET}",
@@ -78,6 +88,47 @@ def test_an_open_file_that_was_there_before_does_not_stay_open(tmp_path: Path) -
     assert stat.S_IMODE((tmp_path / "secrets.yaml").stat().st_mode) == 0o600
     save_config(load_config(None), tmp_path)
     assert not (tmp_path / "secrets.yaml").exists(), "there is no secret left to keep"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"self_play.endpoints.a={{url: 'http://h/v1', model: m, api_key: [{SECRET}]}}",
+        f"self_play.endpoints.a={{url: 'me:{SECRET}@h/v1', model: m}}",
+        f"sampler.url=['http://me:{SECRET}@h']",
+        f"tools.search.url={{a: {SECRET}}}",
+        f"obs.otlp=me:{SECRET}@host:1",
+    ],
+)
+def test_a_value_that_does_not_fit_is_not_shown_if_it_is_a_secret(setting: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, [setting])
+    assert SECRET not in str(refusal.value)
+
+
+def test_texts_for_people_keep_all_but_the_secret() -> None:
+    assert hide_secrets(f"GET http://me:{SECRET}@host:1/x?a=1 failed; mail a@b.c") == (
+        f"GET http://{REDACTED}@host:1/x?a=1 failed; mail a@b.c"
+    )
+    assert hide_secrets(f"server --api-key {SECRET} --port 1") == f"server --api-key {REDACTED} --port 1"
+    assert hide_secrets(f"Authorization: Bearer {SECRET}") == f"Authorization: Bearer {REDACTED}"
+    for text in (
+        "the bearer token is wrong",
+        "Basic research",
+        "http://host/a?page=2",
+        "sampler.url=http://h:1 --tokens 5",
+    ):
+        assert hide_secrets(text) == text
+
+
+def test_the_dry_run_and_its_errors_show_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--config", "search_r1/cpu", f"sampler.url=http://me:{SECRET}@127.0.0.1:1", "--dry-run"]
+    assert main(words) == 0
+    assert main([*words, "sampler.engines=2"]) == 2
+    output = "".join(capsys.readouterr())
+    assert SECRET not in output
+    assert f"engine       http://{REDACTED}@127.0.0.1:1" in output
+    assert f"sampler.url=http://{REDACTED}@127.0.0.1:1 with sampler.engines=2" in output
 
 
 def test_a_configuration_without_its_secrets_is_refused(tmp_path: Path) -> None:
