@@ -33,6 +33,9 @@ Role = Literal["policy", "critic"]
 class WeightSource(Protocol):
     """Full (unsharded) weights by name."""
 
+    float32_weights: frozenset[str] = frozenset()
+    """Names of weights of which the model's folder has float32 and smaller dtypes of others: they are sent without a cast."""
+
     @property
     def gathers_on(self) -> torch.device:
         """Device of the tensors that `gather` writes into; the CPU while the rank sleeps."""

@@ -22,6 +22,7 @@ from agentrl.learner.offload import CpuOffload
 from agentrl.learner.optimization import config_of_role
 from agentrl.learner.random_states import seed_everything
 from agentrl.learner.step_metrics import StepMetrics
+from agentrl.models.weight_files import WeightFiles, float32_weights
 
 
 class BackendRank(LearnerRank, ABC):
@@ -42,6 +43,7 @@ class BackendRank(LearnerRank, ABC):
         self.config = config_of_role(options.config, options.algo, options.folder, options.role)
         self.device = options.device
         self.model_folder = options.folder
+        self.float32_weights = float32_weights(WeightFiles(options.folder, "model.path").specs())
         self.name = "critic" if options.role == "critic" else "main"
         self.loss = BatchLoss(options.algo, options.device)
         self._metrics: StepMetrics | None = None

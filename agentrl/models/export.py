@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import as_dtype
 from agentrl.models.peft_folder import layer_names, read_peft
-from agentrl.models.weight_files import INDEX, WeightFiles
+from agentrl.models.weight_files import FLOATS, INDEX, WeightFiles, float32_weights
 from agentrl.models.weight_writer import FILE_BYTES, WeightWriter
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def export_model(
     Args:
         source: a Hugging Face folder with safetensors files.
         out: does not exist, or is empty.
-        dtype: of the written weights; integers keep theirs.
+        dtype: of the written weights; integers and `float32_weights` keep theirs.
         file_bytes: of weights in a file.
         adapters: a PEFT folder, which is merged into the weights.
 
@@ -79,7 +79,11 @@ def export_model(
     as_dtype(dtype)
     check_free(out)
     files = WeightFiles(source, "export")
-    specs = [replace(spec, dtype=dtype) if "float" in spec.dtype else spec for spec in files.specs()]
+    specs = files.specs()
+    unchanged = float32_weights(specs)
+    specs = [
+        replace(spec, dtype=dtype) if spec.dtype in FLOATS and spec.name not in unchanged else spec for spec in specs
+    ]
     if not specs:
         raise ConfigError(f"{source} holds no safetensors files")
     adapters_to_merge = None if adapters is None else _Adapters(adapters)
@@ -95,5 +99,12 @@ def export_model(
         weight = weight if adapters_to_merge is None else adapters_to_merge.merge(spec.name, weight)
         writer.write(spec.name, weight.to(as_dtype(spec.dtype)))
     copy_other_files(source, out)
+    write_config(source, out, dtype)
+
+
+def write_config(source: Path, out: Path, dtype: str) -> None:
+    """Write the ``config.json`` of a model whose weights in ``out`` have another dtype and are not quantised."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config") or {}):
+        section.pop("quantization_config", None)
     (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")

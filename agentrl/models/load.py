@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.float8 import is_quantized
 from agentrl.models.routing import COUNTS, REPLAYED, Routing
 from agentrl.models.routing import KEY as ROUTING_KEY
+from agentrl.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -202,7 +204,7 @@ def load_value_model(
     import torch
     from transformers import AutoModelForTokenClassification
 
-    model, missing_keys = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, num_labels=1)
+    model, missing_keys = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, values=True)
     _check_missing(missing_keys - value_head_names(model), folder, key)
     if missing_keys:
         for parameter in value_head(model).parameters():
@@ -243,7 +245,7 @@ def empty_model(
     """
     import torch
     from torch.nn.modules.module import register_module_parameter_registration_hook
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     def to_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
         if parameter is None or parameter.is_meta:
@@ -251,9 +253,8 @@ def empty_model(
         return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
     kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
-    options = {"num_labels": 1} if values else {}
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+        config = model_config(folder, values=values)
         hook: Any = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
         try:
             model: PreTrainedModel = kind.from_config(
@@ -264,6 +265,24 @@ def empty_model(
     except Exception as error:  # transformers raises errors of many kinds
         raise _not_loaded(error, folder, key) from error
     return model
+
+
+def model_config(folder: Path, *, values: bool = False) -> PreTrainedConfig:
+    """Return the configuration of the model in ``folder``, without that of quantised weights: `WeightFiles` reads them.
+
+    Args:
+        folder: with ``config.json``.
+        values: of the model with a value head.
+    """
+    from transformers import AutoConfig
+
+    options = {"num_labels": 1} if values else {}
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, **options
+    )
+    for section in (config, config.get_text_config()):
+        vars(section).pop("quantization_config", None)
+    return config
 
 
 def value_head_names(model: Any) -> set[str]:
@@ -281,19 +300,25 @@ def value_head(model: Any) -> torch.nn.Linear:
 
 
 def _load(
-    kind: Any, folder: Path, dtype: torch.dtype | str, attn_implementation: str, key: str, **options: Any
+    kind: Any, folder: Path, dtype: torch.dtype | str, attn_implementation: str, key: str, *, values: bool = False
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return a model in evaluation mode, and the names of the weights that the folder lacks."""
+    options = {"dtype": as_dtype(dtype), "attn_implementation": attn_implementation, "output_loading_info": True}
     try:
-        model, report = kind.from_pretrained(
-            str(folder),
-            dtype=as_dtype(dtype),
-            attn_implementation=attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
+        config = model_config(folder, values=values)
+        if is_quantized(folder):
+            # transformers would read the weights with the kernels of a GPU.
+            files = WeightFiles(folder, key)
+            weights = {name: files.read(name, ()) for name in files.shapes()}
+            model, report = kind._model_mapping[type(config)].from_pretrained(
+                None, config=config, state_dict=weights, trust_remote_code=False, **options
+            )
+        else:
+            model, report = kind.from_pretrained(
+                str(folder), config=config, local_files_only=True, trust_remote_code=False, **options
+            )
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises errors of many kinds
         raise _not_loaded(error, folder, key) from error
     model.train(False)

@@ -121,10 +121,6 @@ class DeltaSync(BucketwiseSync):
 
 
 def _encode_all(named: Sequence[tuple[str, torch.Tensor]]) -> Changes:
-    encoded_weights = [
-        tensor_changes for name, tensor in named if (tensor_changes := encode(name, tensor, None)) is not None
-    ]
-    return Changes(
-        [header for header, _ in encoded_weights],
-        torch.cat([piece for _, pieces in encoded_weights for piece in pieces]),
-    )
+    encoded_weights = [encode(name, tensor, None) for name, tensor in named]
+    pieces = [piece for _, weight_pieces in encoded_weights for piece in weight_pieces]
+    return Changes([part for part, _ in encoded_weights], torch.cat(pieces))

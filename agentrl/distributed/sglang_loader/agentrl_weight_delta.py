@@ -54,8 +54,12 @@ class Changes:
     """uint8 bytes on the CPU."""
 
 
-def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> tuple[Part, list[torch.Tensor]] | None:
-    """Return the changes of a weight and the pieces of their payload; None if nothing has changed.
+EncodedWeight = tuple[Part, list[torch.Tensor]]
+"""The changes of a weight, and the pieces of their payload."""
+
+
+def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> EncodedWeight:
+    """Return the changes of a weight.
 
     Args:
         name: of the weight.
@@ -71,7 +75,7 @@ def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> tuple[Part
         words = {2: torch.int16, 4: torch.int32}[size]
         changed = (flat.view(words) != old.reshape(-1).view(words)).nonzero()[:, 0]
         if not len(changed):
-            return None
+            return Part(name, dtype, shape, 0, 0), []
         places, values = _places(changed), flat[changed]
         if len(places) + len(values) * size < len(flat) * size:
             _check_finite(name, values)

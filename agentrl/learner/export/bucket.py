@@ -14,11 +14,12 @@ from agentrl.core.errors import LearnerError
 from agentrl.core.file_modes import give_default_mode
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment, total_bytes, views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, WeightChangesError, encode
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, EncodedWeight, WeightChangesError, encode
 from agentrl.learner.base import WeightBucket, WeightSource
 from agentrl.learner.export.broadcaster import WeightBroadcaster
 from agentrl.learner.export.cuda_ipc import SharedMemory
 from agentrl.models.weight_checksum import fingerprint
+from agentrl.models.weight_files import is_always_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,40 @@ class BucketPlan:
     """Whether no bucket follows."""
 
 
+_JOINED = ({"q_a_proj", "kv_a_proj_with_mqa"}, {"wq_a", "wkv", "wgate"})
+"""Modules that SGLang's loaders join into one weight within a call; they drop a part without the others without an error.
+
+The first are multi-head latent attention's (DeepSeek V3, Kimi K2, GLM-4.7-Flash, LongCat), the others DeepSeek V4's.
+"""
+
+
+def joined_name(name: str) -> str:
+    """Return what is the same for all weights that an engine's loader joins: with them a weight travels in one bucket."""
+    module, _, last = name.rpartition(".")
+    parent, _, module_name = module.rpartition(".")
+    joined = next((names for names in _JOINED if module_name in names), None)
+    return name if joined is None else f"{parent}.{'+'.join(sorted(joined))}.{last}"
+
+
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
-    """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket."""
-    parts: list[tuple[list[TensorSpec], int]] = []
+    """Divide weights into buckets of at most ``bucket_bytes``; a larger weight gets a separate bucket.
+
+    Weights that an engine's loader joins are in one bucket, in the place of the first of them.
+    """
+    units: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        size = total_bytes(spec)
+        units.setdefault(joined_name(spec.name), []).append(spec)
+    parts: list[tuple[list[TensorSpec], int]] = []
+    for unit in units.values():
+        size = total_bytes(*unit)
         if parts and parts[-1][1] + size <= bucket_bytes:
             bucket_specs, bucket_size = parts[-1]
-            bucket_specs.append(spec)
-            parts[-1] = (bucket_specs, bucket_size + size)
+            parts[-1] = (bucket_specs + unit, bucket_size + size)
         else:
-            parts.append(([spec], size))
+            parts.append((unit, size))
     return [
-        BucketPlan(order_by_alignment(bucket_specs), size, bucket_specs is parts[-1][0]) for bucket_specs, size in parts
+        BucketPlan(order_by_alignment(bucket_specs), size, number == len(parts))
+        for number, (bucket_specs, size) in enumerate(parts, 1)
     ]
 
 
@@ -92,7 +114,7 @@ class RankBucket(WeightBucket):
 
     @override
     def changes(self, base: str | None, version: str) -> Changes:
-        parts, pieces = [], []
+        encoded: dict[str, EncodedWeight] = {}
         for name, new in self.on_device():
             sent_version, old = self._sent.get(name, (None, None))
             if base is not None and sent_version != base:
@@ -100,15 +122,16 @@ class RankBucket(WeightBucket):
                     f"the learner has no copy of {name} as it was sent in {base}, only of {sent_version}"
                 )
             try:
-                change = encode(name, new, None if base is None or old is None else old.to(new.device))
+                encoded[name] = encode(name, new, None if base is None or old is None else old.to(new.device))
             except WeightChangesError as error:
                 raise LearnerError(str(error)) from error
-            if change is not None:
-                parts.append(change[0])
-                pieces += change[1]
             self._sent[name] = version, new.detach().clone().cpu() if old is None else old.copy_(new)
+        # A loader that joins weights takes all of them, also those in which nothing has changed.
+        changed = {joined_name(name) for name, (part, _) in encoded.items() if part.changed}
+        sent = [weight for name, weight in encoded.items() if joined_name(name) in changed]
+        pieces = [piece for _, weight_pieces in sent for piece in weight_pieces]
         payload = torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.uint8)
-        return Changes(parts, payload)
+        return Changes([part for part, _ in sent], payload)
 
     @override
     def broadcast(self) -> None:
@@ -130,7 +153,12 @@ def rank_buckets(
     sent: SentWeights | None = None,
 ) -> Iterator[RankBucket]:
     """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
-    specs = [replace(spec, dtype=dtype or spec.dtype) for spec in source.specs()]
+    specs = [
+        spec
+        if dtype is None or is_always_float32(spec.name) or spec.name in source.float32_weights
+        else replace(spec, dtype=dtype)
+        for spec in source.specs()
+    ]
     bucket_plans = plan_buckets(specs, bucket_bytes)
     if not bucket_plans:
         return

@@ -151,7 +151,7 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
         key: configuration key of the folder, for messages.
 
     Raises:
-        ModelError: weights are missing, or cannot be read.
+        ModelError: weights are missing, are integers, or cannot be read.
     """
     tensors, shapes = named_tensors(hf), files.shapes()
     head = value_head_names(hf) if values else set()
@@ -173,6 +173,8 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
         if name in new and not mismatched:
             shard.zero_()
         elif mismatched or (shard.numel() and name not in converted):
+            if not mismatched and tensor.is_floating_point():
+                files.check_floats(name)
             shard.copy_(read(name, shard_slices(tensor)))
         elif shard.numel():
             _read_components(components[name], shard_slices(tensor), shard, files)
@@ -181,6 +183,7 @@ def fill(hf: Any, folder: Path, files: WeightFiles, *, values: bool, key: str) -
 def _read_components(components: Sequence[HubTensor], slices: Slices, shard: torch.Tensor, files: WeightFiles) -> None:
     """Read this rank's ``slices`` of a weight from the tensors that the weight is made of."""
     for tensor in components:
+        files.check_floats(tensor.name)
         if tensor.is_whole:
             shard.copy_(files.read(tensor.name, slices))
             continue

@@ -5,7 +5,6 @@ Ranks divide the layers. Each reads and writes only the weights of its layers, o
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
 from agentrl.models.draft_layers import FOLDER, DraftLayers
-from agentrl.models.export import check_free, copy_other_files
+from agentrl.models.export import check_free, copy_other_files, write_config
 from agentrl.models.load import as_dtype
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import WeightWriter
@@ -70,7 +69,7 @@ def convert(source: Path, out: Path, ranks: int) -> str:
             # Forks are safe, as this process has computed nothing. They have imported Megatron-Core.
             start_processes(_convert_layers, rank_args, ranks, start_method="fork")  # type: ignore[no-untyped-call]
     copy_other_files(source, out, without=METADATA)
-    shutil.copyfile(source / "config.json", out / "config.json")
+    write_config(source, out, str(dtype).removeprefix("torch."))
     return "Hugging Face folder" if to_hf else "distributed checkpoint of Megatron-Core"
 
 

@@ -191,6 +191,7 @@ def _empty(spec: TensorSpec) -> tuple[str, torch.Tensor]:
 
 def _copy_config(rank: SavedRank, folder: Path) -> None:
     config = json.loads((rank.model_folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
     config["dtype"] = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
     if rank.trained.model.values:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number a token

@@ -1,13 +1,19 @@
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.distributed.base import TensorSpec
 from agentrl.distributed.flat_bucket import ALIGNMENT, total_bytes, views
-from agentrl.learner.export.bucket import plan_buckets
+from agentrl.learner.export.broadcaster import WeightBroadcaster
+from agentrl.learner.export.bucket import NamedTensors, joined_name, plan_buckets, rank_buckets
+from agentrl.learner.megatron.families.base import model_weights
+from agentrl.learner.megatron.families.registry import read_family
+from agentrl.models.shipped_architectures import shipped_architectures
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
 specs = st.lists(
@@ -54,3 +60,87 @@ def test_weights_follow_each_other_without_padding_and_are_aligned(specs: list[T
             assert (view.shape, str(view.dtype)) == (spec.shape, f"torch.{spec.dtype}")
             assert view.numel() == math.prod(spec.shape)
             assert bool((view == number).all())
+
+
+ATTENTION = "model.layers.{}.self_attn.{}.weight"
+SIBLINGS = {"q_a_proj": "kv_a_proj_with_mqa", "wq_a": "wkv", "wgate": "wkv"}
+"""By module, one that SGLang joins with it within a call of ``load_weights`` (0.5.17 and 0.5.23)."""
+
+
+class JoiningEngine:
+    """Loads weights as SGLang's loaders with a fused parameter do: a half without the other of the model is dropped."""
+
+    def __init__(self, model: Collection[str]) -> None:
+        self.model = model
+        self.names: set[str] = set()
+
+    def load_weights(self, names: Sequence[str]) -> None:
+        for name in names:
+            module, _, last = name.rpartition(".")
+            parent, _, module = module.rpartition(".")
+            siblings = {b if module == a else a for a, b in SIBLINGS.items() if module in (a, b)}
+            if {f"{parent}.{sibling}.{last}" for sibling in siblings}.intersection(self.model).issubset(names):
+                self.names.add(name)
+
+
+@pytest.mark.parametrize("model", shipped_architectures())
+def test_an_engine_that_joins_weights_gets_all_of_them_from_buckets_of_every_size(model: str) -> None:
+    family, hf = read_family(shipped_architectures()[model], "model.path")
+    weights = model_weights(hf)
+    for layer in range(hf.num_hidden_layers)[:: max(1, hf.num_hidden_layers // 6)]:
+        weights += family.layer(hf, layer)
+        experts = range(hf.n_routed_experts) if family.expert and hasattr(hf, "n_routed_experts") else range(0)
+        weights += [weight for expert in experts for weight in family.expert(hf, layer, expert)]
+    shapes = {tensor.name: tensor.shape for weight in weights for tensor in weight.tensors()}
+    specs = [TensorSpec(name, "bfloat16", shape) for name, shape in shapes.items()]
+    for mib in (1, 30, 64, 200, 512, 1000, 1024, 4096):
+        engine, plans = JoiningEngine(shapes), plan_buckets(specs, mib << 20)
+        for plan in plans:
+            engine.load_weights([spec.name for spec in plan.specs])
+            assert plan.size <= mib << 20 or len({joined_name(spec.name) for spec in plan.specs}) == 1
+        assert engine.names == shapes.keys(), f"{model}, weights.bucket_mib={mib}"
+
+
+@pytest.mark.parametrize("last", ["weight", "weight_scale_inv", "bias"])
+@pytest.mark.parametrize("module", SIBLINGS)
+def test_weights_that_an_engine_joins_are_in_one_bucket(module: str, last: str) -> None:
+    names = [f"model.layers.{layer}.self_attn.{name}.{last}" for layer in (0, 1) for name in ("o_proj", module, "n")]
+    names += [f"model.layers.{layer}.self_attn.{SIBLINGS[module]}.{last}" for layer in (1, 0)]
+    plans = plan_buckets([TensorSpec(name, "float32", (1,)) for name in names], 4)
+    buckets = [{spec.name for spec in plan.specs} for plan in plans]
+    assert len(buckets) == len(names) - 2
+    assert [len(bucket) for bucket in buckets].count(2) == 2
+    assert all(len({name.split(".")[2] for name in bucket}) == 1 for bucket in buckets)
+
+
+def test_both_halves_are_sent_if_one_has_changed() -> None:
+    """What has not changed is sent with no numbers, so that an engine's loader has both halves in one call."""
+    names = [ATTENTION.format(0, name) for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    weights, sent = {name: torch.zeros(3, 4) for name in names}, {}
+    source = NamedTensors(weights)
+
+    def changes(base: str | None, version: str) -> list[tuple[str, int]]:
+        [bucket] = rank_buckets(source, 1 << 20, None, WeightBroadcaster(), sent)
+        return [(part.name, part.changed) for part in bucket.changes(base, version).parts]
+
+    assert changes(None, "a") == [(name, 12) for name in names]
+    weights[names[1]][2, 1] = 7.0
+    assert changes("a", "b") == [(names[0], 0), (names[1], 1)]
+    weights[names[2]][0, 0] = 1.0
+    assert changes("b", "c") == [(names[2], 1)]
+
+
+class OwnDtypes(NamedTensors):
+    """A folder of bfloat16 weights with float32 norms."""
+
+    float32_weights = frozenset({"model.norm.weight"})
+
+
+def test_weights_with_a_dtype_of_their_own_are_not_cast() -> None:
+    """A bias of 8 in bfloat16 has steps of 1/16, which choose other experts."""
+    names = ("model.norm.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.mixer.A_log")
+    weights = {name: torch.full((4,), 8.001) for name in (*names, "model.embed_tokens.weight")}
+    [bucket] = rank_buckets(OwnDtypes(weights), 1 << 20, "bfloat16", WeightBroadcaster())
+    for name, tensor in bucket.tensors():
+        assert tensor.dtype is (torch.float32 if name in names else torch.bfloat16)
+        assert torch.equal(tensor, weights[name].to(tensor.dtype))

@@ -24,10 +24,11 @@ from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import shard
-from agentrl.learner.fsdp.weights import allocate, fill, local, named_tensors
+from agentrl.learner.fsdp.weights import allocate, fill, local, model_hub_tensors, named_tensors
 from agentrl.models.load import empty_model, load_model, load_value_model, value_head_names
 from agentrl.models.weight_files import WeightFiles
 from tests.unit.learner.learners import SIZES, make_model
+from tests.unit.models.float8_folders import FORMS, quantize
 
 CPU = torch.device("cpu")
 
@@ -92,6 +93,40 @@ def test_a_rank_has_its_part_of_each_weight(tmp_path, family, world, values):
     for name, tensor in found.items():
         parts = whole[name].chunk(world)
         assert torch.equal(local(tensor), parts[world - 1] if world == len(parts) else whole[name][:0]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_rank_has_its_part_of_each_float8_weight(tmp_path, family, form):
+    whole = quantize(make_model(tmp_path, family), FORMS[form])
+    with ranks(2, 3):
+        hf = sharded(tmp_path, 3).hf
+    shards = named_tensors(hf)
+    expected = {name: torch.empty(tensor.shape) for name, tensor in shards.items()}
+    for tensor in model_hub_tensors(hf):
+        tensor.slice_weight(expected[tensor.weight]).copy_(whole[tensor.name])
+    for name, tensor in shards.items():
+        assert torch.equal(local(tensor), (*expected[name].chunk(3), *[expected[name][:0]] * 2)[2]), name
+
+
+def test_a_policy_of_float8_weights_is_that_of_its_weights(tmp_path):
+    """A checkpoint's configuration has no quantisation."""
+    weights = quantize(make_model(tmp_path / "float8", "llama"), FORMS["blocks"])
+    make_model(tmp_path / "plain", "llama")
+    save_file(weights, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    config = LearnerConfig(precision="float32")
+    policy, plain = (load_policy(tmp_path / name, config, CPU, None) for name in ("float8", "plain"))
+    assert all(torch.equal(t, dict(plain.named_parameters())[name]) for name, t in policy.named_parameters())
+    policy.hf.config.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in (tmp_path / "saved" / "config.json").read_text()
+
+
+def test_integers_are_no_weights_of_a_policy(tmp_path):
+    weights = load_file(make_model(tmp_path, "llama") / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(48, 32, dtype=torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj\.weight is int8, and the model's is a floating-point number"):
+        load_policy(tmp_path, LearnerConfig(precision="float32"), CPU, None)
 
 
 def test_a_rank_never_holds_more_than_its_shards(tmp_path):

@@ -111,7 +111,7 @@ def refused_folders(folder: Path) -> dict[str, str]:
     changed = {
         "missing": {name: each for name, each in files.items() if name != norm},
         "shape": files | {norm: torch.ones(7)},
-        "quantised": files | {norm: files[norm].to(torch.float8_e4m3fn)},
+        "integers": files | {norm: files[norm].to(torch.int8)},
         "untied": files | {"lm_head.weight": embedding + 1},
         "tied": files | {"lm_head.weight": embedding.clone()},
     }
@@ -134,15 +134,18 @@ def converted(folder: Path) -> dict[str, Any]:
         refused = str(error)
     return {"refused": refused} | {
         name: _there_and_back(folder / name, folder / f"{name}-{there}-{back}", there, back)
-        for name, there, back in (("drafting", 3, 1), ("qwen2", 1, 1))
+        for name, there, back in (("drafting", 3, 1), ("qwen2", 1, 1), ("float8", 1, 1))
     }
 
 
 def _there_and_back(source: Path, out: Path, there: int, back: int) -> list[str]:
+    """Return the names of files and weights that differ; a float8 folder has what its weights are in a file beside it."""
     out.mkdir()
     convert(source, out / "megatron", there)
     convert(out / "megatron", out / "hf", back)
     files, found = (load_file(each / "model.safetensors") for each in (source, out / "hf"))
+    if (expected := source.with_suffix(".safetensors")).exists():
+        files = {name: tensor.to(found[name].dtype) for name, tensor in load_file(expected).items()}
     others = {path.name for path in source.iterdir()} ^ {path.name for path in (out / "hf").iterdir()}
     return [*others, *(name for name in {*files, *found} if not torch.equal(files[name], found[name]))]
 

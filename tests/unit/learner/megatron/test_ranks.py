@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from agentrl.models.load import load_model
 from tests.unit.learner.megatron.forked import Found, run_ranks
 from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows
+from tests.unit.models.float8_folders import FORMS, quantize
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         make_model(parent / name, name)
     add_draft_layer(make_model(parent / "drafting", "deepseek_v3"))
+    float8 = quantize(make_model(parent / "float8", "deepseek_v3"), FORMS["blocks"])
+    save_file(float8, parent / "float8.safetensors")
     return parent
 
 
@@ -82,14 +86,14 @@ def test_all_ranks_notice_that_one_could_not_write(found: Found) -> None:
 
 def test_a_distributed_checkpoint_becomes_the_same_folder_again(found: Found) -> None:
     refused = "--ranks=5: set it to 1 to 4, the model's layers"
-    assert found["converted"] == {"drafting": [], "qwen2": [], "refused": refused}
+    assert found["converted"] == {"drafting": [], "qwen2": [], "float8": [], "refused": refused}
 
 
 def test_folders_with_other_weights_are_refused(found: Found) -> None:
     assert found["refused_folders"] == {
         "missing": "1 weights cannot be read; model.norm.weight is missing",
         "shape": "1 weights cannot be read; model.norm.weight has the shape [7], not [32]",
-        "quantised": "1 weights cannot be read; model.norm.weight is quantised (float8_e4m3fn)",
+        "integers": "1 weights cannot be read; model.norm.weight is quantised (int8)",
         "untied": "lm_head.weight differs from model.embed_tokens.weight, but config.json has tie_word_embeddings=true; "
         "set it to false",
     }
