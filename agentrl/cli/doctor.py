@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
         _print(console, finding)
     problems = sum(finding.severity == "problem" for finding in findings)
     if problems:
-        raise DiagnosisError(f"{problems} problem(s) in {arguments.run_dir}")
+        raise DiagnosisError(f"{problems} problem{'s' if problems > 1 else ''} in {arguments.run_dir}")
 
 
 def _print(console: Console, finding: Finding) -> None:

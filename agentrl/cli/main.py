@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from agentrl import __version__
-from agentrl.core.errors import AgentrlError, RunStopped, UserError
+from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
 from agentrl.obs.console import log_to_stderr, make_console, print_error
 
@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     except RunStopped as stop:
         print_error(errors, "stopped", stop, "bold yellow")
+        return FAILED
+    except (AuditError, DiagnosisError) as error:
+        print_error(errors, str(command), error)
         return FAILED
     except AgentrlError as error:
         print_error(errors, type(error).__name__, error)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
 
 
-def _with_strict_scalars(schema: Any) -> Any:
+def _with_strict_scalars(schema: object) -> object:
     """Return a schema in which scalars keep to their types; values of other types are refused."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(_with_strict_scalars, schema))
@@ -59,5 +59,4 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return the schema of the section with strict scalars."""
-        schema: CoreSchema = _with_strict_scalars(handler(source))
-        return schema
+        return cast("CoreSchema", _with_strict_scalars(handler(source)))

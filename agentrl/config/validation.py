@@ -42,7 +42,7 @@ def parse_section(section: type[S], values: Mapping[str, Any], prefix: str = "",
 def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, ...]:
     """Return the names in the place of a fault, without what pydantic adds: the members of unions."""
     names: list[str] = []
-    annotation: Any = section
+    annotation: object = section
     for name in location:
         members = (
             [arg for arg in get_args(annotation) if arg is not NoneType] if _is_union(annotation) else [annotation]
@@ -56,11 +56,11 @@ def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, 
     return tuple(names)
 
 
-def _is_union(annotation: Any) -> bool:
+def _is_union(annotation: object) -> bool:
     return get_origin(annotation) in (Union, UnionType)
 
 
-def _type_of(annotation: Any, name: int | str) -> Any:
+def _type_of(annotation: object, name: int | str) -> object:
     """Return the type of a value in a section, mapping or list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         by_name = {info.alias or field: info.annotation for field, info in annotation.model_fields.items()}
@@ -105,7 +105,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from all_keys(section, f"{prefix}{name}.{inner}")
 
 
-def subsections(annotation: Any) -> Iterable[type[BaseModel]]:
+def subsections(annotation: object) -> Iterable[type[BaseModel]]:
     """Return the sections in a field's type: the type itself, or those that a container holds."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]

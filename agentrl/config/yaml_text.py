@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
-from typing import Any
 
 import yaml
 from yaml.events import AliasEvent, NodeEvent
@@ -50,7 +49,7 @@ class _Loader(yaml.SafeLoader):
             raise _refusal(f"{sign}{anchor}: anchors and aliases are not supported; write the value out", event)
         return super().compose_node(parent, index)
 
-    def construct_map(self, node: MappingNode) -> dict[Hashable, Any]:
+    def construct_map(self, node: MappingNode) -> dict[Hashable, object]:
         lines: dict[Hashable, int] = {}
         mapping = {}
         for key_node, value_node in node.value:
@@ -88,7 +87,7 @@ for _name in ("bool", "int", "float", "map"):
     _Loader.add_constructor(f"{_TAG}{_name}", getattr(_Loader, f"construct_{_name}"))
 
 
-def parse_yaml(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> object:
     """Return the value that a text in YAML has.
 
     Args:
@@ -99,7 +98,8 @@ def parse_yaml(text: str, origin: str) -> Any:
         ConfigError: it is no YAML 1.2, has a key twice in a mapping, or an anchor; the message has the line.
     """
     try:
-        return yaml.load(text, _Loader)  # a safe loader
+        value: object = yaml.load(text, _Loader)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import stdev
+from itertools import pairwise
+from math import hypot, isnan, nan
+from statistics import median, stdev
 
 from agentrl.doctor.findings import Finding, mean
 from agentrl.doctor.record import RunRecord
@@ -31,6 +33,15 @@ SAMPLER_KL = 0.01
 RATIO = 10.0
 CLIPPED = 0.3
 IDLE = 0.5
+LEAST_STEP_S = 5.0
+"""Shorter steps are those of a trial, whose engines may be idle."""
+LARGE_KL, KL_GROWTH, NOTABLE_KL = 1.0, 10.0, 0.1
+"""Nats a token: a KL divergence to the reference from which on the policy is another one; or growth to so many times the
+values before, from a notable one on."""
+LARGE_NORM = 100.0
+"""A gradient norm that is so many times `learner.optimizer.max_grad_norm`, and the norms before, has exploded."""
+COLLAPSE_STEPS = 10
+"""Least steps for a judgement of a reward that collapses."""
 
 
 def learning_findings(run: RunRecord) -> Iterator[Finding]:
@@ -40,10 +51,14 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
         _filtered_groups,
         _truncated_episodes,
         _reward,
+        _evaluations,
         _entropy,
+        _kl,
         _mismatch,
         _ratio,
+        _null_metrics,
         _gradients,
+        _gradient_norm,
         _unchanged_weights,
         _idle,
     ):
@@ -112,15 +127,17 @@ def _reward(run: RunRecord) -> Iterator[Finding]:
     key = "rollout/unfiltered_reward" if run.values("rollout/unfiltered_reward") else "train/reward"
     rewards = run.values(key)
     if len(rewards) < FLAT_STEPS:
+        yield from _collapsed_reward(key, rewards)
         return
     third = len(rewards) // 3
     first, last = rewards[:third], rewards[-third:]
     error = (stdev(first) ** 2 / third + stdev(last) ** 2 / third) ** 0.5
     change = mean(last) - mean(first)
+    evaluations = [row["eval/reward"] for row in run.evaluations if not isnan(row.get("eval/reward", nan))]
     evidence = (
         f"{key}: {mean(first):.3f} in the first {third} steps, {mean(last):.3f} in the last {third}; "
         f"standard error of the difference {error:.3f}",
-        *(f"{key}: {values[0]:.3f} → {values[-1]:.3f}" for key, values in _evaluation_rewards(run)),
+        *([f"eval/reward: {evaluations[0]:.3f} → {evaluations[-1]:.3f}"] if len(evaluations) > 1 else []),
     )
     advice = (
         "the other findings, if any; otherwise learner.optimizer.lr, rollout.batch_size and rollout.n_samples_per_prompt",
@@ -128,15 +145,62 @@ def _reward(run: RunRecord) -> Iterator[Finding]:
     )
     if change < -2 * error and change < -0.02:
         yield Finding("problem", "the reward has fallen", evidence, ("a smaller learner.optimizer.lr", *advice))
+    elif collapse := [*_collapsed_reward(key, rewards)]:
+        yield from collapse
     elif abs(change) <= 2 * error:
         solved = mean(last) >= SOLVED
         yield Finding("hint" if solved else "problem", "the reward has not changed", evidence, advice)
 
 
-def _evaluation_rewards(run: RunRecord) -> Iterator[tuple[str, list[float]]]:
-    values = [row["eval/reward"] for row in run.evaluations if "eval/reward" in row]
-    if len(values) > 1:
-        yield "eval/reward", values
+def _collapsed_reward(key: str, rewards: list[float]) -> Iterator[Finding]:
+    """Yield that the reward of the last steps is far below what it was, at any time before."""
+    if len(rewards) < COLLAPSE_STEPS:
+        return
+    window = max(3, min(RECENT, len(rewards) // 4))
+    last = rewards[-min(window, 5) :]
+    windows = [rewards[start : start + window] for start in range(len(rewards) - len(last) - window + 1)]
+    best = max(windows, key=mean)
+    # The noise is that of the differences between steps, without the largest: the collapse itself.
+    differences = sorted(abs(after - before) for before, after in pairwise(rewards))[:-1]
+    error = (mean([value**2 for value in differences]) / 2 * (1 / len(best) + 1 / len(last))) ** 0.5
+    drop, spread = mean(best) - mean(last), mean(best) - min(mean(last), *map(mean, windows))
+    if drop > max(0.02, 5 * error, spread / 2):
+        start = windows.index(best) + 1
+        evidence = (
+            f"{key}: {mean(best):.3f} in the steps {start} to {start + window - 1}, {mean(last):.3f} in the last {len(last)}; "
+            f"standard error of the difference {error:.3f}",
+        )
+        advice = (
+            "the other findings, if any; otherwise a smaller learner.optimizer.lr, algo.kl_coef, or algo.entropy_coef",
+            "`agentrl view --steps` shows the rollouts before and after; train.keep_best keeps the best checkpoint",
+        )
+        yield Finding("problem", "the reward has collapsed", evidence, advice)
+
+
+def _evaluations(run: RunRecord) -> Iterator[Finding]:
+    """Yield the metrics of evaluations that were far better before."""
+    goals = {*run.config.train.stop_at, *filter(None, [run.config.train.keep_best])}
+    names = {name for row in run.evaluations for name in row if name.startswith("eval/")}
+    evidence = []
+    for name in sorted(names):
+        if "=" in name or not (name.endswith("/reward") or name.removeprefix("eval/") in goals):
+            continue
+        rows = [row for row in run.evaluations if not isnan(row.get(name, nan))]
+        best, last = max(rows, key=lambda row: row[name]), rows[-1]
+        drop = best[name] - last[name]
+        intervals = [row[f"{name}/ci95"] for row in (best, last) if f"{name}/ci95" in row]
+        # Of many evaluations the best is too good by chance: the interval of a difference is taken twice.
+        least = 2 * hypot(*intervals) if len(intervals) == 2 else 0.25 * abs(best[name])
+        if drop > max(least, 0.02):
+            steps = [f"{row[name]:.3f} after step {row['step']:.0f}" for row in (best, last)]
+            evidence.append(f"{name}: {steps[0]}, {steps[1]}")
+    if evidence:
+        advice = (
+            "train.keep_best keeps the best checkpoint; `agentrl eval --checkpoint` evaluates another one",
+            "a smaller learner.optimizer.lr, algo.kl_coef above 0; if train/reward rises at the same time, the tasks of training "
+            "are learned by heart, or the reward is gamed",
+        )
+        yield Finding("problem", "evaluations were far better before", tuple(evidence), advice)
 
 
 def _entropy(run: RunRecord) -> Iterator[Finding]:
@@ -150,6 +214,26 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
             "algo.entropy_coef above 0, a smaller learner.optimizer.lr, or the recipe algo/dapo, which clips higher above",
         )
         yield Finding("hint", "the entropy has collapsed: samples of a task are alike", evidence, advice)
+
+
+def _kl(run: RunRecord) -> Iterator[Finding]:
+    evidence = []
+    for key in [*run.family("train/kl", RECENT), *run.family("train/teacher_kl", RECENT)]:
+        values, recent = run.values(key), run.recent(key, RECENT)
+        earlier = values[: -len(recent)]
+        is_large = mean(recent) > LARGE_KL and not key.startswith("train/teacher_kl") if recent else False
+        grows = len(earlier) >= RECENT // 2 and mean(recent) > max(NOTABLE_KL, KL_GROWTH * abs(median(earlier)))
+        if is_large or grows:
+            before = f"{median(earlier):.3f} before (median), " if earlier else ""
+            end = f"{mean(recent):.3f} nats over the last {len(recent)} steps, {values[-1]:.3f} in the last"
+            evidence.append(f"{key}: {before}{end}")
+    if evidence:
+        advice = (
+            "a smaller learner.optimizer.lr or train.steps_per_rollout; a larger algo.kl_coef; algo.kl_kind=low_var_kl cuts off "
+            "single tokens",
+            "the policy before it is in an earlier checkpoint (train.keep, train.keep_best)",
+        )
+        yield Finding("problem", "the KL divergence to the reference explodes", tuple(evidence), advice)
 
 
 def _mismatch(run: RunRecord) -> Iterator[Finding]:
@@ -197,6 +281,44 @@ def _gradients(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "gradients are not finite, so optimizer steps are skipped", evidence, advice)
 
 
+def _null_metrics(run: RunRecord) -> Iterator[Finding]:
+    rows = run.steps[-RECENT:]
+    names = sorted({name for row in rows for name, value in row.items() if isnan(value) and name.startswith("train/")})
+    if not names:
+        return
+    evidence = []
+    for name in names:
+        steps = [f"{row['step']:.0f}" for row in run.steps if isnan(row.get(name, 0.0))]
+        evidence.append(f"{name} is null in {len(steps)} steps, the first was {steps[0]}, the last {steps[-1]}")
+    advice = (
+        "a smaller learner.optimizer.lr, or learner.precision=float32; resume from a checkpoint before the first such step",
+        "`agentrl view --steps` shows the rollouts of that step: a reward or an advantage that is not finite",
+    )
+    yield Finding("problem", "metrics of training are not finite", tuple(evidence), advice)
+
+
+def _gradient_norm(run: RunRecord) -> Iterator[Finding]:
+    evidence = []
+    limits = {
+        "train/grad_norm": run.config.learner.optimizer.max_grad_norm,
+        "train/value_grad_norm": run.config.algo.critic.optimizer.max_grad_norm,
+    }
+    for family, max_grad_norm in limits.items():
+        for key in run.family(family, RECENT):
+            values, recent = run.values(key), run.recent(key, RECENT)
+            limit = LARGE_NORM * max(1.0, max_grad_norm)
+            if recent and (median(recent) > limit or max(recent) > limit * max(1.0, median(values))):
+                sizes = f"median {median(recent):.3g}, at most {max(recent):.3g}"
+                evidence.append(f"{key}: {sizes} over the last {len(recent)} steps")
+    if evidence:
+        advice = (
+            "larger gradients are scaled down to learner.optimizer.max_grad_norm, so a single rollout may decide a step: a "
+            "smaller learner.optimizer.lr, rewards of a smaller scale",
+            "algo.correction.rollout_is_threshold, algo.loss.options: smaller ratios; batch.aggregation=token_mean",
+        )
+        yield Finding("problem", "the gradient norm explodes", tuple(evidence), advice)
+
+
 def _unchanged_weights(run: RunRecord) -> Iterator[Finding]:
     norms, rates = run.recent("train/grad_norm", RECENT), run.recent("train/lr", RECENT)
     evidence = []
@@ -220,8 +342,9 @@ def _unchanged_weights(run: RunRecord) -> Iterator[Finding]:
 
 
 def _idle(run: RunRecord) -> Iterator[Finding]:
-    total = run.recent("engine_idle/total", RECENT)
-    if total and mean(total) > IDLE:
+    total, step_s = run.recent("engine_idle/total", RECENT), run.recent("time/step_s", RECENT)
+    is_trial = run.config.sampler.device == "cpu" or len(total) < RECENT or mean(step_s) < LEAST_STEP_S
+    if not is_trial and mean(total) > IDLE:
         prefix = "engine_idle/"
         causes = {key: mean(run.recent(key, RECENT)) for key in run.steps[-1] if key.startswith(prefix)}
         causes.pop(f"{prefix}total", None)

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 
 from agentrl.config.layers import load_layers
@@ -44,7 +45,7 @@ class RunRecord:
     folder: Path
     config: Config
     steps: Sequence[Mapping[str, float]]
-    """Metrics of training steps, the oldest first."""
+    """Metrics of training steps, the oldest first; NaN where the run has written null."""
     evaluations: Sequence[Mapping[str, float]]
     """Metrics of evaluations."""
     diagnosed_at: float
@@ -79,12 +80,17 @@ class RunRecord:
         return self.holder is not None and self.holder.alive
 
     def recent(self, key: str, count: int) -> list[float]:
-        """Return the values of a metric in the last ``count`` steps, those that have it."""
-        return [row[key] for row in self.steps[-count:] if key in row]
+        """Return the values of a metric in the last ``count`` steps, those that have a number for it."""
+        return [row[key] for row in self.steps[-count:] if key in row and not isnan(row[key])]
 
     def values(self, key: str) -> list[float]:
-        """Return the values of a metric in all steps that have it."""
-        return [row[key] for row in self.steps if key in row]
+        """Return the values of a metric in all steps that have a number for it."""
+        return self.recent(key, len(self.steps))
+
+    def family(self, key: str, count: int) -> list[str]:
+        """Return the metrics of the last ``count`` steps that are ``key``, or of a part of the run: ``KEY/policy=first``."""
+        rows = self.steps[-count:]
+        return sorted({name for row in rows for name in row if name == key or name.startswith(f"{key}/")})
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -95,7 +101,7 @@ def read_record(folder: Path) -> RunRecord:
     """
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} is no run, because it has no {CONFIG}")
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(folder / "metrics.jsonl", nulls=True)
     traces, holder = trace_files(folder), lock_holder(folder)
     return RunRecord(
         folder=folder,

@@ -70,8 +70,12 @@ class MetricsLog:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped, and so is null.
+def read_metrics(path: Path, *, nulls: bool = False) -> list[dict[str, float]]:
+    """Return all rows of a ``metrics.jsonl``; an incomplete last line, from a killed run, is skipped.
+
+    Args:
+        path: the file.
+        nulls: whether null is NaN in the rows; else it is skipped.
 
     Raises:
         ConfigError: the file is damaged; the message has the line.
@@ -80,12 +84,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     with reading(path, "log of metrics"):
         lines = path.read_bytes().split(b"\n")
-    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines[:-1], 1)]
+    return [_row(line, f"{path}, line {number}", nulls=nulls) for number, line in enumerate(lines[:-1], 1)]
 
 
-def _row(line: bytes, location: str) -> dict[str, float]:
+def _row(line: bytes, location: str, *, nulls: bool) -> dict[str, float]:
     with reading(location, "row of metrics"):
-        row = {str(key): float(value) for key, value in orjson.loads(line).items() if value is not None}
+        values = {str(key): value for key, value in orjson.loads(line).items() if nulls or value is not None}
+        row = {key: math.nan if value is None else float(value) for key, value in values.items()}
         return row | {"step": int(row["step"])}
 
 

@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -54,7 +55,7 @@ class Run:
     def __init__(self, folder):
         self.folder = folder
         folder.mkdir()
-        save_config(validate({"train": {"steps": 60}}), folder)
+        save_config(validate({"train": {"steps": 60}, "sampler": {"backend": "sglang"}}), folder)
 
     def steps(self, count, **changed):
         """Write metrics; a value of ``changed`` may be a function of the step. Underscores stand for slashes once."""
@@ -241,6 +242,10 @@ LEARNING = {
     "limits cut most episodes": {"rollout__stop__max_tokens": 0.9},
     "the reward has not changed": {"train__reward": lambda step: 0.3 + 0.01 * (step % 3)},
     "the reward has fallen": {"train__reward": lambda step: 0.9 - step / 100},
+    "the reward has collapsed": {"train__reward": lambda step: min(step / 30, 0.7) if step < 26 else 0.0},
+    "the KL divergence to the reference explodes": {"train__kl": lambda step: 0.004 if step < 27 else 3.0 * step},
+    "metrics of training are not finite": {"train__loss": lambda step: 0.1 if step < 24 else None},
+    "the gradient norm explodes": {"train__grad_norm": lambda step: 0.3 if step < 28 else 8e5},
     "the entropy has collapsed: samples of a task are alike": {"train__entropy": lambda step: 2.0 / step**2},
     "engine and learner disagree on the policy": {"train__sampler_kl": lambda step: 1e-4 * step**2},
     "the policy moves far from what sampled its tokens": {"train__clip_fraction": 0.5},
@@ -259,6 +264,57 @@ def test_what_keeps_a_run_from_learning(run, title):
     finding = found[title]
     assert re.search(r"\d", " ".join(finding.evidence)), "evidence has figures"
     assert finding.advice
+
+
+def evaluations(run, **values):
+    """Append evaluations with the values of metrics, one after the other, to the metrics of a run."""
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        for number in range(len(next(iter(values.values())))):
+            row = {name.replace("__", "/"): series[number] for name, series in values.items()}
+            file.write(json.dumps({"step": 10 * number, "time/eval_s": 3.0} | row) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("values", "falls"),
+    [
+        ({"eval__reward": [0.5, 0.8, 0.1]}, True),
+        ({"eval__reward": [0.5, 0.8, 0.1], "eval__reward/ci95": [0.05] * 3}, True),
+        ({"eval__hard__reward": [0.1, 0.4, 0.3], "eval__hard__reward/ci95": [0.01] * 3}, True),
+        ({"eval__exact_match": [0.9, 0.9, 0.2]}, True),
+        ({"eval__reward": [0.5, 0.8, 0.7]}, False),
+        ({"eval__reward": [0.5, 0.8, 0.5], "eval__reward/ci95": [0.2] * 3}, False),
+        ({"eval__turns": [5.0, 5.0, 1.0], "eval__reward/hops=2": [0.9, 0.9, 0.1]}, False),
+        ({"eval__reward": [0.5, 0.8, None]}, False),
+        ({"eval__reward": [0.9]}, False),
+    ],
+)
+def test_an_evaluation_that_falls(run, values, falls):
+    save_config(validate({"train": {"steps": 60, "stop_at": {"exact_match": 0.98}}}), run.folder)
+    run.steps(30)
+    evaluations(run, **values)
+    with locked(run.folder):
+        found = run.found()
+    assert problems(found) == ["evaluations were far better before"] * falls
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.3])
+def test_noise_is_no_collapse(run, noise):
+    random = Random(5)
+    for steps in (8, 30):
+        for _ in range(5):
+            rewards = [0.4 + noise * random.uniform(-1, 1) for _ in range(steps)]
+            run.steps(steps, train__reward=lambda step, rewards=rewards: rewards[step - 1])
+            assert "the reward has collapsed" not in run.found()
+
+
+def test_engines_of_a_short_or_small_run_may_be_idle(run):
+    idle = {"engine_idle__total": 0.9, "engine_idle__learner": 0.9}
+    with locked(run.folder):
+        assert not problems(run.steps(8, **idle).found())
+        assert not problems(run.steps(30, **idle, time__step_s=1.0).found())
+        assert problems(run.steps(30, **idle).found())
+        save_config(validate({"train": {"steps": 60}}), run.folder)
+        assert not problems(run.found()), "the embedded engine is on the CPU"
 
 
 def test_a_few_steps_are_no_evidence(run):
@@ -297,7 +353,7 @@ def test_the_command(run, capsys):
     said = capsys.readouterr()
     assert "problem: almost no group has reward variance" in said.out
     assert "→ rollout.n_samples_per_prompt" in said.out
-    assert "1 problem(s)" in said.err
+    assert said.err.endswith(f"doctor: 1 problem in {run.folder}\n")
     with locked(run.folder):
         run.steps(30)
         assert main(["doctor", str(run.folder)]) == 0
