@@ -13,7 +13,7 @@ class RewardConfig(Section):
     """A reward function in place of the environment's own. ``reward=F`` is short for ``reward.function=F``."""
 
     function: str | None = None
-    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math."""
+    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math, squad_exact_match, squad_f1."""
     key: str | None = None
     """The key of the reward if the function returns a mapping; the other keys become metrics."""
     on_error: Literal["stop", "drop", "score"] = "stop"

@@ -1,44 +1,90 @@
-"""Scores of short answers: exact match, F1, boxed answers. Pure functions that raise for no text."""
+"""Scores of short answers: exact match and F1. Pure functions that raise for no text."""
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
+from agentrl.rewards.numbers import whole_number
+
+_SQUAD_ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_THINK_END = "</think>"
-_BRACES = re.compile(r"\\boxed\s{0,3}\{|\\[{}]|[{}]")
-"""The start of a box, escaped braces (which LaTeX prints), and grouping braces."""
+_SAME_CHARACTERS = str.maketrans("−‘’“”\u00a0", "-''\"\" ")
+_QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
+_CHOICE = re.compile(r"\(?([^\W\d_])\)?[.:)]?")
+_AFTER_LETTERS = re.compile(r"\w[^\W\d_][!\"]+\Z")
+"""Marks at the end of a word that are punctuation there; ``5!`` and ``6"`` are something else."""
 
 
 def normalize(text: str) -> str:
+    """Return ``text`` so that different spellings of one answer are equal, and different answers stay different.
+
+    A text that is one number becomes its value, one that is one letter (``(B)``, ``b.``) that letter. Of other texts the case,
+    the Unicode normal form, quotes, punctuation at the ends of words, and articles before a word do not count. Signs, decimal
+    points, brackets and all other characters do.
+    Example: ``normalize("The  Eiffel Tower!") == "eiffel tower"``.
+    """
+    text = unicodedata.normalize("NFC", text).translate(_SAME_CHARACTERS).strip()
+    quoted = _QUOTED.fullmatch(text)
+    text = quoted[2] if quoted and quoted[1] not in quoted[2] else text
+    letter, number = choice_letter(text), whole_number(text)
+    if letter is not None:
+        return unicodedata.normalize("NFC", letter.casefold())
+    if number is not None:
+        return number
+    words = [_strip(word) for word in re.sub(r"(?<=[0-9]) {1,3}(?=%)", "", text).split()]
+    words = [word for word in words if word]
+    kept = [word for index, word in enumerate(words) if not _is_article(words, index)]
+    return unicodedata.normalize("NFC", " ".join(kept).casefold())
+
+
+def choice_letter(text: str) -> str | None:
+    """Return the letter of a text that is one letter, such as ``B``, ``(B)`` or ``B.``; None for other texts."""
+    match = _CHOICE.fullmatch(text)
+    return match[1] if match else None
+
+
+def _strip(word: str) -> str:
+    word = word.lstrip('"').rstrip(".,;:?")
+    return word.rstrip('!".,;:?') if _AFTER_LETTERS.search(word[-8:]) else word
+
+
+def _is_article(words: list[str], index: int) -> bool:
+    """Return whether a word is an article of the next one; ``A`` is a name in ``vitamin A`` and ``hepatitis A virus``."""
+    word, following = words[index], words[index + 1 : index + 2]
+    if word.casefold() in ("an", "the"):
+        return bool(following)
+    return (word == "a" or (word == "A" and index == 0)) and bool(following) and following[0][1:2].isalpha()
+
+
+def squad_normalize(text: str) -> str:
     """Return ``text`` in lower case without ASCII punctuation and English articles, with single spaces.
 
-    The normalisation of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
-    Example: ``normalize("The  Eiffel-Tower!") == "eiffeltower"``.
+    The normalisation of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250). It joins different numbers: 3.5 is 35, and -5 is 5.
+    Example: ``squad_normalize("The  Eiffel-Tower!") == "eiffeltower"``.
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    return " ".join(_SQUAD_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def exact_match(answer: str, accepted: Iterable[str]) -> float:
+def exact_match(answer: str, accepted: Iterable[str], normalization: Callable[[str], str] = normalize) -> float:
     """Return 1.0 if the normalised ``answer`` equals one of the normalised ``accepted`` strings, else 0.0.
 
     An answer that is empty after normalisation never matches.
     """
-    normalized = normalize(answer)
-    return float(bool(normalized) and any(normalized == normalize(text) for text in accepted))
+    normalized = normalization(answer)
+    return float(bool(normalized) and any(normalized == normalization(text) for text in accepted))
 
 
-def f1(answer: str, accepted: Iterable[str]) -> float:
-    """Return the F1 (SQuAD) of the normalised words of ``answer`` with an ``accepted`` string; the best of several.
+def f1(answer: str, accepted: Iterable[str], normalization: Callable[[str], str] = normalize) -> float:
+    """Return the F1 of the normalised words of ``answer`` with an ``accepted`` string; the best of several.
 
     From 0.0 (no word in common) to 1.0 (the same words, in any order).
     """
-    words = normalize(answer).split()
-    return max((_f1(words, normalize(text).split()) for text in accepted), default=0.0)
+    words = normalization(answer).split()
+    return max((_f1(words, normalization(text).split()) for text in accepted), default=0.0)
 
 
 def _f1(words: list[str], right: list[str]) -> float:
@@ -47,28 +93,3 @@ def _f1(words: list[str], right: list[str]) -> float:
         return 0.0
     precision, recall = common / len(words), common / len(right)
     return 2 * precision * recall / (precision + recall)
-
-
-def answer_text(turn: str) -> str:
-    """Return the answer in a turn: the text after ``</think>``, and in that the content of the last ``<answer>`` tags.
-
-    Without such tags it is the whole text.
-    """
-    spoken = turn.rpartition(_THINK_END)[2]
-    head, closing, _ = spoken.rpartition("</answer>")
-    _, opening, inside = head.rpartition("<answer>")
-    return (inside if closing and opening else spoken).strip()
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete ``\boxed{…}``, inner braces included, or None if there is none."""
-    content = None
-    open_braces: list[int | None] = []  # start of a box's content, None for any other brace
-    for brace in _BRACES.finditer(text):
-        if brace[0] == "}":
-            begin = open_braces.pop() if open_braces else None
-            if begin is not None:
-                content = text[begin : brace.start()].strip()
-        elif not brace[0].startswith(("\\{", "\\}")):
-            open_braces.append(brace.end() if brace[0].startswith("\\boxed") else None)
-    return content

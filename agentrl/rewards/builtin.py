@@ -7,38 +7,54 @@ are any (`answer_text`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from agentrl.rewards import answers, math_equivalence
-from agentrl.rewards.numbers import Number, last_number, same_number
+from agentrl.rewards.extraction import answer_text, last_boxed
+from agentrl.rewards.numbers import last_number, same_number, whole_number
 from agentrl.rewards.sample import Sample
+
+_log = logging.getLogger(__name__)
 
 
 def exact_match(sample: Sample) -> float:
-    """Return 1.0 if the answer equals the label, or one of several labels, after SQuAD's normalisation."""
-    return answers.exact_match(answers.answer_text(sample.final), _texts(sample))
+    """Return 1.0 if the answer equals the label, or one of several labels; see `agentrl.rewards.normalize`."""
+    return answers.exact_match(answer_text(sample.final), _texts(sample))
 
 
 def f1(sample: Sample) -> float:
     """Return the F1 of the answer's words with the label's; the best of several labels."""
-    return answers.f1(answers.answer_text(sample.final), _texts(sample))
+    return answers.f1(answer_text(sample.final), _texts(sample))
+
+
+def squad_exact_match(sample: Sample) -> float:
+    """Return 1.0 if the answer equals the label, or one of several labels, after SQuAD's normalisation."""
+    return answers.exact_match(answer_text(sample.final), _squad_texts(sample), answers.squad_normalize)
+
+
+def squad_f1(sample: Sample) -> float:
+    """Return the F1 of the answer's words with the label's after SQuAD's normalisation; the best of several labels."""
+    return answers.f1(answer_text(sample.final), _squad_texts(sample), answers.squad_normalize)
 
 
 def numeric(sample: Sample) -> float:
-    r"""Return 1.0 if the last number of the answer equals the last one of the label.
+    r"""Return 1.0 if the last number of the answer equals the last one of the label, whatever text is around them.
 
-    Different notations are equal: ``1,234.50`` is ``1234.5``, ``\\frac{1}{2}`` is ``0.5``, and ``50%`` is ``0.5`` or ``50``.
+    Different notations are equal: ``1,234.50`` is ``1234.5``, ``\\frac{1}{2}`` is ``0.5``, and ``50%`` is ``0.5``.
     """
     rights = [_number(text, sample) for text in _texts(sample)]
-    answer = last_number(answers.answer_text(sample.final))
+    answer = last_number(answer_text(sample.final))
     return float(answer is not None and any(same_number(answer, right) for right in rights))
 
 
 def math(sample: Sample) -> float:
     r"""Return 1.0 if the last ``\\boxed{…}`` of the answer is equivalent to the label (boxed or not)."""
-    labels = [answers.last_boxed(text) or text for text in _texts(sample)]
-    boxed = answers.last_boxed(answers.answer_text(sample.final))
+    labels = [last_boxed(text) or text for text in _texts(sample)]
+    boxed = last_boxed(answer_text(sample.final))
     if not boxed:
         return 0.0
     return float(any(math_equivalence.equivalent(boxed, label) for label in labels))
@@ -60,7 +76,22 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
 
 
-def _number(text: str, sample: Sample) -> Number:
+def _squad_texts(sample: Sample) -> list[str]:
+    texts = _texts(sample)
+    for text in texts:
+        if whole_number(text.strip()) is not None:
+            _warn_once("joins different numbers (3.5 and 35, -5 and 5), and there are labels that are numbers")
+        elif not answers.squad_normalize(text):
+            _warn_once("leaves nothing of some labels, such as 'A', which no answer matches then")
+    return texts
+
+
+@cache
+def _warn_once(fault: str) -> None:
+    _log.warning("SQuAD's normalisation %s: set reward.function=exact_match, or numeric", fault)
+
+
+def _number(text: str, sample: Sample) -> Fraction:
     number = last_number(text)
     if number is None:
         raise ValueError(f"there is no number in {text!r}, the label of {sample.prompt_id}")

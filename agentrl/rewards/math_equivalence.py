@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 
+from agentrl.rewards import notation
 from agentrl.rewards.math_worker import READABLE, READY, SAME, UNREADABLE
 
 LIMIT_S = 6.0
@@ -28,7 +29,9 @@ WORKERS = max(2, min(8, os.cpu_count() or 1))
 
 
 def equivalent(answer: str, label: str) -> bool:
-    r"""Return whether two expressions, LaTeX or plain, are equivalent: ``\frac{1}{2}`` and ``0.5`` are.
+    r"""Return whether two expressions, LaTeX or plain, are equivalent: ``\frac{1}{2}`` and ``0.5`` are, ``4\%`` and ``0.04``.
+
+    Words are compared as text. A unit counts if both have one.
 
     An answer that cannot be parsed, or not compared within `LIMIT_S`, is not equivalent, and neither is an answer that ends two
     workers. May be called from any thread, and blocks it.
@@ -57,11 +60,14 @@ class WorkerPool:
 
     def equivalent(self, answer: str, label: str) -> bool:
         """Return whether the expressions are equivalent; see the function `equivalent`."""
+        same_words = notation.compare_words(answer, label)
+        if same_words is not None:
+            return same_words
         with self._slots:
-            verdict = self._compare(answer, label, last=False)
+            verdict = self._compare(notation.rewrite(answer), notation.rewrite(label), last=False)
         if verdict == UNREADABLE:
             raise ValueError(f"the label {label!r} is no mathematical expression that can be parsed")
-        return verdict == SAME
+        return verdict == SAME and not notation.differ(answer, label)
 
     def _compare(self, answer: str, label: str, *, last: bool) -> str | None:
         """Return a worker's verdict. If something ends the worker, another one compares; a pair that ends both is the cause."""

@@ -21,7 +21,7 @@ from agentrl import (
     ToolResults,
     ToolStatus,
 )
-from agentrl.rewards import exact_match
+from agentrl.rewards import exact_match, squad_normalize
 
 from .protocol import INVALID_ACTION, PROMPT, STOP, documents, information, parse
 
@@ -154,7 +154,7 @@ class SearchR1Env(Env):
 
     def _score_answer(self, answer: str) -> Step:
         self._answer = answer
-        self._match = exact_match(answer, self._accepted_answers())
+        self._match = exact_match(answer, self._accepted_answers(), squad_normalize)  # as published
         reward = self._match or (self.format_reward if self._invalid == 0 else 0.0)
         return (), reward, True, False, self._info()
 

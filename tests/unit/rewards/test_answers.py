@@ -1,26 +1,67 @@
 """Scores of short answers."""
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentrl.rewards import answer_text, exact_match, f1, last_boxed, normalize
+from agentrl.rewards import answer_text, exact_match, f1, last_boxed, normalize, squad_normalize
 
 WORDS = st.lists(st.text("bcdefg0123", min_size=1), min_size=1)
 
 
-def test_normalize_follows_squad() -> None:
-    assert normalize("  The  U.S.A., an-island\tof A people ") == "usa anisland of people"
+def test_squad_normalize_follows_squad() -> None:
+    assert squad_normalize("  The  U.S.A., an-island\tof A people ") == "usa anisland of people"
+    assert squad_normalize("-3.5") == "35"
+
+
+@pytest.mark.parametrize(
+    ("text", "normalized"),
+    [
+        ("  The  Eiffel\tTower! ", "eiffel tower"),
+        ("A", "a"),
+        ("(b).", "b"),
+        ("Vitamin A", "vitamin a"),
+        ("a vitamin of the hepatitis A virus", "vitamin of hepatitis a virus"),
+        ("The The", "the"),
+        ("U.S.", "u.s"),
+        ("C++", "c++"),
+        ("5!", "5!"),
+        ('6"', '6"'),
+        ("“Mona Lisa”", "mona lisa"),
+        ("'tis", "'tis"),
+        ("-1,234.50", "-1234.5"),
+        ("− .5", "-0.5"),
+        ("-0", "0"),
+        ("007", "007"),
+        ("4 %", "4%"),
+        ("12 % of it", "12% of it"),
+        ("1,5", "1,5"),
+        ("٣", "٣"),
+        ("...", ""),
+    ],
+)
+def test_normalize(text: str, normalized: str) -> None:
+    assert normalize(text) == normalized
+
+
+@given(st.text())
+def test_normalizing_twice_changes_nothing_more(text: str) -> None:
+    once = normalize(text)
+    assert exact_match(text, [once]) == float(bool(once)) or normalize(once) != once
 
 
 @given(WORDS.map(" ".join))
-def test_exact_match_overlooks_what_squad_overlooks(answer: str) -> None:
-    assert exact_match(f" The {answer.upper()}!\n", ["other", answer]) == 1.0
-    assert exact_match(f"{answer} x", [answer]) == 0.0
-    assert exact_match(answer, []) == 0.0
+@pytest.mark.parametrize("normalization", [normalize, squad_normalize])
+def test_exact_match_overlooks_case_articles_and_punctuation(normalization: Callable[[str], str], answer: str) -> None:
+    assume(not answer[0].isdigit())
+    assert exact_match(f" The {answer.upper()}x!\n", ["other", f"{answer}x"], normalization) == 1.0
+    assert exact_match(f"{answer} x", [answer], normalization) == 0.0
+    assert exact_match(answer, [], normalization) == 0.0
 
 
-@given(st.text(" .,!?-'\n"))
+@given(st.text(" .,;:?\n"))
 def test_an_answer_of_nothing_but_punctuation_never_matches(answer: str) -> None:
     assert exact_match(answer, [answer, "", "the"]) == 0.0
     assert f1(answer, [answer, "", "the"]) == 0.0

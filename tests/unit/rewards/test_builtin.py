@@ -2,12 +2,24 @@
 
 import pytest
 
-from agentrl.core.registry import REWARDS, names, reward_function
-from agentrl.rewards import Sample
+from agentrl.core.registry import REWARDS, names
+from agentrl.rewards import Sample, builtin
 
 
 def score(name, rollout):
-    return reward_function(name)(Sample.from_rollout(rollout))
+    return getattr(builtin, name)(Sample.from_rollout(rollout))
+
+
+@pytest.mark.parametrize(
+    ("label", "words"), [("3.5", "joins different numbers"), (-5, "joins"), ("A", "leaves nothing"), ("Rome", "")]
+)
+def test_the_norm_of_squad_warns_once_of_labels_that_it_changes(rollout, caplog, label, words):
+    builtin._warn_once.cache_clear()
+    for _ in range(3):
+        score("squad_exact_match", rollout("x", label=label))
+        score("squad_f1", rollout("x", label=label))
+    assert len(caplog.messages) == bool(words)
+    assert words in caplog.text
 
 
 def test_they_are_registered_like_anybodys():
@@ -23,7 +35,13 @@ def test_they_are_registered_like_anybodys():
         ("f1", "Paris it is", "Paris", 0.5),
         ("numeric", "2 + 2 = 4, so $4.00.", "#### 4", 1.0),
         ("numeric", "4 or 5", 4, 0.0),
+        ("exact_match", "3.5", "35", 0.0),
+        ("squad_exact_match", "The U.S.!", "US", 1.0),
+        ("squad_exact_match", "3.5", "35", 1.0),
+        ("squad_f1", "-5 of 3.5", "5 35", 0.8),
         ("numeric", "50%", 0.5, 1.0),
+        ("math", r"\boxed{4\%}", "0.04", 1.0),
+        ("math", r"\boxed{4\%}", "4", 0.0),
         ("numeric", "no idea", "4", 0.0),
         ("math", r"so \boxed{\frac{1}{2}}", "$0.5$", 1.0),
         ("math", r"\boxed{3}", [r"the result is \boxed{4}", "3"], 1.0),
