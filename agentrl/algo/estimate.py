@@ -116,7 +116,8 @@ def _row_advantages(estimates: Advantages | None, rollout: Rollout, row: Row, na
 
 def mean_advantages(advantages: RowAdvantages) -> dict[str, float]:
     """Return the mean of each rollout's advantages that are not 0, by ``rollout_id``; 0 without any."""
-    nonzero: dict[str, list[float]] = {}
+    nonzero: dict[str, list[NDArray[np.float32]]] = {}
     for key, row_T in advantages.items():
-        nonzero.setdefault(key.rollout_id, []).extend(row_T[row_T != 0].tolist())
-    return {rollout_id: float(np.mean(numbers)) if numbers else 0.0 for rollout_id, numbers in nonzero.items()}
+        nonzero.setdefault(key.rollout_id, []).append(row_T[row_T != 0])
+    tokens = {rollout_id: np.concatenate(rows).astype(np.float64) for rollout_id, rows in nonzero.items()}
+    return {rollout_id: float(tokens_N.mean()) if len(tokens_N) else 0.0 for rollout_id, tokens_N in tokens.items()}

@@ -39,11 +39,10 @@ class RolloutGroups:
     @property
     def flat_share(self) -> float:
         """Share of groups whose rewards are all equal, so that group-relative advantages are 0."""
-        if not self.prompt_ids_G:
-            return 0.0
-        rewards_N = self.rewards_N
-        flat = [np.ptp(rewards_N[self.groups_N == group]) == 0 for group in range(len(self.prompt_ids_G))]
-        return float(np.mean(flat))
+        rewards: dict[int, set[float]] = {}
+        for rollout, group in zip(self.rollouts_N, self.groups_N.tolist(), strict=True):
+            rewards.setdefault(group, set()).add(float(np.float32(rollout.reward)))
+        return sum(len(group_rewards) == 1 for group_rewards in rewards.values()) / max(1, len(rewards))
 
 
 def group_rollouts(rollouts: Iterable[Rollout]) -> RolloutGroups:

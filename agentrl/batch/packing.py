@@ -248,11 +248,10 @@ def _micro_batch(
 
     advantages = np.zeros(length, np.float32) if signals.advantages is None else signal(signals.advantages)
     keys = tuple(weighted.row.key for weighted in rows)
-    row_index = torch.from_numpy(row_L)
     return MicroBatch(
         token_ids_L=torch.from_numpy(token_ids),
         position_ids_L=torch.from_numpy(positions),
-        row_L=row_index,
+        row_L=torch.from_numpy(row_L),
         mask_L=torch.from_numpy(mask),
         weight_L=torch.from_numpy(weight),
         advantages_L=torch.from_numpy(advantages * mask),
@@ -270,7 +269,7 @@ def _micro_batch(
         correction_L=optional(signals.correction),
         values_L=optional(signals.values),
         returns_L=optional(signals.returns),
-        experts_L=packed_experts([weighted.row.experts for weighted in rows], row_index),
+        experts_L=packed_experts([weighted.row.experts for weighted in rows], slices, length),
     )
 
 

@@ -10,12 +10,13 @@ from agentrl.batch.microbatch import MicroBatch
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 
 
-def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch.Tensor | None:
+def packed_experts(rows: Sequence[Experts | None], slices: Sequence[slice], length: int) -> torch.Tensor | None:
     """Return the experts ``[L, layers, K]`` of packed rows, also where they are not known.
 
     Args:
         rows: experts of each row, or None.
-        row_L: the row of each token, -1 in padding.
+        slices: where each row is in the micro-batch.
+        length: tokens of the micro-batch.
 
     Returns:
         None if no row has any.
@@ -23,10 +24,10 @@ def packed_experts(rows: Sequence[Experts | None], row_L: torch.Tensor) -> torch
     like = next((experts for experts in rows if experts is not None), None)
     if like is None:
         return None
-    packed = unknown_experts(len(row_L), like)
-    for number, experts in enumerate(rows):
+    packed = unknown_experts(length, like)
+    for tokens, experts in zip(slices, rows, strict=True):
         if experts is not None:
-            packed[row_L.numpy() == number] = experts
+            packed[tokens] = experts
     return torch.from_numpy(packed)
 
 

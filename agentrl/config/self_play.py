@@ -27,7 +27,8 @@ class PoolConfig(Section):
     recency: float = Field(default=0.8, gt=0, le=1)
     """With ``recent``, the weight of a snapshot is this times that of the next newer one."""
     pfsp_power: PositiveFloat = 2.0
-    """With ``pfsp``, the weight of a snapshot is ``(1 - score) ** pfsp_power``, with the policy's mean score against it."""
+    """With ``pfsp``, the weight of a snapshot is ``(1 - score) ** pfsp_power``, with the policy's mean score against it, to
+    which two draws are added: so each snapshot plays again."""
     score_decay: float = Field(default=0.95, gt=0, le=1)
     """Factor of the weight of earlier games in that mean, each step."""
 
@@ -36,7 +37,8 @@ class AlarmConfig(Section):
     """When a warning is printed that self-play has collapsed; ``null`` switches a condition off."""
 
     steps: PositiveInt = 5
-    """A condition holds in so many steps one after the other."""
+    """A condition holds in so many steps one after the other, without those that do not show it, as those without mirror
+    play."""
     asymmetry: PositiveFloat | None = 0.9
     """Mirror play: one role scores so much more than another; 1 is a win and 0 a loss."""
     reward: PositiveFloat | None = 0.95

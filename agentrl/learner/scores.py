@@ -59,4 +59,6 @@ def by_row(micro: MicroBatch, at_N: torch.Tensor, scores_N: torch.Tensor) -> Row
     """Return scores at positions by row, 0 elsewhere."""
     flat_L = torch.zeros(micro.row_L.numel())
     flat_L[at_N] = scores_N.float().cpu()
-    return {key: flat_L[micro.row_L == number].numpy() for number, key in enumerate(micro.keys)}
+    lengths = torch.bincount(micro.row_L[micro.row_L >= 0], minlength=len(micro.keys)).tolist()
+    rows = torch.split(flat_L[: sum(lengths)], lengths)  # one after the other, before the padding
+    return {key: row_T.numpy() for key, row_T in zip(micro.keys, rows, strict=True)}

@@ -54,6 +54,11 @@ class Record:
         """Mean score, with 1 for a win and 0.5 for a draw; 0.5 without games."""
         return (self.wins + self.draws / 2) / self.games if self.games else 0.5
 
+    @property
+    def expected_score(self) -> float:
+        """Mean score with two draws more: between 0 and 1, and near 0.5 after few games, or if all are long past."""
+        return (self.wins + self.draws / 2 + 1) / (self.games + 2)
+
     def add(self, score: float) -> None:
         """Count a game."""
         if score == 0.5:

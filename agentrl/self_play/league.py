@@ -57,9 +57,11 @@ class League:
 
     def opponents(self, step: int, tasks: int) -> list[str]:
         """Return the opponents of the tasks of a step (from 1); see `step_opponents`."""
-        chosen = self.pool.choose(
-            self.seed, step, self.config.engines, lambda name: self.recent.record(POLICY, name).score
-        )
+
+        def score(name: str) -> float:
+            return self.recent.record(POLICY, name).expected_score
+
+        chosen = self.pool.choose(self.seed, step, self.config.engines, score)
         return step_opponents(self.config, tasks=tasks, seed=self.seed, step=step, snapshots=chosen)
 
     def record(self, games: Sequence[Game], rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[str]]:

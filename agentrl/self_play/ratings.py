@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,6 +43,8 @@ class Ratings:
     def update(self, games: Iterable[Game], changing: Mapping[str, float] | None = None) -> None:
         """Update the ratings by games, in the order of their episodes. Mirror games say nothing and are left out.
 
+        A player in several seats gets the changes of all of them.
+
         Args:
             games: of one step.
             changing: players whose strength has changed since the last games, by the standard deviation of the change:
@@ -52,14 +55,18 @@ class Ratings:
             self.table[player] = Rating(mu, min((sigma**2 + change**2) ** 0.5, START_SIGMA))
         model = _model()
         for game in sorted(games, key=lambda game: game.episode):
-            if len(set(game.players)) == len(game.players):
+            if len(set(game.players)) > 1:
                 self._rate(model, game)
 
     def _rate(self, model: PlackettLuce, game: Game) -> None:
         previous = [[model.create_rating(list(self.rating(player)))] for player in game.players]
         updated = model.rate(previous, scores=list(game.rewards))
-        for player, (rating,) in zip(game.players, updated, strict=True):
-            self.table[player] = Rating(float(rating.mu), float(rating.sigma))
+        for player in dict.fromkeys(game.players):
+            seats = [rating for name, (rating,) in zip(game.players, updated, strict=True) if name == player]
+            mu, sigma = self.rating(player)
+            others = len(seats) - 1
+            mu = sum(float(rating.mu) for rating in seats) - others * mu
+            self.table[player] = Rating(mu, math.prod(float(rating.sigma) for rating in seats) / sigma**others)
 
     def copy(self, player: str, name: str) -> None:
         """Give a new player the rating of another, of which it is a copy."""

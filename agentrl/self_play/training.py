@@ -52,11 +52,20 @@ class SelfPlay:
     _drawn_step: int | None = field(default=None, init=False)
     _drawn: Sequence[str] = field(default=(), init=False)
     """The opponents of the groups that were drawn last, in the order of tasks."""
+    _undealt: Sequence[str] = field(default=(), init=False)
+    """Those of groups that are not admitted yet."""
+    _saved_pool: Sequence[str] = field(default=(), init=False)
+    """Snapshots of the pool in the newest checkpoint, which may be incomplete."""
     _evaluated_pool: Sequence[str] = field(default=(), init=False)
     """Snapshots of the pool when the newest evaluation began."""
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     _strategies: dict[str, PlayedStrategy] = field(default_factory=dict, init=False)
     """In a game with a tree, of snapshots by name."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the league for a checkpoint, JSON-able."""
+        self._saved_pool = self.league.pool.names
+        return self.league.state()
 
     def restore(self, league: Mapping[str, Any] | None, opponents: dict[int, str]) -> None:
         """Resume with the league's state in a checkpoint, if there is one, and with the opponents of untrained groups."""
@@ -74,7 +83,15 @@ class SelfPlay:
             return
         await self.snapshots.write(learner, step)
         self.league.add_snapshot(step)
-        names = {*self.league.pool.names, *self.opponents.values(), *self._evaluated_pool}
+        names = {
+            *self.league.pool.names,
+            *self.opponents.values(),
+            *self._undealt,
+            *self._evaluated_pool,
+            *self._saved_pool,
+        }
+        # An engine that is started again loads what it held.
+        names.update(engine.snapshot for engine in self.engines.engines if engine.snapshot is not None)
         await asyncio.to_thread(self.snapshots.remove_all_except, names)
 
     def choose_opponent(self, position: int) -> str:
@@ -85,7 +102,7 @@ class SelfPlay:
         step, task = divmod(position, self.tasks)
         if self._drawn_step != step:
             self._drawn_step, self._drawn = step, self.league.opponents(step + 1, self.tasks)
-        self.opponents[position] = self._drawn[task]
+        self.opponents[position], self._undealt = self._drawn[task], self._drawn[task + 1 :]
         return self._drawn[task]
 
     @asynccontextmanager

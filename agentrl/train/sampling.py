@@ -204,7 +204,7 @@ class Sampling:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the data buffer, and of the league if there is self-play."""
-        league = {} if self.self_play is None else {"self_play": self.self_play.league.state()}
+        league = {} if self.self_play is None else {"self_play": self.self_play.state()}
         return {"data": self.tasks.buffer.state(), **league}
 
     def metrics(self) -> dict[str, float]:

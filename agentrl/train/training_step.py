@@ -132,13 +132,11 @@ class TrainingStep:
 
     def _split(self, groups: RolloutGroups) -> Iterator[set[str]]:
         """Yield the ids of the rollouts of each of ``train.steps_per_rollout`` optimizer steps, whole groups."""
-        numbers = np.arange(len(groups.prompt_ids_G))
-        for chosen in np.array_split(numbers, self.settings.config.train.steps_per_rollout):
-            yield {
-                rollout.rollout_id
-                for rollout, number in zip(groups.rollouts_N, groups.groups_N, strict=True)
-                if number in chosen
-            }
+        ids_by_group: list[list[str]] = [[] for _ in groups.prompt_ids_G]
+        for rollout, group in zip(groups.rollouts_N, groups.groups_N.tolist(), strict=True):
+            ids_by_group[group].append(rollout.rollout_id)
+        for numbers in np.array_split(np.arange(len(ids_by_group)), self.settings.config.train.steps_per_rollout):
+            yield {rollout_id for group in numbers.tolist() for rollout_id in ids_by_group[group]}
 
     @cached_property
     def signals(self) -> RowSignals:
@@ -160,7 +158,7 @@ class TrainingStep:
             computed: ids of rollouts that are left out, as other parts have them.
         """
         return pack(
-            [row for row in self.groups.rows if row.key.rollout_id in optimizer_step.counted.difference(computed)],
+            self.rows(optimizer_step.counted.difference(computed)),
             self.settings.packing,
             self.signals,
             policy=optimizer_step.policy,
@@ -262,6 +260,7 @@ class EarlyGroups:
     """Of the rollouts that were computed."""
     _waiting: list[Rollout] = field(default_factory=list)
     """Rollouts that are too few for a micro-batch of each rank."""
+    _waiting_tokens: int = 0
     _computed: set[str] = field(default_factory=set)
     """Ids of the rollouts that were computed."""
     _batch_metrics: list[Mapping[str, float]] = field(default_factory=list)
@@ -276,10 +275,10 @@ class EarlyGroups:
             LearnerError, ProvenanceError: see `LearnerGroup.train_step`.
         """
         self._waiting += rollouts
-        tokens = sum(len(row.token_ids) for rollout in self._waiting for row in rollout.rows)
+        self._waiting_tokens += sum(len(row.token_ids) for rollout in rollouts for row in rollout.rows)
         packing = self.settings.packing
-        if tokens >= packing.tokens_per_micro * packing.data_parallel_size:
-            ready, self._waiting = self._waiting, []
+        if self._waiting_tokens >= packing.tokens_per_micro * packing.data_parallel_size:
+            ready, self._waiting, self._waiting_tokens = self._waiting, [], 0
             with waiting(PHASE, f"step {self.step + 1}", "train"):
                 await asyncio.to_thread(self._compute, ready)
 
@@ -365,7 +364,8 @@ class StepTrainer:
             make_batch = training_step.policy_batch if early is None else partial(early.last_batch, training_step)
             return [make_batch(optimizer_step) for optimizer_step in optimizer_steps]
 
-        batches = await asyncio.to_thread(make_batches, training_step)  # episodes may run meanwhile
+        with watch("pack"):
+            batches = await asyncio.to_thread(make_batches, training_step)  # episodes may run meanwhile
         metrics: dict[str, float] = {}
         if batches or training_step.scores.values:
             await self.source.release_gpus_for_training(self.learner, watch)

@@ -39,9 +39,12 @@ class AgentNorm(AdvantageEstimator):
         returns: dict[tuple[str, str], list[float]] = defaultdict(list)
         for agent, (_, _, returns_K) in zip(agents, sequences, strict=True):
             returns[agent] += returns_K.tolist()
+        scales = {
+            agent: (np.mean(pooled), np.std(pooled, ddof=1) + self.options.std_eps if np.ptp(pooled) else np.inf)
+            for agent, pooled in returns.items()
+        }
         tokens = []
         for agent, (_, sequence, returns_K) in zip(agents, sequences, strict=True):
-            pooled = returns[agent]
-            scale = float(np.std(pooled, ddof=1)) + self.options.std_eps if np.ptp(pooled) else np.inf
-            tokens.append((sequence, ((returns_K - np.mean(pooled)) / scale)[sequence.turns_S]))
+            mean, scale = scales[agent]
+            tokens.append((sequence, ((returns_K - mean) / scale)[sequence.turns_S]))
         return by_row(tokens)

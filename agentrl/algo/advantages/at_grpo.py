@@ -41,22 +41,16 @@ class AtGrpo(AdvantageEstimator):
         for group, sequence, returns_K in sequences:
             for turn, turn_return in enumerate(returns_K.tolist()):
                 turns[group, sequence.rows[0].key.agent_id, turn].append(turn_return)
+        scales = {key: self._mean_and_scale(returns) for key, returns in turns.items()}
         tokens = []
         for group, sequence, returns_K in sequences:
             agent = sequence.rows[0].key.agent_id
-            advantages_K = np.array(
-                [
-                    self._compare(turn_return, turns[group, agent, turn])
-                    for turn, turn_return in enumerate(returns_K.tolist())
-                ]
-            )
-            tokens.append((sequence, advantages_K[sequence.turns_S]))
+            mean_K, scale_K = np.array([scales[group, agent, turn] for turn in range(len(returns_K))]).T
+            tokens.append((sequence, ((returns_K - mean_K) / scale_K)[sequence.turns_S]))
         return by_row(tokens)
 
-    def _compare(self, turn_return: float, returns: list[float]) -> float:
+    def _mean_and_scale(self, returns: list[float]) -> tuple[float, float]:
         if min(returns) == max(returns):  # rounding in the mean of equal returns is no advantage
-            return 0.0
-        centred = turn_return - float(np.mean(returns))
-        return (
-            centred / (float(np.std(returns, ddof=1)) + self.options.std_eps) if self.options.std_normalise else centred
-        )
+            return returns[0], 1.0
+        scale = float(np.std(returns, ddof=1)) + self.options.std_eps if self.options.std_normalise else 1.0
+        return float(np.mean(returns)), scale

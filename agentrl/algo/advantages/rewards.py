@@ -136,8 +136,9 @@ def normalise_tokens(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKe
     if not tokens:
         return {}
     values = np.concatenate([values_S for _, values_S in tokens])
+    mean = values.mean()
     scale = np.sqrt(values.var(ddof=1) + 1e-8) if len(values) > 1 and np.ptp(values) else np.inf
-    return by_row([(sequence, (values_S - values.mean()) / scale) for sequence, values_S in tokens])
+    return by_row([(sequence, (values_S - mean) / scale) for sequence, values_S in tokens])
 
 
 def by_row(tokens: list[tuple[SampledSequence, Floats]]) -> dict[RowKey, NDArray[np.float32]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(slots=True)
@@ -93,20 +94,28 @@ class Admission:
         Those that were admitted first are chosen, as many as the bound permits for the groups that stay. With ``in_order`` a
         group is chosen only if all before it are.
         """
-        chosen, free = [], self._batch_size - sum(group.committed for group in self._waiting.values())
-        for group in [group for group in self._waiting.values() if not group.committed]:
-            if free == 0 or (in_order and not group.finished):
+        groups = [group for group in self._waiting.values() if not group.committed]
+        free = self._batch_size - (len(self._waiting) - len(groups))
+        spare = [self._spare(index, group.version) for index, group in enumerate(groups)]
+        # A chosen group leaves its place in the batch and in the order, so those after it keep what they have to spare.
+        least_after = [*accumulate(reversed(spare[1:]), min, initial=self._batch_size)][::-1]
+        chosen: list[int] = []
+        least_before = self._batch_size
+        for index, group in enumerate(groups):
+            if len(chosen) == free or (in_order and not group.finished):
                 break
             if not group.finished:
+                least_before = min(least_before, self._spare(index - len(chosen), group.version))
                 continue
-            staying = [
-                waiting.version for waiting in self._waiting.values() if not waiting.committed and waiting is not group
-            ]
-            if not self._in_time(staying, free - 1):
+            if least_after[index] + free <= 0 or least_before + free - len(chosen) - 1 <= 0:
                 break
-            group.committed, free = True, free - 1
+            group.committed = True
             chosen.append(group.position)
         return chosen
+
+    def _spare(self, index: int, version: int) -> int:
+        """Return how many more groups of its version could be before the group with this index, if only full batches follow."""
+        return (version + self._max_staleness - self.step) * self._batch_size - index
 
     def take(self, *, in_order: bool = False) -> list[int] | None:
         """Return the positions of the next step's groups, ascending; None if the step must wait.
@@ -115,12 +124,14 @@ class Admission:
         leaves most room to those that stay. With ``in_order`` the step waits until these are the first of all groups.
         """
         finished = [group for group in self._waiting.values() if group.finished]
+        if len(finished) < self._batch_size:
+            return None
         batch = sorted(finished, key=lambda group: not group.committed)[: self._batch_size]
         batch_positions = {group.position for group in batch}
         staying = [group.version for group in self._waiting.values() if group.position not in batch_positions]
         last = max((number for number, position in enumerate(self._waiting) if position in batch_positions), default=-1)
         passed_over = last + 1 - len(batch)
-        if len(batch) < self._batch_size or not self._in_time(staying) or (in_order and passed_over):
+        if not self._in_time(staying) or (in_order and passed_over):
             return None
         self.step += 1
         self.passed_over = passed_over
@@ -128,14 +139,9 @@ class Admission:
             del self._waiting[position]
         return sorted(batch_positions)
 
-    def _in_time(self, versions: Sequence[int], free: int = 0) -> bool:
-        """Return whether groups of these versions, ascending, can be trained in time by the next step, if ``free`` more fit
-        into its batch, and those after it.
-        """
-        return all(
-            index < (version + self._max_staleness - self.step) * self._batch_size + free
-            for index, version in enumerate(versions)
-        )
+    def _in_time(self, versions: Sequence[int]) -> bool:
+        """Return whether groups of these versions, ascending, can be trained in time by the steps after the next."""
+        return all(self._spare(index, version) > 0 for index, version in enumerate(versions))
 
     @property
     def finished(self) -> int:

@@ -1,5 +1,6 @@
 """Layout of the rows made here: token ``i`` of row ``r`` is ``1000 r + i``, so that every token is unique."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -236,3 +237,17 @@ def test_rounding_up_to_the_shares_splits_groups_before_it_adds_empty_ones():
     assert empty.token_ids_L.shape == (MULTIPLE,)
     assert empty.weight_L.sum() == 0
     assert empty.row_L.eq(-1).all()
+
+
+def test_experts_of_many_rows_are_at_their_tokens():
+    """Of every third row the experts are not known; those of token ``i`` of row ``r`` are ``(r + i) % 100``."""
+    rows = []
+    for number in range(200):
+        size = 3 + number % 5
+        experts = ((number + np.arange(size)) % 100).astype(np.uint8).reshape(size, 1, 1)
+        rows.append(dataclasses.replace(row(number, [0, *[1] * (size - 1)]), experts=experts if number % 3 else None))
+    for micro in packed(rows, tokens_per_micro=300).micro[0]:
+        assert micro.experts_L is not None
+        for token, experts in zip(micro.token_ids_L.tolist(), micro.experts_L[:, 0, 0].tolist(), strict=True):
+            number, position = divmod(token, 1000)
+            assert experts == ((number + position) % 100 if token != PAD and number % 3 else 255)

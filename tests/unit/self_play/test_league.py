@@ -91,7 +91,25 @@ def test_pfsp_prefers_the_snapshot_that_the_policy_loses_to():
     wins = [Game(f"w{number}", (POLICY, "step_000001"), (1.0, -1.0)) for number in range(5)]
     losses = [Game(f"l{number}", (POLICY, "step_000000"), (-1.0, 1.0)) for number in range(5)]
     league.record([*wins, *losses], [])
-    assert {name for step in range(30) for name in league.opponents(step, 1)} == {"step_000000"}
+    drawn = [name for step in range(1000) for name in league.opponents(step, 1)]
+    assert drawn.count("step_000001") / 1000 == pytest.approx(1 / 37, abs=0.01), "(1/7)² to (6/7)²"
+
+
+@pytest.mark.parametrize("wins", [1, 8, 100])
+def test_pfsp_lets_a_snapshot_play_again_that_has_lost_all_games(wins):
+    config = SelfPlayConfig(mix={"past": 1}, pool=PoolConfig(snapshot_every=1, choose="pfsp"))
+    league = League(config, seed=0)
+    league.add_snapshot(0)
+    league.add_snapshot(1)
+    league.record([Game(f"{number}", (POLICY, "step_000000"), (1.0, -1.0)) for number in range(wins)], [])
+
+    def share():
+        return [name for step in range(400) for name in league.opponents(step, 1)].count("step_000000") / 400
+
+    right_after = share()
+    for _ in range(200):
+        league.record([], [])
+    assert share() > 0.4 > right_after, "what is long past counts no more"
 
 
 def test_a_resumed_run_has_no_lines_of_steps_that_it_runs_again(tmp_path):
@@ -201,3 +219,53 @@ def test_roles_that_exist_are_accepted(settings):
 def test_self_play_has_one_environment(setting, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, ["env.name=kuhn_poker", "self_play.engines=1", setting])
+
+
+def step_of(kind, number):
+    """A step of mirror play that has collapsed, of games against others, of mirror play as it should be, or without games."""
+    winner = {"collapsed": (1.0, -1.0), "healthy": (1.0, -1.0) if number % 2 else (-1.0, 1.0)}
+    if kind == "other":
+        return [rollout(f"{number}", 0, (1.0, -1.0), "fixed:random")]
+    if kind == "none":
+        return []
+    return [
+        rollout(
+            f"{number}/{episode}",
+            seat,
+            tuple(reversed(winner[kind])) if kind == "healthy" and episode else winner[kind],
+        )
+        for episode in range(2)
+        for seat in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        (["collapsed"] * 5, 5),
+        (["collapsed", "other"] * 5, 9),
+        (["collapsed", "none", "other"] * 5, 13),
+        (["none", *["collapsed"] * 5], 6),
+        (["collapsed"] * 4 + ["healthy"] + ["collapsed"] * 4, None),
+        (["collapsed", "healthy"] * 10, None),
+    ],
+)
+def test_the_alarm_counts_the_steps_that_show_mirror_play(steps, warned):
+    league = League(CONFIG, seed=3)
+    warnings = []
+    for number, kind in enumerate(steps, 1):
+        warnings += [number for text in league.record([], step_of(kind, number))[1] if "asymmetry" in text]
+        again = League(CONFIG, seed=3)
+        again.load(json.loads(json.dumps(league.state())))
+        league = again
+    assert warnings == ([] if warned is None else [warned])
+
+
+def test_a_first_step_without_episodes_is_not_the_measure_of_lengths():
+    league = League(CONFIG, seed=3)
+    warnings = []
+    for number, tokens in enumerate([None, 100, *[5] * 2, None, *[5] * 3]):
+        games = [] if tokens is None else [rollout(f"{number}", 0, (1.0, -1.0), "fixed:random", tokens)]
+        warnings += league.record([], games)[1]
+    assert len(warnings) == 1
+    assert "agents sampled 5.0 tokens an episode, in the first step 100.0 for 5 steps" in warnings[0]

@@ -67,3 +67,55 @@ def test_a_checkpoint_has_the_same_ratings():
     ratings = Ratings()
     ratings.update(games(50, 3))
     assert Ratings.from_state(json.loads(json.dumps(ratings.state()))) == ratings
+
+
+@pytest.mark.parametrize("players", [3, 4, 5])
+@pytest.mark.parametrize("opponents", ["one", "different"])
+def test_a_player_that_always_wins_against_several_seats_is_rated_higher(players, opponents):
+    others = ["step_000000"] * (players - 1) if opponents == "one" else [f"step_{n:06d}" for n in range(players - 1)]
+    ratings = Ratings()
+    ratings.update(
+        Game(f"{number:03d}", tuple(seats := np.roll([POLICY, *others], number).tolist()), scores(seats))
+        for number in range(100)
+    )
+    policy = ratings.rating(POLICY)
+    assert policy.low > Rating().mu
+    assert policy.sigma < START_SIGMA
+    assert all(ratings.rating(player).mu < Rating().mu - 3 for player in others)
+
+
+def scores(seats):
+    return tuple(float(player == POLICY) for player in seats)
+
+
+@pytest.mark.parametrize("winners", [1, 2])
+def test_equal_players_stay_equal_when_one_has_most_of_the_seats(winners):
+    """Of three seats one or two win, at random: the policy, which has one seat, wins a share of its games as each seat does."""
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(600):
+        rewards = np.zeros(3)
+        rewards[rng.permutation(3)[:winners]] = 1.0
+        found.append(Game(f"{number:03d}", (POLICY, "step_000000", "step_000000"), tuple(rewards.tolist())))
+    ratings = Ratings()
+    ratings.update(found)
+    assert abs(ratings.rating(POLICY).mu - ratings.rating("step_000000").mu) < 2
+
+
+def test_the_seats_of_a_player_do_not_matter():
+    first, second = Ratings(), Ratings()
+    first.update([Game("a", (POLICY, "step_000000", "step_000000"), (1.0, 0.5, 0.0))])
+    second.update([Game("a", ("step_000000", POLICY, "step_000000"), (0.0, 1.0, 0.5))])
+    assert first.table.keys() == second.table.keys()
+    for player, rating in first.table.items():
+        assert rating == pytest.approx(second.rating(player))
+
+
+def test_two_players_have_the_ratings_of_openskill():
+    from openskill.models import PlackettLuce
+
+    ratings = Ratings()
+    ratings.update([Game("a", (POLICY, "step_000000"), (1.0, 0.0))])
+    model = PlackettLuce(tau=0.0)
+    expected = model.rate([[model.create_rating(list(Rating()))] for _ in range(2)], scores=[1.0, 0.0])
+    assert [ratings.rating(name) for name in (POLICY, "step_000000")] == [(one.mu, one.sigma) for [one] in expected]

@@ -280,19 +280,68 @@ def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
     assert names(tmp_path) == ["step_000000", "step_000002"], "it is scored later"
     assert list(asyncio.run(play.pool_metrics(FakeScores()))) == ["step_000000"]
     asyncio.run(play.on_weights(learner(), 3))
-    assert names(tmp_path) == ["step_000003"]
+    assert names(tmp_path) == ["step_000000", "step_000003"], "the engine would load it again after a restart"
+
+
+def test_a_snapshot_stays_on_disk_as_long_as_an_engine_holds_it(tmp_path):
+    play, [fleet] = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    seats_of(play, 1)
+    play.on_step_trained(1, range(TASKS), [])
+    for step in (1, 2):
+        asyncio.run(play.on_weights(learner(), step))
+    assert asyncio.run(fleet.restarted(FakeEngine())) == 0
+    seats_of(play, 2)
+    play.on_step_trained(2, range(2 * TASKS), [])
+    asyncio.run(play.on_weights(learner(), 3))
+    assert names(tmp_path) == ["step_000002", "step_000003"]
 
 
 def test_a_snapshot_stays_on_disk_as_long_as_a_group_plays_it(tmp_path):
     play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
     asyncio.run(play.on_weights(learner(), 0))
-    assert play.choose_opponent(3) == "step_000000"
+    assert play.choose_opponent(TASKS - 1) == "step_000000"
     for step in (1, 2):
         asyncio.run(play.on_weights(learner(), step))
     assert names(tmp_path) == ["step_000000", "step_000002"]
-    play.on_step_trained(3, range(4), [])
+    play.on_step_trained(3, range(TASKS), [])
     asyncio.run(play.on_weights(learner(), 3))
     assert names(tmp_path) == ["step_000003"]
+
+
+def test_a_group_that_is_admitted_late_plays_the_snapshot_that_was_drawn_for_it(tmp_path):
+    """The first group of a step is admitted, the pool changes, and the others are admitted."""
+    play, _ = self_play(tmp_path, {"past": 1.0}, engines=1, snapshot_every=1, keep=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    play.choose_opponent(0)
+    play.on_step_trained(1, range(1), [])
+    for step in (1, 2):
+        asyncio.run(play.on_weights(learner(), step))
+
+    async def late() -> None:
+        for position in range(1, TASKS):
+            assert play.choose_opponent(position) == "step_000000"
+            async with play.assign_players(position, jobs(position)):
+                assert "step_000000" in names(tmp_path)
+
+    asyncio.run(late())
+    play.on_step_trained(3, range(TASKS), [])
+    play.choose_opponent(TASKS)
+    asyncio.run(play.on_weights(learner(), 3))
+    assert "step_000002" in names(tmp_path), "of groups that are not admitted yet"
+
+
+def test_a_snapshot_stays_on_disk_for_a_checkpoint_that_is_being_written(tmp_path):
+    play, _ = self_play(tmp_path, snapshot_every=1, keep=1)
+    asyncio.run(play.on_weights(learner(), 0))
+    state = play.state()
+    for step in (1, 2):
+        asyncio.run(play.on_weights(learner(), step))
+    assert state["snapshots"] == [0]
+    assert names(tmp_path) == ["step_000000", "step_000002"]
+    play.state()  # of the next one, which begins when this is complete
+    asyncio.run(play.on_weights(learner(), 3))
+    assert names(tmp_path) == ["step_000002", "step_000003"]
 
 
 def test_an_engine_changes_its_snapshot_for_the_first_that_waits(tmp_path):

@@ -50,7 +50,7 @@ class Simulation:
             max_staleness=self.max_staleness,
             most=self.most,
         )
-        engines, began, running, admitted, dropped, chosen = self.done, {}, [], [], [], []
+        engines, began, running, admitted, dropped, chosen, left = self.done, {}, [], [], [], [], set[int]()
         while self.done < end:
             while len(running) < self.concurrency and (position := rule.admit(engines)) is not None:
                 began[position] = engines
@@ -58,11 +58,16 @@ class Simulation:
                 admitted.append(position)
                 self.largest = max(self.largest, len(rule.unfinished) + rule.finished)
             if self.rng.random() < self.streamed:
-                chosen += rule.commit(in_order=self.rng.random() < self.in_order)
+                in_order = self.rng.random() < self.in_order
+                places = self.max_staleness - self.done, self.batch_size - len(chosen)
+                unchosen = {position: began[position] for position in admitted if position not in {*chosen, *left}}
+                expected = self.plain_choice(unchosen, {*running}, *places, in_order=in_order)
+                assert rule.commit(in_order=in_order) == expected
+                chosen += expected
             batch = rule.take(in_order=self.rng.random() < self.in_order)
             if batch is not None:
                 assert {*chosen} <= {*batch}, "what was chosen is trained by this step"
-                chosen = []
+                left, chosen = left | {*batch}, []
                 self.trained += [(self.done, position, began[position]) for position in batch]
                 self.position, self.done = self.position.after([*batch, *dropped]), self.done + 1
                 self.filtered, dropped = self.filtered + dropped, []
@@ -73,10 +78,30 @@ class Simulation:
                 ended = running.pop(self.rng.randrange(len(running)))
                 if random.Random(ended).randrange(10) < self.dropped:
                     rule.drop(ended)
+                    left.add(ended)
                     dropped.append(ended)
                 else:
                     rule.finish(ended)
         assert admitted == sorted(admitted), "groups begin in the order of tasks"
+
+    def plain_choice(
+        self, versions: dict[int, int], running: set[int], spare_steps: int, free: int, *, in_order: bool
+    ) -> list[int]:
+        """What `Admission.commit` returns, with the bound of every group checked again for every candidate."""
+        chosen: list[int] = []
+        for position in versions:
+            if len(chosen) == free or (in_order and position in running):
+                break
+            if position in running:
+                continue
+            staying = [version for other, version in versions.items() if other not in {*chosen, position}]
+            places = free - len(chosen) - 1
+            if any(
+                index >= (version + spare_steps) * self.batch_size + places for index, version in enumerate(staying)
+            ):
+                break
+            chosen.append(position)
+        return chosen
 
 
 RUNS: dict[str, Any] = {
