@@ -6,7 +6,7 @@ Legend: ``N`` tokens at the loss mask of a micro-batch, ``S`` sequences of the g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -72,8 +72,8 @@ class BatchLoss:
             ratio_N: of `SequenceRatios`, if `needs_ratios`.
         """
         scores_N, entropy_N = scores
-        loss_input = LossInput(
-            **self._fields(batch, micro, at_N),
+        loss_input = replace(
+            self._loss_input(batch, micro, at_N),
             sequence_log_ratio_N=ratio_N,
             reference_logprobs_N=reference_N,
             entropy_N=entropy_N if self.algo.needs_entropy else None,
@@ -87,33 +87,31 @@ class BatchLoss:
         self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-ratio of each token, ``[N]`` without gradient, and the number of its sequence, int64 ``[N]``."""
-        loss_input = LossInput(**self._fields(batch, micro, at_N))
+        loss_input = self._loss_input(batch, micro, at_N)
         assert loss_input.sequence_N is not None
         return logprobs_N - self.objective.old_logprobs(logprobs_N, loss_input), loss_input.sequence_N
 
-    def _fields(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> dict[str, Any]:
-        """Return the fields of a `LossInput` that the driver set, at these positions and on the device."""
-        fields = {
-            "weight_N": micro.weight_L,
-            "advantages_N": micro.advantages_L,
-            "logprobs_N": micro.logprobs_L,
-            "learner_logprobs_N": micro.learner_logprobs_L,
-            "correction_N": micro.correction_L,
-            "values_N": micro.values_L,
-            "returns_N": micro.returns_L,
-        }
-        chosen = {name: None if values is None else values[at_N] for name, values in fields.items()}
-        numbers = torch.tensor(micro.sequences, dtype=torch.int64)
-        chosen["sequence_N"] = numbers[micro.row_L[at_N].long()]
-        chosen["sequence_size_N"] = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[chosen["sequence_N"]]
-        loss_fields: dict[str, Any] = {
-            name: None if values_N is None else to_device(values_N, self.device) for name, values_N in chosen.items()
-        }
-        loss_fields["source_tokens"], loss_fields["sequences"] = (
-            self._source_tokens(micro, at_N),
-            len(batch.sequence_sizes),
+    def _loss_input(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> LossInput:
+        """Return what the driver set, at these positions and on the device."""
+
+        def field_at(values_L: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values_L is None else to_device(values_L[at_N], self.device)
+
+        sequence_N = torch.tensor(micro.sequences, dtype=torch.int64)[micro.row_L[at_N].long()]
+        sequence_size_N = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[sequence_N]
+        return LossInput(
+            weight_N=to_device(micro.weight_L[at_N], self.device),
+            advantages_N=to_device(micro.advantages_L[at_N], self.device),
+            logprobs_N=to_device(micro.logprobs_L[at_N], self.device),
+            sequence_N=to_device(sequence_N, self.device),
+            sequence_size_N=to_device(sequence_size_N, self.device),
+            learner_logprobs_N=field_at(micro.learner_logprobs_L),
+            correction_N=field_at(micro.correction_L),
+            values_N=field_at(micro.values_L),
+            returns_N=field_at(micro.returns_L),
+            source_tokens=self._source_tokens(micro, at_N),
+            sequences=len(batch.sequence_sizes),
         )
-        return loss_fields
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the indices of each source's tokens among those at the mask; see `LossInput.source_tokens`."""
