@@ -43,12 +43,11 @@ class PromptLimit:
 
     def renderer(self) -> ChatRenderer:
         """Return the renderer of the policy's tokenizer; a model of the hub is downloaded."""
-        from agentrl.models.load import load_tokenizer
         from agentrl.models.resolve import resolve_model
-        from agentrl.render.registry import make_renderer
+        from agentrl.render.registry import load_renderer
 
-        tokenizer = load_tokenizer(resolve_model(self.model.path), trust_remote_code=self.model.trust_remote_code)
-        return make_renderer(tokenizer, self.render)
+        model = resolve_model(self.model.path)
+        return load_renderer(model, self.render, trust_remote_code=self.model.trust_remote_code)
 
 
 class RowConversion:

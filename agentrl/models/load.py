@@ -76,6 +76,38 @@ def read_vocab_size(folder: Path) -> int:
     return size
 
 
+def read_end_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids at which engines end a turn of the model in ``folder``, whatever a request says.
+
+    They are ``eos_token_id`` of ``config.json`` and of ``generation_config.json`` together, as in SGLang. Without
+    ``config.json`` there are none.
+
+    Raises:
+        ModelError: a file cannot be read, or an id is no number.
+    """
+    paths = [path for name in ("config.json", "generation_config.json") if (path := folder / name).is_file()]
+    end_ids: list[int] = []
+    for path in paths:
+        config = _read_json(path)
+        text_config = config.get("text_config")
+        for section in (config, text_config if isinstance(text_config, dict) else {}):
+            value = section.get("eos_token_id", _default_end_id(section.get("model_type")))
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(index, int) for index in ids):
+                raise ModelError(f"{path}: eos_token_id={value!r} is not a token id, nor a list of them")
+            end_ids += ids
+    return tuple(dict.fromkeys(end_ids))
+
+
+def _default_end_id(model_type: object) -> object:
+    """Return the end token of a configuration that does not name one, which depends on the class of the model."""
+    if not isinstance(model_type, str):
+        return None
+    from transformers import CONFIG_MAPPING
+
+    return getattr(CONFIG_MAPPING[model_type](), "eos_token_id", None) if model_type in CONFIG_MAPPING else None
+
+
 def count_parameters(folder: Path) -> int:
     """Return the number of weights in the safetensors files of ``folder``, from their headers; 0 if it has none.
 
@@ -153,7 +185,10 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+    return _read_json(folder / "config.json")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.render import RenderConfig
 from agentrl.core.errors import ConfigError
+from agentrl.models.load import load_tokenizer, read_end_ids
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.chatml import ChatMl, Qwen25
 from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
@@ -43,16 +44,31 @@ FORMATS: Mapping[str, Callable[[RenderConfig], Format]] = {
 """Formats by ``render.format``, which may also be ``template`` or ``auto``. ``auto`` chooses the first that fits."""
 
 
-def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> ChatRenderer:
+def load_renderer(folder: Path, config: RenderConfig | None = None, *, trust_remote_code: bool = False) -> ChatRenderer:
+    """Return the renderer of the model in ``folder``: of its tokenizer, and with the end tokens at which engines stop.
+
+    Raises:
+        ModelError: the folder has no tokenizer, it cannot be loaded, or see `make_renderer`.
+        ConfigError, MissingError: see `make_renderer`.
+    """
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return make_renderer(tokenizer, config, read_end_ids(folder))
+
+
+def make_renderer(
+    tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None, end_ids: Sequence[int] = ()
+) -> ChatRenderer:
     """Return the renderer of a tokenizer.
 
     Args:
         tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
+        end_ids: the model's own end tokens (`agentrl.models.load.read_end_ids`).
 
     Raises:
         ConfigError: ``render.chat_template`` cannot be read.
-        ModelError: the tokenizer lacks the tokens of ``render.format``, or has no end token.
+        ModelError: the tokenizer lacks the tokens of ``render.format``, has no end token, or one of ``end_ids`` is no special
+            token in it.
         MissingError: ``render.format`` needs a package that is not installed.
     """
     config = config or RenderConfig()
@@ -60,7 +76,7 @@ def make_renderer(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | Non
         tokenizer.chat_template = _read(config.chat_template)
     parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
     format = choose_format(tokenizer, config)
-    return ChatRenderer(tokenizer, format, parser, escape_added_tokens=config.escape_added_tokens)
+    return ChatRenderer(tokenizer, format, parser, end_ids=end_ids, escape_added_tokens=config.escape_added_tokens)
 
 
 def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:

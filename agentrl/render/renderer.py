@@ -43,10 +43,11 @@ class ChatRenderer:
         tokenizer: tokenizer of the policy.
         format: chat format.
         parser: tool-call parser; that of the format if None.
+        end_ids: the model's own end tokens, at which engines stop too.
         escape_added_tokens: see ``render.escape_added_tokens``.
 
     Raises:
-        ModelError: the tokenizer lacks the token that ends the format's turns.
+        ModelError: the tokenizer lacks the token that ends the format's turns, or one of ``end_ids`` is ordinary text in it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ChatRenderer:
         format: Format,
         parser: CallParser | None = None,
         *,
+        end_ids: Sequence[int] = (),
         escape_added_tokens: bool = False,
     ) -> None:
         self.format = format
@@ -64,7 +66,7 @@ class ChatRenderer:
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
         self._encoder = EscapingEncoder(tokenizer, added_tokens=escape_added_tokens)
         self._plain = EscapingEncoder(tokenizer) if escape_added_tokens else self._encoder
-        self._end_ids = self._find_ends()
+        self._end_ids = self._find_ends(end_ids)
         closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
         self._reasoning = reasoning_markers(self.parser)
@@ -243,7 +245,7 @@ class ChatRenderer:
         added = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
         return {added[marker]: marker for marker in self._markers if marker in added}
 
-    def _find_ends(self) -> tuple[int, ...]:
+    def _find_ends(self, model_ends: Sequence[int]) -> tuple[int, ...]:
         special = self._encoder.special_ids
         ends = [special[text] for text in self.format.ends if text in special]
         if self.format.ends and (not ends or ends[0] != special.get(self.format.ends[0])):
@@ -253,6 +255,14 @@ class ChatRenderer:
             )
         if self._tokenizer.eos_token_id is not None:
             ends.append(int(self._tokenizer.eos_token_id))
+        added = self._tokenizer.added_tokens_decoder
+        for index in model_ends:
+            if index < len(self._tokenizer) and index not in added and index not in self._tokenizer.all_special_ids:
+                raise ModelError(
+                    f"eos_token_id in config.json or generation_config.json has {index}, which is {self.decode((index,))!r} for "
+                    f"the {self._where}: engines end every turn at this text; correct the file, or model.path"
+                )
+        ends += model_ends
         if not ends:
             raise ModelError(f"{self._where} has no end token: neither its chat template nor its eos_token ends a turn")
         return tuple(dict.fromkeys(ends))

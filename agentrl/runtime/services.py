@@ -25,7 +25,8 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.reserved_engines import frozen_fleets
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
-from agentrl.models.load import load_tokenizer, read_routing, read_vocab_size
+from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
+from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
@@ -131,7 +132,8 @@ async def open_services(
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
         trusted = config.model.trust_remote_code
-        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render)
+        end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
+        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render, end_ids)
         routing = read_routing(model) if config.algo.replays_routing else None
         engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=routing is not None))
         vocabulary = Vocabulary(read_vocab_size(model), renderer.decode, routing)

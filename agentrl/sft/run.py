@@ -19,10 +19,9 @@ from agentrl.core.errors import RunStopped
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.export import export_model
-from agentrl.models.load import load_tokenizer
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import open_tensorboard
-from agentrl.render.registry import make_renderer
+from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
@@ -139,4 +138,4 @@ class RendererOf:
 
     def __call__(self) -> ChatRenderer:
         """Return a new renderer."""
-        return make_renderer(load_tokenizer(self.folder, trust_remote_code=self.trust_remote_code), self.config)
+        return load_renderer(self.folder, self.config, trust_remote_code=self.trust_remote_code)

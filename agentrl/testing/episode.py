@@ -50,11 +50,10 @@ def play_episode(
     # Only this needs transformers, which is none of the core's packages, and loading it takes seconds.
     for package in ("transformers", "jinja2"):
         require(package, "agentrl.testing.play_episode")
-    from agentrl.models.load import load_tokenizer
     from agentrl.models.resolve import resolve_model
-    from agentrl.render.registry import make_renderer
+    from agentrl.render.registry import load_renderer
 
-    renderer = make_renderer(load_tokenizer(resolve_model(model)))
+    renderer = load_renderer(resolve_model(model))
     stop = dict.fromkeys(("sampler", "environment", "tool", "sandbox", "task"), "stop")
     runner = EpisodeRunner(
         {

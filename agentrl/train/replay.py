@@ -15,12 +15,12 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Provenance, Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.registry import make_backend
-from agentrl.models.load import load_tokenizer, read_vocab_size
+from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.base import Renderer
-from agentrl.render.registry import make_renderer
+from agentrl.render.registry import load_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
 
@@ -183,9 +183,8 @@ class SampleCheck:
 
 def sample_check(config: Config, model: Path) -> SampleCheck:
     """Return the check for a run and its model folder."""
-    vocabulary = read_vocab_size(model)
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    return SampleCheck(vocabulary, make_renderer(tokenizer), config.sampler.temperature)
+    renderer = load_renderer(model, trust_remote_code=config.model.trust_remote_code)
+    return SampleCheck(read_vocab_size(model), renderer, config.sampler.temperature)
 
 
 def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -> Replay:

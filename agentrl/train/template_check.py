@@ -31,16 +31,18 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     """
     if config.data.path is not None and not config.data.apply_chat_template:
         return "not used: prompts are given as they are (data.apply_chat_template=false)"
-    from agentrl.models.load import load_tokenizer  # takes half a second to import, and a refused run does not need it
+    # takes half a second to import, and a refused run does not need it
+    from agentrl.models.load import load_tokenizer, read_end_ids
     from agentrl.render.registry import make_renderer
     from agentrl.render.template_check.check import check_template
     from agentrl.render.text_arrival import Arrival
 
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    findings = check_template(tokenizer, config.render)
+    end_ids = read_end_ids(model)
+    findings = check_template(tokenizer, config.render, end_ids)
     if config.rollout.generate is not None:  # what it sends is known when it sends it
         return findings.summary()
-    renderer, refused = make_renderer(tokenizer, config.render), list[ConversationError | ModelError]()
+    renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
     prompts = [prompt for task in tried if (prompt := _first_prompt(config, task))]
     tools, too_long = make_any_env(config.env.name, config.env.options).tools, 0

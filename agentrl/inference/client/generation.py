@@ -261,6 +261,8 @@ class Finish(msgspec.Struct):
 
     type: str
     """SGLang's word."""
+    matched: object = None
+    """The token or string that ended it, if one did."""
 
 
 class _Span(msgspec.Struct):
@@ -361,6 +363,7 @@ def _faults(
     prompt, most = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
     size = _MAX_ID if vocabulary is None else vocabulary.size
     last = max(ids, default=-1)
+    stops, matched = body["sampling_params"].get("stop_token_ids", ()), meta.finish_reason.matched
     ran = bool(ids) or finish is not FinishReason.ABORT
     return {
         f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
@@ -370,6 +373,8 @@ def _faults(
         "has output_ids that are not those of its output_token_logprobs": reply.output_ids not in (None, list(ids)),
         f"has the token id {last}, but the policy has {size} tokens: is model.path the engine's model?": last >= size,
         f"has a log-probability of {highest}": highest > ROUNDING,
+        f"ended at token {matched}, which ends no turn of model.path: does the engine's model have another eos_token_id in "
+        "config.json or generation_config.json?": isinstance(matched, int) and bool(stops) and matched not in stops,
     }
 
 

@@ -22,7 +22,7 @@ from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
 from agentrl.models.hub_tensors import hub_tensors
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.routing import REPLAYED
 
 # Largest difference of log-probabilities from transformers' own attention in the check after loading.
@@ -51,12 +51,14 @@ class Model:
             ModelError: it cannot be loaded, or its attention is not supported.
         """
         self.folder = folder
+        self.end_ids = frozenset(read_end_ids(folder))
+        """End tokens of the model."""
         self._model: PreTrainedModel = load_model(folder, dtype)
         longest = getattr(self._model.config, "max_position_embeddings", context)
         self.context = min(context, longest)
         embedding: Any = self._model.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
-        self.cache = SlotCache(slots, self.context)
+        self.cache = SlotCache(max(slots, 2), self.context)  # `_check` copies from one to another
         # Without a mask transformers would build one. A mask of four dimensions is passed on as it is, and ignored.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
         large = self._model.num_parameters() >= _SHARED_PRODUCT_WEIGHTS
@@ -75,15 +77,6 @@ class Model:
     def dtype(self) -> str:
         """The dtype of the weights."""
         return str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens of the model's configuration and generation configuration."""
-        end_ids: set[int] = set()
-        for config in (self._model.config, self._model.generation_config):
-            ids = getattr(config, "eos_token_id", None)
-            end_ids.update([ids] if isinstance(ids, int) else ids or ())
-        return frozenset(end_ids)
 
     def compute(self, segments: Sequence[Segment], adapter: Adapter | None = None) -> tuple[Tensor, list[int]]:
         """Compute the new tokens of requests of one adapter, partitioned among the threads.

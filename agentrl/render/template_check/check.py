@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -168,19 +168,21 @@ class Findings:
         return ", ".join(summary)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None) -> Findings:
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None, end_ids: Sequence[int] = ()
+) -> Findings:
     """Return properties of a tokenizer's chat template under a ``render`` section, found with probe conversations.
 
     Args:
         tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
+        end_ids: the model's own end tokens.
 
     Raises:
-        ConfigError: ``render.chat_template`` cannot be read.
-        ModelError: the tokenizer lacks the tokens of ``render.format``, or has no end token.
+        ConfigError, ModelError, MissingError: see `agentrl.render.registry.make_renderer`.
     """
     config = config or RenderConfig()
-    renderer = make_renderer(tokenizer, config)
+    renderer = make_renderer(tokenizer, config, end_ids)
     template = renderer.format
     if config.keep_thinking or (config.format == "auto" and not isinstance(template, TemplateFormat)):
         format_name = "template" if config.format == "auto" and tokenizer.chat_template else config.format

@@ -130,6 +130,20 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         read_reply(orjson.dumps(reply), BODY, "r", VOCABULARY)
 
 
+def test_an_end_that_the_renderer_does_not_know_is_refused() -> None:
+    """The engine has another model's end tokens, so the text of the end would be part of the turn."""
+    body = {**BODY, "sampling_params": {"max_new_tokens": 4, "stop_token_ids": [8]}}
+    for matched, known in ((8, True), (7, False), ("</s>", True)):
+        reply = orjson.dumps(mutated(("meta_info", "finish_reason"), {"type": "stop", "matched": matched}))
+        if known:
+            assert read_reply(reply, body, "r", VOCABULARY).generation.finish_reason is FinishReason.STOP
+            continue
+        with pytest.raises(
+            SamplerError, match=r"ended at token 7, .* another eos_token_id in .*generation_config\.json"
+        ):
+            read_reply(reply, body, "r", VOCABULARY)
+
+
 def test_rounding_above_zero_becomes_zero() -> None:
     reply = orjson.dumps(mutated(("meta_info", "output_token_logprobs", 0, 0), 1e-7))
     assert read_reply(reply, BODY, "r", VOCABULARY).generation.logprobs == (0.0, -1.0)
