@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.algo.base import AdvantageInput, Advantages, RowValues
+from agentrl.algo.base import AdvantageEstimator, AdvantageInput, Advantages, RowValues
 from agentrl.algo.overlong import with_penalties
 from agentrl.algo.registry import loss_class, make_estimator
 from agentrl.batch.sequences import sampled_sequences
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
+from agentrl.core.imports import is_reference
 from agentrl.core.types import Rollout, Row, RowKey
+from agentrl.core.user_code import calling
 
 RowAdvantages = dict[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, 0 at tokens that are not trained."""
@@ -48,7 +51,8 @@ class RunEstimators:
         """
         algo, estimator = self._algos[source], self._estimators[source]
         inputs = _penalise(algo, inputs)
-        estimates = estimator.advantages(inputs) if algo.needs_reward else None
+        with _calling(estimator, "advantages"):
+            estimates = estimator.advantages(inputs) if algo.needs_reward else None
         one_a_sequence = loss_class(algo.loss).one_advantage_per_sequence
         advantages: RowAdvantages = {}
         for rollout in inputs.groups.rollouts_N:
@@ -66,12 +70,17 @@ class RunEstimators:
     def returns(self, source: str, inputs: AdvantageInput) -> RowValues:
         """Return the critic's targets for every trained token of a source's rollouts; empty if it needs no critic."""
         estimator = self._estimators[source]
-        return estimator.returns(_penalise(self._algos[source], inputs)) if estimator.needs_critic else {}
+        if not estimator.needs_critic:
+            return {}
+        with _calling(estimator, "returns"):
+            return estimator.returns(_penalise(self._algos[source], inputs))
 
     def update(self, inputs_by_source: Iterable[tuple[str, AdvantageInput]]) -> None:
         """Update the state after a training step with its rollouts."""
         for source, inputs in inputs_by_source:
-            self._estimators[source].update(_penalise(self._algos[source], inputs))
+            estimator = self._estimators[source]
+            with _calling(estimator, "update"):
+                estimator.update(_penalise(self._algos[source], inputs))
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the estimators' states as JSON, by source, with their names; without those that have none."""
@@ -91,6 +100,11 @@ class RunEstimators:
             for source, estimator in self._estimators.items()
             for name, number in estimator.metrics(source).items()
         }
+
+
+def _calling(estimator: AdvantageEstimator, method: str) -> AbstractContextManager[None]:
+    """Errors of a user's estimator are a `ConfigError` with the author's line."""
+    return calling(f"algo.advantage.name={estimator.name}: {method}") if is_reference(estimator.name) else nullcontext()
 
 
 def _penalise(config: AlgoConfig, inputs: AdvantageInput) -> AdvantageInput:

@@ -7,8 +7,9 @@ from functools import partial
 
 from agentrl.config.rollout import FilterGroupsConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import describe, is_reference, load_object
+from agentrl.core.imports import is_reference, load_object
 from agentrl.core.types import Rollout, StopReason
+from agentrl.core.user_code import calling
 
 Filter = Callable[[Sequence[Rollout]], bool]
 """Returns whether a group, the rollouts of a task with those that the failure policy dropped, is not trained."""
@@ -92,12 +93,8 @@ class GroupFilters:
 
 def _call(name: str, function: Filter, group: Sequence[Rollout]) -> bool:
     """Call a filter of the user."""
-    try:
+    with calling(f"{KEY}: {name}", f" on the group of task {group[0].prompt_id!r}"):
         drops = function(group)
-    except Exception as error:
-        raise ConfigError(
-            f"{KEY}: {name} raised {describe(error)} on the group of task {group[0].prompt_id!r}"
-        ) from error
     if not isinstance(drops, bool):
         raise ConfigError(f"{KEY}: {name} must return True (drop the group) or False, it returned {drops!r:.100}")
     return drops

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import importlib
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from agentrl import __version__
 from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
+from agentrl.core.user_code import describe
 from agentrl.obs.console import log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse(build_parser(command), arguments)
         log_to_stderr()
-        parsed.run(parsed)
+        return _run(parsed, errors)
     except UserError as error:
         print_error(errors, "error", error)
         return USER_MISTAKE
@@ -85,6 +89,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_MISTAKE
     except KeyboardInterrupt:
         errors.print("interrupted", style="bold yellow")
+        return FAILED
+
+
+def _run(parsed: argparse.Namespace, errors: Console) -> int:
+    """Run the command; it is done only if it returns."""
+    try:
+        parsed.run(parsed)
+    except (
+        SystemExit,
+        GeneratorExit,
+        asyncio.CancelledError,
+    ) as error:  # raised where no function watches over user code
+        print_error(errors, "error", f"the command was ended by {describe(error)}")
         return FAILED
     return DONE
 

@@ -7,18 +7,14 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import sysconfig
-import traceback
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.core.errors import ConfigError
-
-_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
-"""Folders of agentrl and of Python's own modules."""
+from agentrl.core.user_code import describe, user_code
 
 
 def is_reference(name: str) -> bool:
@@ -79,10 +75,8 @@ def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up while it is being made
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"{key}={reference}: {path} fails: {describe(error)}") from error
+        with user_code(lambda error: ConfigError(f"{key}={reference}: {path} fails: {describe(error)}")):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -92,18 +86,29 @@ def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
 def _load_from_module(name: str, reference: str, key: str) -> ModuleType:
     _prepend_to_sys_path(Path.cwd())
     importlib.invalidate_caches()  # a file written since Python last looked there
+    call = f"{key}={reference}: importing {name}"
     try:
-        return importlib.import_module(name)
+        with importing(call):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{key}={reference}: importing {name} fails: {describe(error)}") from error
+            raise ConfigError(f"{call} fails: {describe(error)}") from error
         file = Path(*name.split(".")).with_suffix(".py")
         raise ConfigError(
             f"{key}={reference}: there is no module {error.name!r}; looked for {file} in {Path.cwd()} and for an "
             f"installed package. A file elsewhere is named by its path, such as path/to/{file.name}:score"
         ) from None
-    except Exception as error:
-        raise ConfigError(f"{key}={reference}: importing {name} fails: {describe(error)}") from error
+
+
+def importing(call: str) -> AbstractContextManager[None]:
+    """Raise a `ConfigError` "``call`` fails: …" in place of what the user's module in the body raises. A module that does
+    not exist is a `ModuleNotFoundError`.
+    """
+
+    def failure(error: BaseException) -> Exception:
+        return error if isinstance(error, ModuleNotFoundError) else ConfigError(f"{call} fails: {describe(error)}")
+
+    return user_code(failure)
 
 
 def _prepend_to_sys_path(folder: Path) -> None:
@@ -135,33 +140,3 @@ def _imported_names(module: ModuleType) -> set[str]:
         return set()
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     return {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}
-
-
-def describe(error: BaseException) -> str:
-    """Return an exception in one line: class, message, and the author's line where it arose (`error_location`).
-
-    Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
-    """
-    message = str(error.msg if isinstance(error, SyntaxError) else error)
-    file, line = error_location(error)
-    location = f" ({Path(file).name}:{line})" if file else ""
-    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{location}"
-
-
-def error_location(error: BaseException) -> tuple[str, int]:
-    """Return file and line of the innermost call outside agentrl, Python and installed packages, or of the innermost one.
-
-    The file is empty if the exception was not raised.
-    """
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return error.filename, error.lineno or 0
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next(
-        (frame for frame in reversed(frames) if not _is_library(frame.filename)), frames[-1] if frames else None
-    )
-    return (frame.filename, frame.lineno or 0) if frame is not None else ("", 0)
-
-
-def _is_library(file: str) -> bool:
-    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    return bool(installed) or file.startswith(("<", *_LIBRARIES))

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.core.env import AsyncEnv, Env, EnvBase
-from agentrl.core.errors import AgentrlError, ConfigError, UnknownNameError, unknown_name
+from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
 from agentrl.core.extras import missing_extra_error
-from agentrl.core.imports import describe, is_reference, load_object
+from agentrl.core.imports import importing, is_reference, load_object
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
+from agentrl.core.user_code import calling
 
 E = TypeVar("E", bound=type[EnvBase])
 T = TypeVar("T", bound=Tool | type[ToolService])
@@ -178,10 +179,12 @@ def _registered_object(group: str, name: str, kind: str, key: str) -> Any:
         if not registered:  # agentrl has entry points in every group that is looked up here alone
             raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
         raise error
+    setting = key if key.endswith(f".{name}") else f"{key}={name}"
     try:
-        return point.load()
+        with importing(f"{setting}: importing {point.value}"):
+            return point.load()
     except ModuleNotFoundError as error:
-        missing_error = missing_extra_error(error, key if key.endswith(f".{name}") else f"{key}={name}")
+        missing_error = missing_extra_error(error, setting)
         if missing_error is None:
             raise
         raise missing_error from None
@@ -291,12 +294,8 @@ def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
     cls = lookup(TASKS, name, "taskset", "tasks.name")
     if not (inspect.isclass(cls) and issubclass(cls, TaskSet)):
         raise ConfigError(f"tasks.name={name} is {cls!r:.100}, and no subclass of agentrl.TaskSet")
-    try:
+    with calling(f"tasks.name={name}: {cls.__name__}'s constructor"):
         tasks: TaskSet = build(cls, options, "tasks.options")
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"tasks.name={name}: {cls.__name__}'s constructor raised {describe(error)}") from error
     return tasks
 
 

@@ -1,34 +1,46 @@
-"""Tools: coroutines with a JSON Schema, and tool services with a separate server."""
+"""Tools: functions with a JSON Schema, and tool services with a separate server."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import dis
 import inspect
 import json
-import typing
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload, runtime_checkable
 
-from jsonschema.exceptions import best_match
-from jsonschema.protocols import Validator
-from jsonschema.validators import validator_for
-from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
-from referencing.exceptions import Unresolvable
 
+from agentrl.core.tool_arguments import (
+    Convert,
+    arguments_fault,
+    conversion,
+    function_schema,
+    schema_problem,
+    with_integers,
+)
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
+from agentrl.core.user_code import (
+    TimeLimitExceeded,
+    await_user_code,
+    call_in_thread,
+    describe,
+    error_location,
+    user_error,
+)
 
 if TYPE_CHECKING:
     from agentrl.core.task import TaskSet
 
-
-MAX_NESTING = 100
-"""Levels of lists and objects in the arguments of a call. Parsers and validators fail beyond several hundred."""
+_log = logging.getLogger(__name__)
+_logged: set[tuple[str, int]] = set()
+"""File and line of errors that were logged."""
 
 
 class ToolClient(Protocol):
@@ -83,15 +95,6 @@ async def _only_in_its_server(**arguments: Any) -> str:
     raise NotImplementedError("this tool runs in its server only; the runner calls it through its client")
 
 
-@lru_cache(maxsize=1024)
-def _validator(schema: str) -> Validator:
-    """Return a cached validator for a schema, given as JSON: checking the schema itself takes most of the time."""
-    parsed = json.loads(schema)
-    cls = validator_for(parsed)
-    cls.check_schema(parsed)
-    return cls(parsed)
-
-
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A tool that the policy may call. Made by `tool`, it runs in the runner's process; with ``server``, in that server."""
@@ -102,40 +105,71 @@ class Tool:
     """The docstring's first paragraph; part of what the policy reads."""
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments."""
-    function: Callable[..., Awaitable[Any]] = _only_in_its_server
-    """The coroutine."""
+    function: Callable[..., Any] = _only_in_its_server
+    """The function or coroutine."""
     timeout_s: float = 30.0
     """Seconds before a call counts as timed out."""
     server: str = ""
     """The registered tool (``agentrl.tools``) whose server runs it; empty if `function` does."""
+    convert: Convert = field(default=dict, repr=False, compare=False)
+    """Converts the arguments to the types that the function names."""
 
     def schema_fault(self, arguments: Mapping[str, Any]) -> str:
-        """Return where and how arguments violate the schema, in jsonschema's words; empty if they do not."""
-        if is_too_deep(arguments):
-            return f"{self.name}: the arguments are nested more than {MAX_NESTING} levels deep"
-        try:
-            error = best_match(_validator(json.dumps(self.parameters, default=dict)).iter_errors(dict(arguments)))
-            if error is not None:
-                location = "".join(f"[{key!r}]" for key in error.absolute_path)
-                return f"{self.name}{location}: {error.message}"
-        except Unresolvable as error:
-            return f"{self.name}: its schema has an unresolvable reference: {error}"
-        except RecursionError:
-            return f"{self.name}: its schema refers to itself without end"
-        except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
-            return f"{self.name}: the arguments hold a number that cannot be checked: {error}"
-        return ""
+        """Return where and how arguments violate the schema or the function's types; empty if they do not."""
+        fault = arguments_fault(self.parameters, arguments)
+        if not fault:
+            try:
+                self.convert(arguments)
+            except ValueError as error:
+                fault = str(error)
+        return f"{self.name}{fault}" if fault else ""
+
+    def with_integers(self, call: ToolCall) -> ToolCall:
+        """Return a checked call with 2.0, which JSON Schema takes for an integer, as 2 where the schema has an integer."""
+        return replace(call, arguments=with_integers(self.parameters, call.arguments))
+
+    @property
+    def runs_in_thread(self) -> bool:
+        """Whether the function never awaits, so that it would block the event loop: a plain function, and a coroutine without
+        an ``await``.
+        """
+        function = _coroutine_function(self.function)
+        return function is None or not _awaits(function.__code__)
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Run the coroutine on checked arguments. Its errors are results with a status; nothing is raised."""
+        """Run the function on checked arguments. Its errors are results with a status; nothing is raised.
+
+        A plain function, or a coroutine without an ``await``, runs in a thread.
+        """
         try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await self.function(**call.arguments)
+            arguments = self.convert(self.with_integers(call).arguments)
+        except ValueError as error:
+            return ToolResult(call.id, ToolStatus.INVALID, f"{self.name}{error}")
+        try:
+            answer = await await_user_code(self._call(arguments), self.timeout_s)
             return answer if isinstance(answer, ToolResult) else self._as_result(call, answer)
-        except TimeoutError:
+        except TimeLimitExceeded as error:
+            _log.warning("tool %s: %s", self.name, error)
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{self.name} did not answer in {self.timeout_s:g} s")
-        except Exception as error:
-            return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            return self._error_result(call, user_error(error))
+
+    async def _call(self, arguments: Mapping[str, Any]) -> object:
+        call = partial(self.function, **arguments)
+        if not self.runs_in_thread:
+            return await call()
+        is_coroutine = _coroutine_function(self.function) is not None
+        answer = await call_in_thread((lambda: _run_to_end(call())) if is_coroutine else call, f"tool-{self.name}")
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def _error_result(self, call: ToolCall, error: BaseException) -> ToolResult:
+        """Return an error of the function as what the policy reads, and log it, once a line."""
+        if (line := error_location(error)) not in _logged:
+            _logged.add(line)
+            _log.warning(
+                "tool %s raised %s; the policy reads it. This is logged once a line", self.name, describe(error)
+            )
+        return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
 
     def _as_result(self, call: ToolCall, answer: object) -> ToolResult:
         """Return a text as it is, and anything else as JSON."""
@@ -148,22 +182,6 @@ class Tool:
                 f"{self.name} must return a str, a ToolResult or what JSON can say, not {answer!r:.100}"
             ) from error
         return ToolResult(call.id, ToolStatus.OK, content, json.loads(content))
-
-
-def is_too_deep(arguments: Mapping[str, Any]) -> bool:
-    """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
-    level: list[object] = [arguments]
-    for _ in range(MAX_NESTING):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return False
-    return any(isinstance(value, Mapping | list | tuple) for value in level)
-
-
-def _children(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 def validate_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
@@ -183,20 +201,23 @@ def unknown_tool_message(name: str, names: Iterable[str]) -> str:
 
 
 @overload
-def tool(function: Callable[..., Awaitable[Any]], /) -> Tool: ...
+def tool(function: Callable[..., Any], /) -> Tool: ...
 @overload
 def tool(
     *, timeout_s: float = 30.0, name: str | None = None, parameters: Mapping[str, Any] | None = None
-) -> Callable[[Callable[..., Awaitable[Any]]], Tool]: ...
+) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
-    function: Callable[..., Awaitable[Any]] | None = None,
+    function: Callable[..., Any] | None = None,
     /,
     *,
     timeout_s: float = 30.0,
     name: str | None = None,
     parameters: Mapping[str, Any] | None = None,
-) -> Tool | Callable[[Callable[..., Awaitable[Any]]], Tool]:
-    """Turn a coroutine into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Turn a function into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+
+    Arguments reach the function as the types that it names: models, dataclasses, enums. A plain function runs in a thread,
+    a coroutine that awaits in the event loop, which it must not block.
 
     The policy reads a ``str`` as it is, the content of a `ToolResult`, and anything else as JSON.
 
@@ -208,32 +229,55 @@ def tool(
             return str(a + b)
 
     Raises:
-        TypeError: the function is no coroutine, or a parameter has no type hint.
+        TypeError: no call could fit: a parameter has no type hint, or a type or a schema that JSON cannot say.
     """
 
-    def wrap(function: Callable[..., Awaitable[Any]]) -> Tool:
+    def wrap(function: Callable[..., Any]) -> Tool:
         if not callable(function):
-            raise TypeError(f"@tool wants a coroutine (async def), not {function!r:.100}; settings are keywords")
-        if not inspect.iscoroutinefunction(function):
-            raise TypeError(f"@tool wants a coroutine (async def), {function.__name__} is not one")
-        schema = dict(parameters) if parameters is not None else _schema_from_hints(function)
+            raise TypeError(f"@tool wants a function, not {function!r:.100}; settings are keywords")
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"@tool wants a function that returns its result, {function.__name__} yields")
+        if parameters is None:
+            schema, convert = function_schema(function)
+        else:
+            schema, convert = dict(parameters), conversion(function)
+        if problem := schema_problem(schema):
+            raise TypeError(f"{function.__name__}: {problem}")
+        _check_names(function, schema)
         doc = inspect.getdoc(function) or ""
-        return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s)
+        return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s, convert=convert)
 
     return wrap if function is None else wrap(function)
 
 
-def _schema_from_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(function)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in hints:
-            raise TypeError(f"{function.__name__}: parameter {parameter.name!r} has no type hint")
-        properties[parameter.name] = TypeAdapter(hints[parameter.name]).json_schema()
-        if parameter.default is inspect.Parameter.empty:
-            required.append(parameter.name)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+def _check_names(function: Callable[..., Any], schema: Mapping[str, Any]) -> None:
+    """Check that a function takes the arguments of a schema written by hand."""
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(schema.get("properties", {})))
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}: its parameters are not those of its JSON Schema: {error}") from None
+
+
+def _coroutine_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the ``async def`` behind a tool's function; None if it is a plain one."""
+    while isinstance(function, partial):
+        function = function.func
+    function = function if inspect.isroutine(function) else type(function).__call__
+    return function if inspect.iscoroutinefunction(function) else None
+
+
+@lru_cache(maxsize=1024)
+def _awaits(code: CodeType) -> bool:
+    return any(instruction.opname in ("GET_AWAITABLE", "GET_ANEXT") for instruction in dis.get_instructions(code))
+
+
+def _run_to_end(coroutine: Coroutine[Any, Any, object]) -> object:
+    """Return the result of a coroutine that never awaits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it awaits nothing")
 
 
 class ToolService(ABC):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
 from agentrl.config.rollout import RolloutConfig
 from agentrl.core.data_source import BufferFilter, DataSource, take_first
-from agentrl.core.errors import AgentrlError, ConfigError
-from agentrl.core.imports import describe, load_object
+from agentrl.core.errors import ConfigError
+from agentrl.core.imports import load_object
 from agentrl.core.task import Task, task_from_dict, task_to_dict
+from agentrl.core.user_code import calling
 
 
 def load_buffer_filter(rollout: RolloutConfig) -> BufferFilter:
@@ -112,10 +113,8 @@ class DataBuffer:
         return tasks
 
     def _from_buffer(self, count: int) -> list[Task]:
-        try:
+        with calling(self._key):
             tasks = list(self._filter(tuple(self._buffer), count))
-        except Exception as error:
-            raise ConfigError(f"{self._key} raised {describe(error)}") from error
         buffer = list(self._buffer)
         for task in tasks:
             if task not in buffer:
@@ -161,17 +160,9 @@ class DataBuffer:
             return {"data/buffer": float(len(self._buffer)), **self.data_source.metrics()}
 
 
-@contextmanager
-def _calling(data_source: DataSource, method: str) -> Iterator[None]:
+def _calling(data_source: DataSource, method: str) -> AbstractContextManager[None]:
     """Turn what a data source raises in the body into a `ConfigError` with the author's line."""
-    try:
-        yield
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"tasks.data_source: {type(data_source).__name__}.{method} raised {describe(error)}"
-        ) from error
+    return calling(f"tasks.data_source: {type(data_source).__name__}.{method}")
 
 
 def get_tasks(data_source: DataSource, count: int) -> list[Task]:

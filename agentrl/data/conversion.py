@@ -16,9 +16,10 @@ from agentrl.config.render import RenderConfig
 from agentrl.config.tasks import DataConfig
 from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError
-from agentrl.core.imports import describe, load_object
+from agentrl.core.imports import load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Role
+from agentrl.core.user_code import calling
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.obs.waiting import waiting
 
@@ -102,10 +103,8 @@ class RowConversion:
             self._function = load_object(reference, "data.convert")
             if not callable(self._function):
                 raise ConfigError(f"{call} is {self._function!r:.100}, and no function")
-        try:
+        with calling(f"{row.location}: {call}"):
             values = self._function(dict(row.values))
-        except Exception as error:
-            raise ConfigError(f"{row.location}: {call} raised {describe(error)}") from error
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(
                 f"{row.location}: {call} must return a row as a mapping, or None to leave it out; it returned {values!r:.80}"

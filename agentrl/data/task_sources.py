@@ -14,10 +14,11 @@ from agentrl.config.schema import Config
 from agentrl.config.tasks import DataSourceConfig
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import EnvBase
-from agentrl.core.errors import AgentrlError, ConfigError, UserError, unknown_name
-from agentrl.core.imports import describe, is_reference, load_object
+from agentrl.core.errors import ConfigError, UserError, unknown_name
+from agentrl.core.imports import is_reference, load_object
 from agentrl.core.registry import build, env_class, make_tasks
 from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name
+from agentrl.core.user_code import calling
 from agentrl.data.buffer import get_tasks
 from agentrl.data.conversion import PromptLimit
 from agentrl.data.curriculum import Curriculum
@@ -212,15 +213,9 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
             group. Ids of tasks that are made on access are compared when `TaskOrder` takes them.
     """
     call = tasks.call(name) if isinstance(tasks, EnvTasks) else f"{type(tasks).__name__}.split({name!r})"
-    try:
+    hint = f"; it must return the tasks of the split, or () if it has none. {key} names another split"
+    with calling(f"{key}={name}: {call}", hint):
         split = tasks.split(name)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{key}={name}: {call} raised {describe(error)}; it must return the tasks of the split, or () if it has none. "
-            f"{key} names another split"
-        ) from error
     if isinstance(split, MadeTasks):
         return split
     fits = hasattr(split, "__len__") and hasattr(split, "__getitem__") and not isinstance(split, str | Mapping)
@@ -293,10 +288,6 @@ def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> Data
     cls = load_object(name, key) if is_reference(name) else DATA_SOURCES[name]
     if not (inspect.isclass(cls) and issubclass(cls, DataSource)):
         raise ConfigError(f"{key}={name} is {cls!r:.100}, and no subclass of agentrl.DataSource")
-    try:
+    with calling(f"{key}={name}: {cls.__name__}'s constructor"):
         source: DataSource = build(cls, section.options, "tasks.data_source.options", tasks, seed)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}={name}: {cls.__name__}'s constructor raised {describe(error)}") from error
     return source

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
-from agentrl.core.imports import describe, error_location
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import SamplingParams
+from agentrl.core.user_code import describe, error_location
 from agentrl.episode.limits import Limits
 from agentrl.episode.tool_calls import find_client
 from agentrl.render.base import Renderer
@@ -56,7 +56,7 @@ class EpisodeContext:
                 find_client(self.tool_clients, tool.server, tool.name)
         return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)
 
-    def author_failure(self, function: str, error: Exception) -> EnvironmentFailure:
+    def author_failure(self, function: str, error: BaseException) -> EnvironmentFailure:
         """Return the failure for an exception of an author's code, with its line. Its traceback is logged once a line.
 
         Args:

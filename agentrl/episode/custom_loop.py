@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from agentrl.core.env import EnvBase
-from agentrl.core.errors import AgentrlError, ConfigError, EpisodeError
+from agentrl.core.errors import ConfigError, EpisodeError
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout, StopReason
+from agentrl.core.user_code import await_user_code, user_code
 from agentrl.episode.chat import Agent
 from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import ROLLOUT, waiting
@@ -88,13 +89,11 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
 
 
 async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> object:
-    try:
-        with waiting(ROLLOUT, agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"):
-            return await generate(agent.task, agent)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise context.author_failure(f"{KEY}: {_name(generate)}", error) from error
+    with (
+        user_code(lambda error: context.author_failure(f"{KEY}: {_name(generate)}", error)),
+        waiting(ROLLOUT, agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"),
+    ):
+        return await await_user_code(generate(agent.task, agent))
 
 
 def _check_rollouts(returned: object, agent: Agent) -> list[Rollout]:

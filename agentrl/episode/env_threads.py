@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
 import gymnasium
 
 from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, returned_fault
-from agentrl.core.errors import AgentrlError, EnvironmentFailure
+from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.multi_agent_env import (
     MULTI_RESET_FORM,
     MULTI_STEP_FORM,
@@ -21,6 +21,7 @@ from agentrl.core.multi_agent_env import (
 )
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Info, Message, Observation
+from agentrl.core.user_code import await_user_code, user_code
 from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import waiting
 
@@ -55,16 +56,16 @@ class _Threaded(Generic[E]):
 
     async def get_state(self) -> dict[str, Any]:
         """Return the environment's state."""
-        return await self._guard("get_state", self._thread(self.env.get_state))
+        return await self._call("get_state", self.env.get_state)
 
     async def set_state(self, state: dict[str, Any]) -> None:
         """Restore a state that `get_state` returned."""
-        await self._guard("set_state", self._thread(lambda: self.env.set_state(state)))
+        await self._call("set_state", lambda: self.env.set_state(state))
 
     async def close(self) -> None:
         """Close the environment, unless one of its methods still runs in a thread that was cancelled."""
         if self._env is not None and not self._busy and type(self._env).close not in _CLOSES_NOTHING:
-            await self._guard("close", self._thread(self._env.close))
+            await self._call("close", self._env.close)
 
     def number(self, value: object, name: str) -> float:
         """Return a value of the environment as a number; `EnvironmentFailure` if it is not a finite one."""
@@ -85,31 +86,32 @@ class _Threaded(Generic[E]):
             raise EnvironmentFailure(f"{self.name}: info['metrics'] is {metrics!r:.100}, not a dict of numbers")
         return {str(key): self.number(value, f"the metric {key!r}") for key, value in metrics.items()}
 
-    async def _thread(self, method: Callable[[], T]) -> T:
-        if self._pool is None:
-            return method()
+    async def _call(self, name: str, method: Callable[[], T]) -> T:
+        """Call a synchronous method in the pool."""
 
         def run() -> T:
             try:
-                return method()
-            except StopIteration as error:  # a future cannot hold one: the episode would wait for ever
-                raise RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__) from None
+                with user_code(lambda error: self._failure(name, error)):
+                    return method()
             finally:
                 self._busy = False
 
-        self._busy = True
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        with waiting("environment", lambda: f"{self.name}.{name}"):
+            if self._pool is None:
+                return run()
+            self._busy = True
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
-    async def _guard(self, method: str, work: Awaitable[T]) -> T:
-        try:
-            with waiting("environment", lambda: f"{self.name}.{method}"):
-                return await work
-        except AgentrlError:
-            raise
-        except Exception as error:
-            built = self._env is not None
-            who = f"{self.name}.{method}" if built else f"{self.name}'s constructor"
-            raise self._context.author_failure(who, error) from error
+    async def _await(self, name: str, method: Coroutine[Any, Any, T]) -> T:
+        with (
+            waiting("environment", lambda: f"{self.name}.{name}"),
+            user_code(lambda error: self._failure(name, error)),
+        ):
+            return await await_user_code(method)
+
+    def _failure(self, method: str, error: BaseException) -> EnvironmentFailure:
+        call = f"{self.name}.{method}" if self._env is not None else f"{self.name}'s constructor"
+        return self._context.author_failure(call, error)
 
 
 class ThreadedEnv(_Threaded[Env]):
@@ -125,9 +127,9 @@ class ThreadedEnv(_Threaded[Env]):
             self._env = env
             return None if isinstance(env, AsyncEnv) else env.reset(seed=seed, options=options)
 
-        started = await self._guard("reset", self._thread(build))
+        started = await self._call("reset", build)
         if isinstance(self._env, AsyncEnv):
-            started = await self._guard("areset", self._env.areset(seed=seed, options=options))
+            started = await self._await("areset", self._env.areset(seed=seed, options=options))
         result: tuple[Observation, Info] = self._check_returned("reset", started, RESET_FORM)
         return result
 
@@ -135,9 +137,9 @@ class ThreadedEnv(_Threaded[Env]):
         """Take an action."""
         env = self.env
         if isinstance(env, AsyncEnv):
-            stepped = await self._guard("astep", env.astep(action))
+            stepped = await self._await("astep", env.astep(action))
         else:
-            stepped = await self._guard("step", self._thread(lambda: env.step(action)))
+            stepped = await self._call("step", lambda: env.step(action))
         result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
 
@@ -160,22 +162,22 @@ class ThreadedMultiAgentEnv(_Threaded[MultiAgentEnv]):
             self._env = env
             return env.reset(seed=seed, options={"task": task})
 
-        started = await self._guard("reset", self._thread(build))
+        started = await self._call("reset", build)
         if fault := multi_agent_fault(self.env, started, MULTI_RESET_FORM):
             raise EnvironmentFailure(f"{self.name}.reset {fault}")
         return started
 
     async def step(self, actions: dict[str, Message]) -> MultiStep:
         """Take the actions of the agents that act."""
-        stepped = await self._guard("step", self._thread(lambda: self.env.step(actions)))
+        stepped = await self._call("step", lambda: self.env.step(actions))
         if fault := multi_agent_fault(self.env, stepped, MULTI_STEP_FORM):
             raise EnvironmentFailure(f"{self.name}.step {fault}")
         return stepped
 
     async def forfeit(self, agent: str) -> dict[str, float]:
         """Return the rewards if an agent can act no more."""
-        return await self._guard("forfeit", self._thread(lambda: self.env.forfeit(agent)))
+        return await self._call("forfeit", lambda: self.env.forfeit(agent))
 
     async def act(self, who: str, act: Callable[[], T]) -> T:
         """Let a scripted player act; its exceptions are failures of the environment."""
-        return await self._guard(f"players[{who!r}]", self._thread(act))
+        return await self._call(f"players[{who!r}]", act)

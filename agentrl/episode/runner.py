@@ -167,12 +167,13 @@ class EpisodeRunner:
                     episodes[-1][1].add_done_callback(lambda _: on_ended())
                     if number % _STARTS == 0:
                         await asyncio.sleep(0)
-                for batch in self._split_by_grading(episodes):
-                    group.create_task(self._grade(batch, tools, on_done))
+                batches = self._split_by_grading(episodes)
+                gradings = [group.create_task(self._grade(batch, tools, on_done)) for batch in batches]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first ended the others
         finally:
             await asyncio.gather(*(runner.close() for runner in tools.values()))
+        assert not any(grading.cancelled() for grading in gradings), "a task group drops a child that is cancelled"
         rollouts = [rollout for _, episode in episodes for rollout in episode.result()]
         if check_dropped:
             self.check_dropped(rollouts)

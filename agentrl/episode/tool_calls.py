@@ -47,6 +47,7 @@ class ToolRunner:
         self._episode_id = episode_id
         self._served = served or {}
         self._sessions: dict[str, ToolClient] = {}
+        self._thread_lock = asyncio.Lock()
         self._scoring_calls = 0
         self._closed = False
         self.seconds = 0.0
@@ -113,8 +114,11 @@ class ToolRunner:
             return ToolResult(call.id, ToolStatus.INVALID, unknown_tool_message(call.name, tools))
         tool = tools[call.name]
         if not tool.server:
+            # Functions that run in threads run in the order of the calls, so that they may share state without locks.
+            turn = self._thread_lock if tool.runs_in_thread else nullcontext()
             with waiting(TOOL, call.name, f"call {call.id}", "in this process"):
-                result = await tool.run(call)
+                async with turn:
+                    result = await tool.run(call)
         elif self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         else:

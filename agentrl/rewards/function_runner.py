@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import threading
 import typing
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import describe
+from agentrl.core.user_code import TimeLimitExceeded, await_user_code, call_in_thread
 from agentrl.rewards.sample import Sample
 
 THREADS = 16
@@ -47,23 +45,19 @@ class FunctionRunner:
 
         Raises:
             TimeoutError: it took longer than ``timeout_s``. A plain function's thread cannot be ended and runs on.
-            Exception: any that the function raises.
+            BaseException: what the function raises; see `agentrl.core.user_code.user_error`.
         """
         argument: Any = list(samples) if self.group else samples[0]
         if self._async:
             return await self._in_time(self._function(argument))
         async with self._threads:
-            result = await self._in_time(in_thread(self._function, argument))
+            result = await self._in_time(call_in_thread(lambda: self._function(argument), "reward"))
         return await self._in_time(result) if inspect.isawaitable(result) else result
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
-        clock = asyncio.timeout(self._timeout_s)
         try:
-            async with clock:
-                return await work
-        except TimeoutError:
-            if not clock.expired():
-                raise
+            return await await_user_code(work, self._timeout_s)
+        except TimeLimitExceeded:
             raise TimeoutError(
                 f"it took longer than reward.timeout_s={self._timeout_s:g}; raise it, or make the function faster"
             ) from None
@@ -104,36 +98,3 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> s
         return parameter.annotation.strip("'\" ")
     origin = typing.get_origin(parameter.annotation) or parameter.annotation
     return str(getattr(origin, "__name__", origin))
-
-
-async def in_thread(function: Callable[..., Any], argument: Any) -> Any:
-    """Run a function in a new daemon thread, so that a reward that never returns does not keep the process from ending.
-
-    The end of a process waits for threads of a `concurrent.futures` pool.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        if done.done():  # timed out or cancelled
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        result: Any = None
-        failure: Exception | None = None
-        try:
-            result = function(argument)
-        except Exception as error:
-            # A future refuses StopIteration, which ends coroutines.
-            failure = RuntimeError(describe(error)) if isinstance(error, StopIteration) else error
-        except BaseException as error:  # such as sys.exit(): fails the reward, not the run
-            failure = RuntimeError(describe(error))
-        with contextlib.suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return await done

@@ -10,10 +10,10 @@ from typing import Any
 from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
-from agentrl.core.imports import describe
 from agentrl.core.registry import REWARDS, names, reward_function
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Failure, FailureKind, Rollout
+from agentrl.core.user_code import describe, user_error
 from agentrl.obs.waiting import waiting
 from agentrl.rewards.function_runner import FunctionRunner
 from agentrl.rewards.sample import Sample
@@ -59,14 +59,14 @@ class RewardGrader:
             for rollout in rollouts:
                 rollout.failure, rollout.dropped = error.as_failure(), True
             return
-        except Exception as error:  # any that the user's function raises
-            self._apply_on_error(rollouts, error)
+        except BaseException as error:
+            self._apply_on_error(rollouts, user_error(error))
             return
         for rollout, result in zip(rollouts, results, strict=True):
             try:
                 reward, metrics = self._score(result)
-            except ValueError as error:
-                self._apply_on_error([rollout], error)
+            except BaseException as error:  # of the class of the user's object, too
+                self._apply_on_error([rollout], user_error(error))
             else:
                 rollout.reward = reward
                 rollout.metrics = rollout.metrics | metrics
@@ -93,7 +93,7 @@ class RewardGrader:
         metrics = {name: _finite(value, f"its {name!r} is") for name, value in numbers_by_name.items()}
         return _finite(result[key], f"its {key!r} is"), metrics
 
-    def _apply_on_error(self, rollouts: Sequence[Rollout], error: Exception) -> None:
+    def _apply_on_error(self, rollouts: Sequence[Rollout], error: BaseException) -> None:
         """Apply ``reward.on_error`` to the rollouts."""
         message = describe(error)
         if self._config.on_error == "stop":

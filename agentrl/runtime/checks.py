@@ -12,10 +12,10 @@ from agentrl.config.obs import ObsConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
-from agentrl.core.errors import AgentrlError, ConfigError, MissingError
+from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.extras import install_command, is_installed, not_installed_error
-from agentrl.core.imports import describe
 from agentrl.core.registry import env_class, make_any_env, undefined_step
+from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
 from agentrl.data.task_sources import errors_name_source
 from agentrl.inference.fleet.sglang_router_process import require_router
@@ -52,13 +52,9 @@ def _check_episodes(config: Config) -> None:
 
 
 def _make_env(section: EnvConfig) -> EnvBase:
-    try:
+    key = f"env.name={section.name} with env.options={section.options}"
+    with calling(f"{key}: {env_class(section.name).__name__}'s constructor"):
         return make_any_env(section.name, section.options)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        failure = f"{env_class(section.name).__name__}'s constructor raised {describe(error)}"
-        raise ConfigError(f"env.name={section.name} with env.options={section.options}: {failure}") from error
 
 
 def check_packages(learner: LearnerConfig, obs: ObsConfig) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 
-from agentrl.core.errors import AgentrlError, UserError
-from agentrl.core.imports import describe
+from agentrl.core.errors import UserError
+from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import schema_problem
 from agentrl.core.types import Info
+from agentrl.core.user_code import describe, user_code
 
 T = TypeVar("T")
 
@@ -29,12 +31,15 @@ def require(holds: bool, message: str, cause: BaseException | None = None) -> No
 
 def call_author_code(description: str, method: Callable[[], T], hint: str = "") -> T:
     """Call a method of the plugin and return its result; an exception is a violation of the contract."""
-    try:
+    with user_code(lambda error: ContractError(f"{description} raised {describe(error)}{hint}")):
         return method()
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ContractError(f"{description} raised {describe(error)}{hint}") from error
+
+
+def check_schemas(name: str, tools: Iterable[Tool]) -> None:
+    """Check that calls can fit the JSON Schemas of tools; ``name`` is who offers them."""
+    for tool in tools:
+        problem = schema_problem(tool.parameters)
+        require(not problem, f"{name}: no call of the tool {tool.name!r} could fit: {problem}")
 
 
 def require_json(value: object, description: str) -> None:

@@ -9,8 +9,6 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, returned_fault
-from agentrl.core.errors import AgentrlError
-from agentrl.core.imports import describe
 from agentrl.core.registry import undefined_step
 from agentrl.core.task import Task
 from agentrl.core.types import (
@@ -25,9 +23,11 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
+from agentrl.core.user_code import describe, user_code
 from agentrl.testing.contract import (
     ContractError,
     call_author_code,
+    check_schemas,
     global_random_state,
     require,
     require_info,
@@ -98,12 +98,9 @@ def check_env(
 
 def _check_gymnasium(env: Env) -> None:
     name = type(env).__name__
-    try:
+    test = "gymnasium.utils.env_checker.check_env"
+    with user_code(lambda error: ContractError(f"{name} fails {test}: {describe(error)}")):
         gymnasium_check_env(env, skip_render_check=True)
-    except AgentrlError:
-        raise
-    except Exception as error:
-        raise ContractError(f"{name} fails gymnasium.utils.env_checker.check_env: {describe(error)}") from error
 
 
 def _check_states(cls: type[Env], records: list[_Record]) -> tuple[str, ...]:
@@ -146,6 +143,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
         first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = returned_fault(first, RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
+        check_schemas(name, env.tools)
         return env, first
 
     def step(self, env: Env, action: Action) -> Step:

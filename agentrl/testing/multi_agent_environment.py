@@ -13,7 +13,6 @@ import numpy as np
 
 from agentrl.core.aec_env import AecAdapter
 from agentrl.core.errors import AgentrlError
-from agentrl.core.imports import describe
 from agentrl.core.multi_agent_env import (
     MULTI_RESET_FORM,
     MULTI_STEP_FORM,
@@ -25,9 +24,11 @@ from agentrl.core.multi_agent_env import (
 from agentrl.core.registry import undefined_step
 from agentrl.core.task import Task
 from agentrl.core.types import Message
+from agentrl.core.user_code import describe
 from agentrl.testing.contract import (
     ContractError,
     call_author_code,
+    check_schemas,
     global_random_state,
     require,
     require_info,
@@ -118,6 +119,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
         first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = multi_agent_fault(env, first, MULTI_RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
+        check_schemas(name, env.tools)
         return env, first
 
     def step(self, env: MultiAgentEnv, actions: dict[str, Message]) -> MultiStep:

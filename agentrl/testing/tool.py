@@ -10,13 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-import jsonschema
-
 from agentrl.core.child_process import reserve_port
 from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import Tool, ToolClient, ToolService
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.testing.contract import require
+from agentrl.testing.contract import check_schemas, require
 from agentrl.toolserver.service import HostedService
 
 _NO_SUCH_ARGUMENT = {"no_such_argument_": 1}
@@ -95,10 +93,7 @@ def _check_options(service: ToolService) -> None:
 
 def _check_description(tool: Tool) -> None:
     require(bool(tool.description.strip()), f"{tool.name} needs a docstring: the policy reads its first paragraph")
-    try:
-        jsonschema.Draft202012Validator.check_schema(dict(tool.parameters))
-    except jsonschema.SchemaError as error:
-        require(False, f"{tool.name}: parameters are no JSON Schema: {error.message}", error)
+    check_schemas(tool.name, [tool])
 
 
 async def _check_answers(

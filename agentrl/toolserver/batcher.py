@@ -17,13 +17,14 @@ class Batcher(Generic[T, R]):
     No item waits for a time window: batches are as large as the load makes them.
 
     Args:
-        run: runs a batch and returns one result an item, in order; its error is raised to every caller of the batch.
+        run: runs a batch and returns a result for each item, in order. A result that is an exception is raised to the
+            caller of its item, an error of ``run`` to every caller of the batch.
         max_batch: the largest batch.
         concurrent: batches that run at the same time.
     """
 
     def __init__(
-        self, run: Callable[[Sequence[T]], Awaitable[Sequence[R]]], *, max_batch: int, concurrent: int
+        self, run: Callable[[Sequence[T]], Awaitable[Sequence[R | Exception]]], *, max_batch: int, concurrent: int
     ) -> None:
         self._run = run
         self._max_batch = max_batch
@@ -60,21 +61,17 @@ class Batcher(Generic[T, R]):
             self._workers.discard(task)
 
     async def _run_batch(self, batch: Sequence[tuple[T, asyncio.Future[R]]]) -> None:
+        results: Sequence[R | Exception]
         try:
             results = await self._run([item for item, _ in batch])
+            if len(results) != len(batch):
+                raise RuntimeError(f"a batch of {len(batch)} has {len(results)} results")
         except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(_copy(error))
-            return
+            results = [_copy(error) for _ in batch]
         except asyncio.CancelledError:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(_copy(self._closed))
+            _settle(batch, [_copy(self._closed) for _ in batch])
             raise
-        for (_, future), result in zip(batch, results, strict=True):
-            if not future.done():
-                future.set_result(result)
+        _settle(batch, results)
 
     async def close(self, error: Exception) -> None:
         """Cancel running batches; every unanswered call raises ``error``."""
@@ -87,6 +84,16 @@ class Batcher(Generic[T, R]):
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _settle(batch: Sequence[tuple[T, asyncio.Future[R]]], results: Sequence[R | Exception]) -> None:
+    for (_, future), result in zip(batch, results, strict=True):
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 def _copy(error: Exception) -> Exception:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.errors import ToolFailure
+from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult
+from agentrl.core.user_code import await_user_code, describe, user_error
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.batcher import Batcher
 
@@ -84,10 +84,10 @@ class HostedTool(ABC):
 
 
 class PlainTool(HostedTool):
-    """An `agentrl.Tool` in a server: a coroutine that knows of no session."""
+    """An `agentrl.Tool` in a server: a function that knows of no session."""
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Run the coroutine within its time."""
+        """Run the function within its time."""
         return await self.spec.run(call)
 
 
@@ -103,7 +103,7 @@ class StatelessTool(HostedTool):
 
     def __init__(self, spec: Tool, *, max_batch: int) -> None:
         super().__init__(spec)
-        self._batcher = Batcher(self.call_batch, max_batch=max_batch, concurrent=1)
+        self._batcher = Batcher(self._run_batch, max_batch=max_batch, concurrent=1)
 
     @abstractmethod
     async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
@@ -117,9 +117,23 @@ class StatelessTool(HostedTool):
         """Run one call in the next batch."""
         return await self._batcher.submit(call)
 
-    async def call_many(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
-        """Run calls in the next batches and return their results in order."""
-        return await asyncio.gather(*(self._batcher.submit(call) for call in calls))
+    async def _run_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult | Exception]:
+        """Run a batch. If its code raises, it is run in halves, so that only the call that raises fails."""
+        try:
+            results = await await_user_code(self.call_batch(calls))
+            if len(results) != len(calls):
+                raise TypeError(
+                    f"{self.spec.name}: call_batch got {len(calls)} calls and returned {len(results)} results"
+                )
+            return results
+        except (ToolFailure, SandboxFailure) as failure:
+            return [type(failure)(*failure.args) for _ in calls]
+        except BaseException as caught:
+            error = user_error(caught)
+        if len(calls) > 1:
+            middle = len(calls) // 2
+            return [*await self._run_batch(calls[:middle]), *await self._run_batch(calls[middle:])]
+        return [error if isinstance(error, Exception) else ToolFailure(f"{self.spec.name} raised {describe(error)}")]
 
     async def close(self) -> None:
         """End the batch that runs."""

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from agentrl.config.checks import is_context_template
 from agentrl.core.errors import AgentrlError, ConfigError, RunStopped
-from agentrl.core.imports import describe, load_object
+from agentrl.core.imports import load_object
 from agentrl.core.types import MaskReason, Message, Provenance, Rollout, Row
+from agentrl.core.user_code import describe, user_code
 from agentrl.render.base import Renderer
 from agentrl.rewards.sample import Sample
 
@@ -90,7 +91,9 @@ class PrivilegedRows:
                 "train without --replay, or leave out the context"
             )
         try:
-            messages = tuple(self._make(Sample.from_rollout(rollout)))
+            failed = f"{self._key} failed for rollout {rollout.rollout_id}"
+            with user_code(lambda error: RunStopped(f"{failed}: {describe(error)}")):
+                messages = tuple(self._make(Sample.from_rollout(rollout)))
             if not messages or not all(isinstance(message, Message) for message in messages):
                 raise RunStopped(f"{self._key} must return messages (agentrl.Message), not {messages!r:.100}")
             return np.array(self._renderer.render(messages, rollout.tools).token_ids, np.int32)
@@ -98,8 +101,6 @@ class PrivilegedRows:
             raise
         except AgentrlError as error:
             raise RunStopped(f"{self._key}: rollout {rollout.rollout_id}: {error}") from error
-        except Exception as error:  # any that the user's function raises
-            raise RunStopped(f"{self._key} failed for rollout {rollout.rollout_id}: {describe(error)}") from error
 
 
 def _with_prompt(row: Row, length: int, prompt: NDArray[np.int32]) -> Row:

@@ -12,6 +12,7 @@ from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Observation
+from agentrl.core.user_code import user_error
 
 TRIED = 32
 """Most tasks whose first prompt is tried, evenly spaced; a run is refused if all of them fail."""
@@ -80,7 +81,8 @@ def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:
             observation = views[env.acting[0]]["messages"]
         else:
             observation, _ = env.reset(seed=config.run.seed, options={"task": task})
-    except Exception:  # of the environment's author: an episode's failure when it happens
+    except BaseException as error:  # of the environment's author: an episode's failure when it happens
+        user_error(error)
         return ()
     finally:
         env.close()

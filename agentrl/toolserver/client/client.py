@@ -12,7 +12,8 @@ import orjson
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
-from agentrl.core.tool import MAX_NESTING, Tool, is_too_deep
+from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import MAX_NESTING, is_too_deep
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
 from agentrl.toolserver import limits
@@ -166,7 +167,7 @@ class ToolServerClient:
             )
         return _as_result(server.reply_fields(reply, "a call", {}), call, call.id, server)
 
-    async def _call_batch(self, batch: Sequence[_Encoded]) -> list[ToolResult]:
+    async def _call_batch(self, batch: Sequence[_Encoded]) -> list[ToolResult | Exception]:
         body = b'{"calls":[%s]}' % b",".join(call_json for _, call_json in batch)
         for attempt in range(self._config.retries + 1):
             if attempt:
@@ -181,11 +182,13 @@ class ToolServerClient:
                     await server.check_tools(fields["server"])
                     if len(fields["results"]) != len(batch):
                         raise ToolFailure(f"{server.name} gave {len(fields['results'])} results to {len(batch)} calls")
-                    results = zip(fields["results"], batch, strict=True)
-                    return [
-                        _as_result(fields_of_result, call, "stateless", server)
-                        for fields_of_result, (call, _) in results
-                    ]
+                    results: list[ToolResult | Exception] = []
+                    for result_fields, (call, _) in zip(fields["results"], batch, strict=True):
+                        try:
+                            results.append(_as_result(result_fields, call, "stateless", server))
+                        except ToolFailure as failure:  # of this call alone
+                            results.append(failure)
+                    return results
                 except ServerDown as down:
                     self._pool.mark_down(server, str(down))
                 finally:

@@ -17,6 +17,7 @@ from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.user_code import TimeLimitExceeded
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.connection import McpConnection, McpOptions
 from agentrl.toolserver.sandbox_tool import cut_middle
@@ -174,7 +175,7 @@ class McpTool(HostedTool):
         limit = self._source.options.timeout_s
         try:
             result = await self._source.connection(session).call(self._remote_name, call.arguments)
-        except TimeoutError:
+        except TimeLimitExceeded:
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{call.name} did not answer in {limit:g} s")
         except ValueError as error:
             return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {error}")

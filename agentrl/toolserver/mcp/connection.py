@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from pydantic import Field, PositiveFloat, ValidationError
 
 from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
+from agentrl.core.user_code import TimeLimitExceeded
 from agentrl.toolserver.server.auth import is_loopback
 
 _log = logging.getLogger(__name__)
@@ -132,16 +134,17 @@ class McpConnection:
         """Call a tool.
 
         Raises:
-            TimeoutError: it did not answer in time.
+            TimeLimitExceeded: it did not answer in time.
             ValueError: the server refused the arguments.
             ToolFailure: the server does not start, has ended, reported an error of the server, or violated the protocol.
         """
         client = await self._client()
+        limit, started = self._options.timeout_s, time.monotonic()
         try:
-            return await client.call_tool(tool, dict(arguments), read_timeout_seconds=self._options.timeout_s)
+            return await client.call_tool(tool, dict(arguments), read_timeout_seconds=limit)
         except MCPError as error:
-            if error.code == REQUEST_TIMEOUT:
-                raise TimeoutError from None
+            if error.code == REQUEST_TIMEOUT and time.monotonic() - started >= limit:  # a server may use the code, too
+                raise TimeLimitExceeded(f"it took longer than {limit:g} s") from None
             if error.code == INVALID_PARAMS:
                 raise ValueError(error.message) from None
             # Errors of the tool are results. This is one of the server or of the connection, which both may have ended.

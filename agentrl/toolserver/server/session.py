@@ -15,6 +15,7 @@ from typing import Any
 from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import unknown_tool_message
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.core.user_code import await_user_code, describe, user_error
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool, ToolSession
 from agentrl.toolserver.server.errors import Draining
@@ -146,15 +147,9 @@ class Session(ToolSession):
                 if fault or tool is None:
                     answer = Answer.from_result(ToolResult(call.id, ToolStatus.INVALID, fault))
                 else:
-                    result = await tool.call(self, call)
-                    if not isinstance(result, ToolResult) or result.call_id != call.id:
-                        raise TypeError(f"the tool answered call {call.id!r} with {result!r:.200}")
-                    answer = Answer.from_result(result)
-            except (Exception, SystemExit, asyncio.CancelledError) as error:
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # the session was closed
-                answer = self._failure_answer(call, error)
+                    answer = _answer(call, await await_user_code(tool.call(self, tool.spec.with_integers(call))))
+            except BaseException as error:
+                answer = self._failure_answer(call, user_error(error))
             finally:
                 self._end_lease(lease)
         metrics.call_seconds.labels(label).observe(time.perf_counter() - started)
@@ -171,13 +166,13 @@ class Session(ToolSession):
                 answers[number] = Answer.from_result(ToolResult(call.id, ToolStatus.INVALID, fault))
             else:
                 valid_indexes.append(number)
-        try:
-            results = await tool.call_many([calls[number] for number in valid_indexes])
-            answers |= {
-                number: Answer.from_result(result) for number, result in zip(valid_indexes, results, strict=True)
-            }
-        except Exception as error:
-            answers |= {number: self._failure_answer(calls[number], error) for number in valid_indexes}
+        valid_calls = [tool.spec.with_integers(calls[number]) for number in valid_indexes]
+        results = await asyncio.gather(*(tool.call(self, call) for call in valid_calls), return_exceptions=True)
+        for number, call, result in zip(valid_indexes, valid_calls, results, strict=True):
+            try:
+                answers[number] = _answer(call, result)
+            except Exception as error:
+                answers[number] = self._failure_answer(call, error)
         metrics, seconds = self._shared.metrics, time.perf_counter() - started
         observe = metrics.call_seconds.labels(tool.spec.name).observe
         for answer in answers.values():
@@ -194,7 +189,7 @@ class Session(ToolSession):
                 self._shared.metrics.sandbox_failures.inc()
         else:  # a fault of the tool's code: the episode's failure policy decides, and the log has the traceback
             _log.error("session %s, call %s: the tool %s failed", self.id, call.id, call.name, exc_info=error)
-            message = f"{type(error).__name__}: {error}"
+            message = describe(error)
         return Answer.from_result(ToolResult(call.id, status, _printable(message)))
 
     async def sandbox(self) -> Sandbox:
@@ -287,11 +282,20 @@ class Session(ToolSession):
         for name, tool in self._shared.tools.items():
             try:
                 async with asyncio.timeout(END_S):
-                    await tool.end(self)
-            except Exception:  # TimeoutError too; the session ends all the same
-                _log.exception("session %s: the tool %s could not end it", self.id, name)
+                    await await_user_code(tool.end(self))
+            except BaseException as error:  # TimeoutError too; the session ends all the same
+                _log.error("session %s: the tool %s could not end it", self.id, name, exc_info=user_error(error))
         if self._sandbox is not None:
             await self._close_sandbox(self._sandbox)
+
+
+def _answer(call: ToolCall, result: object) -> Answer:
+    """Return a tool's result as the answer of a call; raise what it is in place of one."""
+    if isinstance(result, BaseException):
+        raise result
+    if not isinstance(result, ToolResult) or result.call_id != call.id:
+        raise TypeError(f"the tool answered call {call.id!r} with {result!r:.200}")
+    return Answer.from_result(result)
 
 
 def _current_lease() -> _Lease:

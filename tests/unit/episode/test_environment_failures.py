@@ -97,7 +97,7 @@ class InAsyncStep(AsyncEnv):
         (InConstructor, "the environment's constructor raised KeyError: 'size'", "in the constructor"),
         (InReset, "InReset.reset raised ValueError: no board", "in reset"),
         (InStep, "InStep.step raised JSONDecodeError: Expecting value", "the author's line"),
-        (InIterator, "InIterator.step raised RuntimeError: StopIteration", "no item"),
+        (InIterator, "InIterator.step raised StopIteration: no message", "no item"),
         (InAsyncStep, "InAsyncStep.astep raised JSONDecodeError: Expecting value", "the author's line"),
     ],
 )

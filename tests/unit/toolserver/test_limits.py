@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import ToolFailure
-from agentrl.core.tool import MAX_NESTING, Tool
+from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import MAX_NESTING
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver import limits
 from agentrl.toolserver.client.client import ToolServerClient

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
 from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.core.user_code import call_in_thread
 from agentrl.toolserver.hosted_tool import StatelessTool
 
 from .corpora import open_corpora
@@ -18,8 +19,6 @@ from .retriever import Corpora, Hit
 
 if TYPE_CHECKING:
     from starlette.routing import BaseRoute
-
-T = TypeVar("T")
 
 BATCH = 256
 """Queries that the retriever gets at the same time."""
@@ -58,15 +57,15 @@ class SearchTool(StatelessTool):
         options = self._options
         if not options.files():
             raise ConfigError("--corpus (tools.search.corpus): no corpus given")
-        self._corpora = await _in_daemon_thread(
-            lambda: open_corpora(
-                options.files(),
-                options.retriever,
-                model=options.model,
-                indexes=options.indexes(),
-                device=options.device,
-            )
+        work = partial(
+            open_corpora,
+            options.files(),
+            options.retriever,
+            model=options.model,
+            indexes=options.indexes(),
+            device=options.device,
         )
+        self._corpora = await call_in_thread(work, "open-corpora")  # SIGTERM ends a server that builds an index
 
     async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
         """Search in a thread, so that the server stays responsive."""
@@ -141,28 +140,3 @@ def _parameters(topk: int) -> Mapping[str, Any]:
         "required": ["query"],
         "additionalProperties": False,
     }
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread that does not keep the process from ending: SIGTERM ends a server that builds an index."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            result = work()
-        except Exception as error:
-            loop.call_soon_threadsafe(settle, None, error)
-        else:
-            loop.call_soon_threadsafe(settle, result, None)
-
-    threading.Thread(target=run, name="open-corpora", daemon=True).start()
-    return await future

@@ -1,0 +1,229 @@
+"""Arguments of tools: the JSON Schema of a function and the conversion to its types, both by pydantic."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+from pydantic import PydanticUserError, TypeAdapter
+from pydantic import ValidationError as ConversionError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.json_schema import GenerateJsonSchema
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+from typing_extensions import override
+
+from agentrl.core.user_code import describe, user_error
+
+MAX_NESTING = 100
+"""Levels of lists and objects in the arguments of a call. Parsers and validators fail beyond several hundred."""
+
+Convert = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Returns the arguments of a call as the types that the function names. Raises ValueError if they do not fit."""
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """Leaves out the titles of fields, which repeat their names."""
+
+    @override
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def function_schema(function: Callable[..., Any]) -> tuple[dict[str, Any], Convert]:
+    """Return the JSON Schema of a function's arguments, and the conversion to the types of its parameters.
+
+    Raises:
+        TypeError: no call could fit: a parameter has no type hint, a type that JSON cannot say, or no name in calls.
+    """
+    adapter = _arguments_adapter(function)
+    try:
+        schema = adapter.json_schema(schema_generator=_WithoutTitles)
+    except PydanticUserError as error:
+        raise TypeError(f"{function.__name__}: JSON cannot say its arguments: {_first_line(error)}") from error
+    ordered = {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
+    return ordered | {"additionalProperties": schema["additionalProperties"]} | _definitions(schema), _converter(
+        adapter
+    )
+
+
+def conversion(function: Callable[..., Any]) -> Convert:
+    """Return the conversion to the types of a function's parameters; without type hints, arguments stay as they are."""
+    try:
+        return _converter(_arguments_adapter(function))
+    except TypeError:
+        return dict
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"$defs": schema["$defs"]} if "$defs" in schema else {}
+
+
+def _arguments_adapter(function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+    """Return what validates a function's keyword arguments and returns them."""
+    name = function.__name__
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, AttributeError, SyntaxError) as error:
+        raise TypeError(
+            f"{name}: a type hint cannot be resolved: {error}; types must be defined in the module"
+        ) from error
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise TypeError(
+                f"{name}: calls pass arguments by name, and parameter {parameter.name!r} has none in a call"
+            )
+        if parameter.name not in hints:
+            raise TypeError(f"{name}: parameter {parameter.name!r} has no type hint")
+        kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
+        parameters.append(parameter.replace(annotation=hints[parameter.name], kind=kind))
+
+    def collect(**arguments: Any) -> dict[str, Any]:
+        return arguments
+
+    collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    collect.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    try:
+        return TypeAdapter(collect)  # type: ignore[arg-type]  # a function stands for the type of its arguments
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        raise TypeError(f"{name}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+def _converter(adapter: TypeAdapter[dict[str, Any]]) -> Convert:
+    def convert(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            values = adapter.validate_json(json.dumps(dict(arguments)))
+        except ConversionError as error:
+            first = error.errors(include_url=False)[0]
+            location = "".join(f"[{key!r}]" for key in first["loc"])
+            raise ValueError(f"{location}: {first['msg']}") from None
+        except BaseException as error:  # of a validator of the user's type
+            raise ValueError(f": {describe(user_error(error))}") from error
+        return {name: values[name] for name in arguments}  # the function has its own defaults
+
+    return convert
+
+
+@lru_cache(maxsize=1024)
+def _validators(schema: str) -> tuple[Validator, Validator]:
+    """Return validators of a schema, given as JSON: one by the standard, and one that takes 2.0 for no integer.
+
+    Cached: checking the schema itself takes most of the time.
+    """
+    parsed = json.loads(schema)
+    cls = validator_for(parsed)
+    cls.check_schema(parsed)
+    checker = cls.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
+    )
+    return cls(parsed), extend(cls, type_checker=checker)(parsed)  # type: ignore[no-untyped-call]
+
+
+def _validators_of(schema: Mapping[str, Any]) -> tuple[Validator, Validator]:
+    return _validators(json.dumps(schema, default=dict))
+
+
+def arguments_fault(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """Return where and how arguments violate a schema, in jsonschema's words; empty if they do not."""
+    if is_too_deep(arguments):
+        return f": the arguments are nested more than {MAX_NESTING} levels deep"
+    try:
+        error = best_match(_validators_of(schema)[0].iter_errors(dict(arguments)))
+        if error is not None:
+            location = "".join(f"[{key!r}]" for key in error.absolute_path)
+            return f"{location}: {error.message}"
+    except Unresolvable as error:
+        return f": its schema has an unresolvable reference: {error}"
+    except RecursionError:
+        return ": its schema refers to itself without end"
+    except (ArithmeticError, ValueError) as error:  # of numbers such as NaN and 1e999, which Python reads in JSON
+        return f": the arguments hold a number that cannot be checked: {error}"
+    return ""
+
+
+def with_integers(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return checked arguments with 2.0, which JSON Schema takes for an integer, as 2 where the schema has an integer."""
+    if not any(_is_integral(value) for value in _values(arguments)):
+        return dict(arguments)
+    converted = deepcopy(dict(arguments))
+    for error in _validators_of(schema)[1].iter_errors(arguments):
+        for leaf in _leaves(error):
+            if leaf.validator == "type" and _is_integral(leaf.instance) and "integer" in str(leaf.validator_value):
+                target: Any = converted
+                *path, last = leaf.absolute_path
+                for key in path:
+                    target = target[key]
+                target[last] = int(target[last])
+    return converted
+
+
+def _leaves(error: ValidationError) -> Iterator[ValidationError]:
+    yield error
+    for inner in error.context or ():
+        yield from _leaves(inner)
+
+
+def _is_integral(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _values(value: object) -> Iterator[object]:
+    yield value
+    for child in _children(value):
+        yield from _values(child)
+
+
+def schema_problem(schema: Mapping[str, Any]) -> str:
+    """Return why no call could fit a tool's schema; empty if one could."""
+    try:
+        _validators_of(schema)
+    except SchemaError as error:
+        return f"its JSON Schema is invalid: {error.message}"
+    except TypeError as error:
+        return f"its JSON Schema is no JSON: {error}"
+    if schema.get("type", "object") != "object":
+        return f"its JSON Schema has the type {schema['type']!r}, and arguments are an object"
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    unknown = [name for name in required if name not in properties]
+    if unknown and schema.get("additionalProperties") is False:
+        return f"its JSON Schema requires {unknown[0]!r} and does not allow it"
+    resource = DRAFT202012.create_resource(dict(schema))
+    lookup = Registry().with_resource("", resource).resolver().lookup
+    for value in _values(schema):
+        reference = value.get("$ref") if isinstance(value, Mapping) else None
+        if isinstance(reference, str):
+            try:
+                lookup(reference)
+            except Unresolvable as error:
+                return f"its JSON Schema has an unresolvable reference: {error}"
+    return ""
+
+
+def is_too_deep(arguments: Mapping[str, Any]) -> bool:
+    """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
+    level: list[object] = [arguments]
+    for _ in range(MAX_NESTING):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return False
+    return any(isinstance(value, Mapping | list | tuple) for value in level)
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()

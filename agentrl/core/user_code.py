@@ -1,0 +1,211 @@
+"""Calls of code that users write: rewards, tools, environments, loops, filters, data sources.
+
+`user_error` decides for all of them what ends the run. The run's own cancellation and Ctrl-C do. Everything else that the
+code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too.
+Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be told from it and ends the
+run; in any other thread it is a failure of the code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import sysconfig
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from agentrl.core.errors import AgentrlError, ConfigError
+
+T = TypeVar("T")
+
+END_S = 1.0
+"""Seconds that a coroutine has to end after its time limit; then it is left alone."""
+_abandoned: set[asyncio.Task[object]] = set()
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+"""Folders of agentrl and of Python's own modules."""
+
+
+class TimeLimitExceeded(Exception):
+    """User code took longer than its time limit."""
+
+
+class _Carried(Exception):
+    """Carries an exception that a thread's future or a task cannot hold: SystemExit, StopIteration, CancelledError."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def user_error(error: BaseException) -> BaseException:
+    """Return what user code raised, as caught by ``except BaseException`` around the call; raise what ends the run.
+
+    Raises:
+        CancelledError: the run has cancelled the current task, whatever the code made of it.
+        KeyboardInterrupt: raised in the main thread.
+    """
+    task = _current_task()
+    if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError):
+            raise error
+        raise asyncio.CancelledError from error
+    if isinstance(error, _Carried):
+        return error.error
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
+    return error
+
+
+@contextmanager
+def user_code(failure: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Raise ``failure(error)`` in place of what user code in the body raises. An `AgentrlError` is raised as it is."""
+    try:
+        yield
+    except AgentrlError:
+        raise
+    except BaseException as caught:
+        error = user_error(caught)
+        failed = failure(error)
+        if failed is caught:
+            raise
+        raise failed from error
+
+
+def calling(call: str, hint: str = "") -> AbstractContextManager[None]:
+    """Raise a `ConfigError` "``call`` raised …" in place of what user code in the body raises; see `user_code`."""
+    return user_code(lambda error: ConfigError(f"{call} raised {describe(error)}{hint}"))
+
+
+async def await_user_code(work: Awaitable[T], limit_s: float | None = None) -> T:
+    """Return the result of a coroutine of the user, run in a separate task: code may cancel its own task.
+
+    Args:
+        work: the coroutine.
+        limit_s: seconds it may take. Then it is cancelled, and has `END_S` to end.
+
+    Raises:
+        TimeLimitExceeded: it took longer.
+        BaseException: what the code raises; see `user_error`.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    task = loop.create_task(_carry(work))
+    try:
+        finished, _ = await asyncio.wait({task}, timeout=limit_s)
+        seconds = loop.time() - started
+        if finished and (limit_s is None or seconds <= limit_s):
+            return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        if not task.done():
+            await asyncio.wait({task})
+        raise
+    _abandoned.add(task)
+    task.add_done_callback(_forget)
+    if finished:
+        raise TimeLimitExceeded(
+            f"it blocked the event loop and took {seconds:.1f} s, longer than {limit_s:g} s: write it as a plain function"
+        )
+    task.cancel()
+    await asyncio.wait({task}, timeout=END_S)
+    raise TimeLimitExceeded(f"it took longer than {limit_s:g} s")
+
+
+async def call_in_thread(function: Callable[[], T], name: str) -> T:
+    """Return the result of a function of the user, called in a new daemon thread: it cannot keep the process from ending.
+
+    If the caller is cancelled, the thread runs on.
+
+    Raises:
+        BaseException: what the function raises; see `user_error`.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = context.run(function)
+        except BaseException as error:
+            failure = _carriable(error)
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await done
+
+
+async def _carry(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise _Carried(error) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _carriable(error) from None
+
+
+def _carriable(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else _Carried(error)
+
+
+def _current_task() -> asyncio.Task[object] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return None
+
+
+def _forget(task: asyncio.Task[object]) -> None:
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()  # marks it as retrieved
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in one line: class, message, and the author's line where it arose (`error_location`).
+
+    Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
+    """
+    message = str(error.msg if isinstance(error, SyntaxError) else error)
+    file, line = error_location(error)
+    location = f" ({Path(file).name}:{line})" if file else ""
+    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{location}"
+
+
+def error_location(error: BaseException) -> tuple[str, int]:
+    """Return file and line of the innermost call outside agentrl, Python and installed packages, or of the innermost one.
+
+    The file is empty if the exception was not raised.
+    """
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return error.filename, error.lineno or 0
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next(
+        (frame for frame in reversed(frames) if not _is_library(frame.filename)), frames[-1] if frames else None
+    )
+    return (frame.filename, frame.lineno or 0) if frame is not None else ("", 0)
+
+
+def _is_library(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return bool(installed) or file.startswith(("<", *_LIBRARIES))
