@@ -96,11 +96,7 @@ def _run(parsed: argparse.Namespace, errors: Console) -> int:
     """Run the command; it is done only if it returns."""
     try:
         parsed.run(parsed)
-    except (
-        SystemExit,
-        GeneratorExit,
-        asyncio.CancelledError,
-    ) as error:  # raised where no function watches over user code
+    except (SystemExit, GeneratorExit, asyncio.CancelledError) as error:  # from a task of user code's own
         print_error(errors, "error", f"the command was ended by {describe(error)}")
         return FAILED
     return DONE

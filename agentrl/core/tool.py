@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload, runtime_che
 from pydantic_core import to_jsonable_python
 
 from agentrl.core.tool_arguments import (
+    Arguments,
     Convert,
+    Function,
+    Schema,
     arguments_fault,
     conversion,
     function_schema,
@@ -103,9 +106,9 @@ class Tool:
     """Name for the policy."""
     description: str
     """The docstring's first paragraph; part of what the policy reads."""
-    parameters: Mapping[str, Any]
+    parameters: Schema
     """JSON Schema of the arguments."""
-    function: Callable[..., Any] = _only_in_its_server
+    function: Function = _only_in_its_server
     """The function or coroutine."""
     timeout_s: float = 30.0
     """Seconds before a call counts as timed out."""
@@ -114,7 +117,7 @@ class Tool:
     convert: Convert = field(default=dict, repr=False, compare=False)
     """Converts the arguments to the types that the function names."""
 
-    def schema_fault(self, arguments: Mapping[str, Any]) -> str:
+    def schema_fault(self, arguments: Arguments) -> str:
         """Return where and how arguments violate the schema or the function's types; empty if they do not."""
         fault = arguments_fault(self.parameters, arguments)
         if not fault:
@@ -154,7 +157,7 @@ class Tool:
         except BaseException as error:
             return self._error_result(call, user_error(error))
 
-    async def _call(self, arguments: Mapping[str, Any]) -> object:
+    async def _call(self, arguments: Arguments) -> object:
         call = partial(self.function, **arguments)
         if not self.runs_in_thread:
             return await call()
@@ -201,19 +204,19 @@ def unknown_tool_message(name: str, names: Iterable[str]) -> str:
 
 
 @overload
-def tool(function: Callable[..., Any], /) -> Tool: ...
+def tool(function: Function, /) -> Tool: ...
 @overload
 def tool(
-    *, timeout_s: float = 30.0, name: str | None = None, parameters: Mapping[str, Any] | None = None
-) -> Callable[[Callable[..., Any]], Tool]: ...
+    *, timeout_s: float = 30.0, name: str | None = None, parameters: Schema | None = None
+) -> Callable[[Function], Tool]: ...
 def tool(
-    function: Callable[..., Any] | None = None,
+    function: Function | None = None,
     /,
     *,
     timeout_s: float = 30.0,
     name: str | None = None,
-    parameters: Mapping[str, Any] | None = None,
-) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    parameters: Schema | None = None,
+) -> Tool | Callable[[Function], Tool]:
     """Turn a function into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
 
     Arguments reach the function as the types that it names: models, dataclasses, enums. A plain function runs in a thread,
@@ -232,7 +235,7 @@ def tool(
         TypeError: no call could fit: a parameter has no type hint, or a type or a schema that JSON cannot say.
     """
 
-    def wrap(function: Callable[..., Any]) -> Tool:
+    def wrap(function: Function) -> Tool:
         if not callable(function):
             raise TypeError(f"@tool wants a function, not {function!r:.100}; settings are keywords")
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
@@ -250,7 +253,7 @@ def tool(
     return wrap if function is None else wrap(function)
 
 
-def _check_names(function: Callable[..., Any], schema: Mapping[str, Any]) -> None:
+def _check_names(function: Function, schema: Schema) -> None:
     """Check that a function takes the arguments of a schema written by hand."""
     try:
         inspect.signature(function).bind(**dict.fromkeys(schema.get("properties", {})))
@@ -258,7 +261,7 @@ def _check_names(function: Callable[..., Any], schema: Mapping[str, Any]) -> Non
         raise TypeError(f"{function.__name__}: its parameters are not those of its JSON Schema: {error}") from None
 
 
-def _coroutine_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def _coroutine_function(function: Function) -> Function | None:
     """Return the ``async def`` behind a tool's function; None if it is a plain one."""
     while isinstance(function, partial):
         function = function.func
@@ -271,7 +274,7 @@ def _awaits(code: CodeType) -> bool:
     return any(instruction.opname in ("GET_AWAITABLE", "GET_ANEXT") for instruction in dis.get_instructions(code))
 
 
-def _run_to_end(coroutine: Coroutine[Any, Any, object]) -> object:
+def _run_to_end(coroutine: Coroutine[object, None, object]) -> object:
     """Return the result of a coroutine that never awaits."""
     try:
         coroutine.send(None)

@@ -27,7 +27,15 @@ from agentrl.core.user_code import describe, user_error
 MAX_NESTING = 100
 """Levels of lists and objects in the arguments of a call. Parsers and validators fail beyond several hundred."""
 
-Convert = Callable[[Mapping[str, Any]], dict[str, Any]]
+Function = Callable[..., Any]
+"""The function of a tool."""
+Schema = Mapping[str, Any]
+"""A JSON Schema."""
+Arguments = Mapping[str, Any]
+"""The arguments of a call by name, as JSON has them."""
+Values = dict[str, Any]
+"""The arguments as a function gets them."""
+Convert = Callable[[Arguments], Values]
 """Returns the arguments of a call as the types that the function names. Raises ValueError if they do not fit."""
 
 
@@ -35,11 +43,11 @@ class _WithoutTitles(GenerateJsonSchema):
     """Leaves out the titles of fields, which repeat their names."""
 
     @override
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
 
-def function_schema(function: Callable[..., Any]) -> tuple[dict[str, Any], Convert]:
+def function_schema(function: Function) -> tuple[Schema, Convert]:
     """Return the JSON Schema of a function's arguments, and the conversion to the types of its parameters.
 
     Raises:
@@ -50,13 +58,11 @@ def function_schema(function: Callable[..., Any]) -> tuple[dict[str, Any], Conve
         schema = adapter.json_schema(schema_generator=_WithoutTitles)
     except PydanticUserError as error:
         raise TypeError(f"{function.__name__}: JSON cannot say its arguments: {_first_line(error)}") from error
-    ordered = {"type": "object", "properties": schema.get("properties", {}), "required": schema.get("required", [])}
-    return ordered | {"additionalProperties": schema["additionalProperties"]} | _definitions(schema), _converter(
-        adapter
-    )
+    defaults = {"type": "object", "properties": {}, "required": []}  # in the order in which the policy reads them
+    return defaults | schema, _converter(adapter)
 
 
-def conversion(function: Callable[..., Any]) -> Convert:
+def conversion(function: Function) -> Convert:
     """Return the conversion to the types of a function's parameters; without type hints, arguments stay as they are."""
     try:
         return _converter(_arguments_adapter(function))
@@ -64,11 +70,7 @@ def conversion(function: Callable[..., Any]) -> Convert:
         return dict
 
 
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {"$defs": schema["$defs"]} if "$defs" in schema else {}
-
-
-def _arguments_adapter(function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+def _arguments_adapter(function: Function) -> TypeAdapter[Values]:
     """Return what validates a function's keyword arguments and returns them."""
     name = function.__name__
     try:
@@ -88,7 +90,7 @@ def _arguments_adapter(function: Callable[..., Any]) -> TypeAdapter[dict[str, An
         kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
         parameters.append(parameter.replace(annotation=hints[parameter.name], kind=kind))
 
-    def collect(**arguments: Any) -> dict[str, Any]:
+    def collect(**arguments: object) -> dict[str, object]:
         return arguments
 
     collect.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -103,8 +105,8 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
-def _converter(adapter: TypeAdapter[dict[str, Any]]) -> Convert:
-    def convert(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _converter(adapter: TypeAdapter[Values]) -> Convert:
+    def convert(arguments: Arguments) -> Values:
         try:
             values = adapter.validate_json(json.dumps(dict(arguments)))
         except ConversionError as error:
@@ -133,11 +135,11 @@ def _validators(schema: str) -> tuple[Validator, Validator]:
     return cls(parsed), extend(cls, type_checker=checker)(parsed)  # type: ignore[no-untyped-call]
 
 
-def _validators_of(schema: Mapping[str, Any]) -> tuple[Validator, Validator]:
+def _validators_of(schema: Schema) -> tuple[Validator, Validator]:
     return _validators(json.dumps(schema, default=dict))
 
 
-def arguments_fault(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def arguments_fault(schema: Schema, arguments: Arguments) -> str:
     """Return where and how arguments violate a schema, in jsonschema's words; empty if they do not."""
     if is_too_deep(arguments):
         return f": the arguments are nested more than {MAX_NESTING} levels deep"
@@ -155,7 +157,7 @@ def arguments_fault(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     return ""
 
 
-def with_integers(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def with_integers(schema: Schema, arguments: Arguments) -> Values:
     """Return checked arguments with 2.0, which JSON Schema takes for an integer, as 2 where the schema has an integer."""
     if not any(_is_integral(value) for value in _values(arguments)):
         return dict(arguments)
@@ -187,7 +189,7 @@ def _values(value: object) -> Iterator[object]:
         yield from _values(child)
 
 
-def schema_problem(schema: Mapping[str, Any]) -> str:
+def schema_problem(schema: Schema) -> str:
     """Return why no call could fit a tool's schema; empty if one could."""
     try:
         _validators_of(schema)
@@ -213,7 +215,7 @@ def schema_problem(schema: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_too_deep(arguments: Mapping[str, Any]) -> bool:
+def is_too_deep(arguments: Arguments) -> bool:
     """Return whether arguments are nested more than `MAX_NESTING` levels deep."""
     level: list[object] = [arguments]
     for _ in range(MAX_NESTING):

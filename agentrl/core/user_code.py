@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 END_S = 1.0
 """Seconds that a coroutine has to end after its time limit; then it is left alone."""
-_abandoned: set[asyncio.Task[object]] = set()
+_running: set[asyncio.Task[object]] = set()
+"""Coroutines of the user; a task that nothing holds may be collected while it runs."""
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 """Folders of agentrl and of Python's own modules."""
 
@@ -95,18 +96,17 @@ async def await_user_code(work: Awaitable[T], limit_s: float | None = None) -> T
     loop = asyncio.get_running_loop()
     started = loop.time()
     task = loop.create_task(_carry(work))
+    _running.add(task)
+    task.add_done_callback(_forget)
     try:
         finished, _ = await asyncio.wait({task}, timeout=limit_s)
-        seconds = loop.time() - started
-        if finished and (limit_s is None or seconds <= limit_s):
-            return task.result()
     except asyncio.CancelledError:
-        task.cancel()
-        if not task.done():
+        if task.cancel():
             await asyncio.wait({task})
         raise
-    _abandoned.add(task)
-    task.add_done_callback(_forget)
+    seconds = loop.time() - started
+    if finished and (limit_s is None or seconds <= limit_s):
+        return task.result()
     if finished:
         raise TimeLimitExceeded(
             f"it blocked the event loop and took {seconds:.1f} s, longer than {limit_s:g} s: write it as a plain function"
@@ -142,7 +142,7 @@ async def call_in_thread(function: Callable[[], T], name: str) -> T:
         try:
             result = context.run(function)
         except BaseException as error:
-            failure = _carriable(error)
+            failure = as_future_error(error)
         with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(settle, result, failure)
 
@@ -161,10 +161,13 @@ async def _carry(work: Awaitable[T]) -> T:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise _carriable(error) from None
+        raise as_future_error(error) from None
 
 
-def _carriable(error: BaseException) -> Exception:
+def as_future_error(error: BaseException) -> Exception:
+    """Return an error of user code as an exception that a future can hold. `user_error` returns what it was."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        return _Carried(error.__cause__)  # which a coroutine raises in this disguise, without the author's line
     return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else _Carried(error)
 
 
@@ -176,7 +179,7 @@ def _current_task() -> asyncio.Task[object] | None:
 
 
 def _forget(task: asyncio.Task[object]) -> None:
-    _abandoned.discard(task)
+    _running.discard(task)
     if not task.cancelled():
         task.exception()  # marks it as retrieved
 

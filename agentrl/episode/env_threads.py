@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import gymnasium
@@ -102,7 +102,7 @@ class _Threaded(Generic[E]):
             self._busy = True
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
-    async def _await(self, name: str, method: Coroutine[Any, Any, T]) -> T:
+    async def _await(self, name: str, method: Awaitable[T]) -> T:
         with (
             waiting("environment", lambda: f"{self.name}.{name}"),
             user_code(lambda error: self._failure(name, error)),

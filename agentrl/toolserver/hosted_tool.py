@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult
-from agentrl.core.user_code import await_user_code, describe, user_error
+from agentrl.core.user_code import as_future_error, await_user_code, user_error
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver.batcher import Batcher
 
@@ -133,7 +133,7 @@ class StatelessTool(HostedTool):
         if len(calls) > 1:
             middle = len(calls) // 2
             return [*await self._run_batch(calls[:middle]), *await self._run_batch(calls[middle:])]
-        return [error if isinstance(error, Exception) else ToolFailure(f"{self.spec.name} raised {describe(error)}")]
+        return [as_future_error(error)]
 
     async def close(self) -> None:
         """End the batch that runs."""

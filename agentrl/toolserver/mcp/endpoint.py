@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from agentrl.core.extras import DISTRIBUTION
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver import limits
 from agentrl.toolserver.server.app import MCP_PATH
@@ -43,7 +44,7 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
     """Yield the routes that serve the tools of ``sessions``; at the end all MCP connections are closed."""
     bridge = _Bridge(sessions)
     server: Server[Any] = Server(
-        "agentrl", version=version("agentrl"), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
+        "agentrl", version=version(DISTRIBUTION), on_list_tools=bridge.list_tools, on_call_tool=bridge.call_tool
     )
     manager = StreamableHTTPSessionManager(
         server,

@@ -171,8 +171,8 @@ class Session(ToolSession):
         for number, call, result in zip(valid_indexes, valid_calls, results, strict=True):
             try:
                 answers[number] = _answer(call, result)
-            except Exception as error:
-                answers[number] = self._failure_answer(call, error)
+            except BaseException as error:
+                answers[number] = self._failure_answer(call, user_error(error))
         metrics, seconds = self._shared.metrics, time.perf_counter() - started
         observe = metrics.call_seconds.labels(tool.spec.name).observe
         for answer in answers.values():

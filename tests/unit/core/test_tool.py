@@ -33,14 +33,17 @@ def test_a_bare_decorator_is_a_decorator_with_its_defaults() -> None:
     assert tool(add.function) == tool()(add.function) == add
 
 
-def test_what_is_no_coroutine_is_named() -> None:
+def test_what_is_no_function_is_named() -> None:
     def plain(a: int) -> str:
         return str(a)
 
-    for decorator in (tool, tool()):
-        with pytest.raises(TypeError, match=r"coroutine .* plain is not one"):
-            decorator(plain)  # type: ignore[call-overload, type-var, arg-type]
-    with pytest.raises(TypeError, match=r"@tool wants a coroutine .* not 'add'"):
+    async def generator(a: int) -> Any:
+        yield a
+
+    assert asyncio.run(tool(plain).run(ToolCall("c", "plain", {"a": 1}))).content == "1"
+    with pytest.raises(TypeError, match=r"@tool wants a function .* generator yields"):
+        tool(generator)
+    with pytest.raises(TypeError, match=r"@tool wants a function, not 'add'"):
         tool("add")  # type: ignore[call-overload]
 
 
