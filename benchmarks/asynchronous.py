@@ -214,7 +214,7 @@ class Simulation:
     def run(self) -> Outcome:
         """Return what the run took."""
         with TemporaryDirectory(prefix="agentrl-bench-") as folder:
-            return run_virtual(self._run(Journal(Path(folder))))
+            return run_virtual(self._run(Journal(Path(folder)).begin()))
 
     async def _run(self, journal: Journal) -> Outcome:
         bench, loop = self.bench, asyncio.get_running_loop()

@@ -70,7 +70,7 @@ async def bench_loop(
         steps = max(1, len(jobs) // (batch * _SAMPLES))
     groups = [list(jobs[first :: steps * batch]) for first in range(steps * batch)]
     admission = Admission(itertools.count(), step=0, steps=steps, batch_size=batch, max_staleness=max_staleness)
-    journal, recorder = Journal(folder), RolloutRecorder(folder / "rollouts")
+    journal, recorder = Journal(folder).begin(), RolloutRecorder(folder / "rollouts")
     kind = GroupScheduler if max_staleness else SynchronousScheduler
     rollout = RolloutConfig(concurrency=concurrency)
     scheduler = kind(admission, runner, groups.__getitem__, nullcontext, journal, rollout)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
 from agentrl.config.layers import Layer, annotate, differences, load_layers, merge_layers
-from agentrl.config.saved import check_resumed, saved_layers
+from agentrl.config.recorded import recorded_keys
+from agentrl.config.saved import saved_layers
 from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console, print_message
 
 
@@ -22,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="continue the run in run.dir, or else the newest run that has a checkpoint, with its own configuration",
+    )
+    parser.add_argument(
+        "--resample",
+        action="store_true",
+        help="with --resume: discard the rollouts that were recorded after the checkpoint, and sample them again",
     )
     parser.add_argument(
         "--replay",
@@ -51,6 +59,8 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
         ConfigError, UnknownNameError: the configuration is not valid, there is no run to resume, or it would become another
             run.
     """
+    if arguments.resample and not arguments.resume:
+        raise ConfigError("--resample discards recorded rollouts of a run that is resumed: add --resume")
     rules = []
     if arguments.replay is None:
         from agentrl.weight_sync.registry import transport_faults
@@ -59,8 +69,8 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     if not arguments.resume:
         layers = config_layers(arguments)
         return Loaded(layers, load_environment(layers, rules))
-    from agentrl.learner.checkpoints import latest_checkpoint
     from agentrl.runtime.run_dir import folder_to_resume
+    from agentrl.train.resume import check_run_keys
 
     overriding_layers = command_line_layers(arguments)
     section = merge_layers(overriding_layers).get("run")
@@ -69,8 +79,7 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     run_layers = saved_layers(folder)
     layers = [*run_layers, *overriding_layers]
     saved_config, config = load_layers(run_layers), load_environment(layers, rules)
-    if latest_checkpoint(folder / "checkpoints") is not None:
-        check_resumed(saved_config, config, folder)
+    check_run_keys(folder, recorded_keys(config))
     changed = [str(change) for change in differences(saved_config, config) if change.key != "run.dir"]
     return Loaded(layers, config, folder, (f"configuration {run_layers[0].origin}", *changed))
 
@@ -81,10 +90,10 @@ def run(arguments: argparse.Namespace) -> None:
     config, console = loaded.config, make_console(stderr=arguments.dry_run)
     if arguments.dry_run:
         sys.stdout.write(annotate(config, loaded.layers))
-        lines = [*loaded.notes, *_plan(config, arguments.replay)]
+        lines = [*loaded.notes, *_plan(loaded, arguments)]
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
         return
-    lines = list(loaded.notes)
+    lines, contents = list(loaded.notes), {}
     if arguments.replay is not None:
         from agentrl.train.replay import check_replay
 
@@ -93,21 +102,43 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.train.preflight import check_run
 
         plan = check_run(config)
+        contents = plan.contents
         lines += [f"template {plan.template}", *plan.training, *plan.warnings]
     for line in lines:
         print_message(console, line)
     from agentrl.train.run import run_training
 
-    asyncio.run(run_training(config, console, resumed=loaded.resumed, replay=arguments.replay))
+    asyncio.run(
+        run_training(
+            config,
+            console,
+            resumed=loaded.resumed,
+            replay=arguments.replay,
+            contents=contents,
+            discard=arguments.resample,
+        )
+    )
 
 
-def _plan(config: Config, replay: Path | None) -> list[str]:
+def _plan(loaded: Loaded, arguments: argparse.Namespace) -> list[str]:
     """Return in a few lines what would run."""
-    if replay is not None:
+    if arguments.replay is not None:
         from agentrl.train.replay import check_replay
 
-        return check_replay(config, replay)
+        return [*check_replay(loaded.config, arguments.replay), *_describe_resume(loaded, arguments, {})]
     from agentrl.train.preflight import plan_run
 
-    plan = plan_run(config)
-    return [*plan.lines, *plan.warnings, *(f"missing here {lack}" for lack in plan.missing_resources)]
+    plan = plan_run(loaded.config)
+    lines = [*plan.lines, *_describe_resume(loaded, arguments, plan.contents), *plan.warnings]
+    return [*lines, *(f"missing here {lack}" for lack in plan.missing_resources)]
+
+
+def _describe_resume(loaded: Loaded, arguments: argparse.Namespace, contents: Mapping[str, str]) -> list[str]:
+    """Return what the run uses again, on one line; nothing for a new run, or without the data to compare."""
+    if loaded.resumed is None or not (contents or arguments.replay):
+        return []
+    from agentrl.train.resume import check_resume
+
+    keys = {**recorded_keys(loaded.config), **contents}
+    line = check_resume(loaded.resumed, keys, samples=arguments.replay is None, discard=arguments.resample)
+    return [f"{'resume':<13}{line}"]

@@ -66,6 +66,11 @@ def differences(old_config: Config, new_config: Config) -> list[Difference]:
     return changes
 
 
+def leaf_texts(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a nested mapping as text by key, such as ``learner.optimizer.lr``; without null and empty mappings."""
+    return {".".join(map(str, key)): _text(value) for key, value in _leaves(tree) if value not in (None, {})}
+
+
 def annotate(config: Config, layers: Sequence[Layer]) -> str:
     """Return the configuration of ``layers`` as YAML, with the origin of every value as a comment; secrets are redacted."""
     tree = redact(config.model_dump(mode="json"))

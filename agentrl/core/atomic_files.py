@@ -1,7 +1,11 @@
-"""Atomic writing of files and folders: written next to their final path, then renamed."""
+"""Atomic writing: files and folders are written next to their final path, then renamed; lines are appended as a whole or not.
+
+Errors of the file system name the file, which those of writing alone do not.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +14,19 @@ from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of a path that is being written, or was left by a killed process."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""Faults of the disk that the user can mend: full, over its quota, read-only, a limit on the size of files."""
+
+
+@contextmanager
+def names_file(path: Path) -> Iterator[None]:
+    """Put ``path`` into an OSError of the body that names no file, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def partial_path(folder: Path) -> Path:
@@ -34,10 +51,44 @@ def publish(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which replaces the file ``path`` when the block ends without an error."""
+    """Yield a path to write to, which replaces the file ``path`` when the block ends without an error, and else is removed."""
     partial = partial_path(path)
-    yield partial
-    os.replace(partial, path)
+    try:
+        with names_file(path):
+            yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def append(path: Path, data: bytes) -> int:
+    """Append ``data`` to a file, which is created if it is not there, and return the size before.
+
+    The file is as before if not all of it can be written.
+
+    Raises:
+        OSError: such as of a full disk; it names the file.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        return append_to(handle, path, data)
+    finally:
+        os.close(handle)
+
+
+def append_to(handle: int, path: Path, data: bytes) -> int:
+    """Append ``data`` to the open file ``path``, as `append` does."""
+    size, written = os.fstat(handle).st_size, 0
+    with names_file(path):
+        try:
+            while written < len(data):
+                written += os.write(handle, data[written:] if written else data)
+        except BaseException:
+            if written:
+                os.ftruncate(handle, size)
+            raise
+    return size
 
 
 def write_private(path: Path, text: str) -> None:

@@ -50,6 +50,19 @@ def load_object(reference: str, key: str) -> Any:
     return target
 
 
+def source_file(reference: str) -> Path | None:
+    """Return the file with the code of a reference; None if there is none. Packages around a module are imported."""
+    location = reference.rpartition(":")[0]
+    if location.endswith(".py"):
+        return Path(location).expanduser()
+    _prepend_to_sys_path(Path.cwd())
+    try:
+        spec = importlib.util.find_spec(location)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
 def _load_from_file(file: str, reference: str, key: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():

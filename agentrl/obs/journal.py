@@ -8,7 +8,7 @@
       episodes/        states of episodes in progress
 
 A record is written with one system call, so SIGKILL loses none that was written. An incomplete last record, of a machine that
-has failed, does not count.
+has failed, does not count. A record that a full disk takes only a part of is removed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import os
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agentrl.core.atomic_files import append_to
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 
@@ -50,6 +51,12 @@ class JournaledGroup:
     """Why no step trains it; empty if one may."""
     opponent: str = ""
     """In self-play, who plays against the policy."""
+    process: int = 0
+    """Number of the process that admitted it, from 0."""
+    rollouts: int = 0
+    """Number of its rollouts, once it is finished."""
+    failed: int = 0
+    """Number of those that the failure policy dropped. Such a group that no step took is sampled again by a resumed run."""
 
     @property
     def finished(self) -> bool:
@@ -76,6 +83,41 @@ class JournaledBatch:
         return f"{self.first}{f' and {len(self.ahead)} ahead' if self.ahead else ''}"
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedGroups:
+    """The groups of a journal that a resumed run uses again."""
+
+    batches: Mapping[int, JournaledBatch]
+    """Of the steps that are trained again, by step."""
+    taken: Sequence[JournaledGroup]
+    """The groups of these batches."""
+    untaken: Sequence[JournaledGroup]
+    """Those in no batch: finished ones wait for a step, the others go on."""
+
+    @property
+    def processes(self) -> list[int]:
+        """Return the numbers of the processes that admitted them."""
+        return sorted({group.process for group in (*self.taken, *self.untaken)})
+
+    def __str__(self) -> str:
+        """Return one line: how many there are, and what they are used for."""
+        steps = f"steps {min(self.batches)} to {max(self.batches)}" if self.batches else ""
+        groups_by_use = {
+            f"groups of {steps}, trained again": [group for group in self.taken if not group.dropped],
+            "groups that wait for a step": [group for group in self.untaken if group.finished and not group.dropped],
+            "groups that go on": [group for group in self.untaken if not group.finished],
+        }
+        texts = []
+        for use, groups in groups_by_use.items():
+            rollouts = sum(group.rollouts for group in groups)
+            texts += (
+                [f"{use}: {len(groups)}" + (f" ({rollouts} rollouts with their rewards)" if rollouts else "")]
+                if groups
+                else []
+            )
+        return ", ".join(texts) or "no recorded rollouts are used again"
+
+
 @dataclass(slots=True)
 class JournalState:
     """What the records of a journal say.
@@ -99,10 +141,8 @@ class JournalState:
     base: JournaledBatch = JournaledBatch((), 0, ())
     """What was trained before the journal began; nothing, unless an older run had none."""
     base_step: int = 0
-    settings: dict[str, int] = field(default_factory=dict)
-    """Of the process that began last: values of keys that decide which groups begin."""
-    first_settings: dict[str, int] | None = None
-    """Of the process that began first."""
+    keys: list[Mapping[str, str]] = field(default_factory=list)
+    """Of each process the configuration keys that rollouts are made with, as text; see `agentrl.config.recorded`."""
     conflicts: list[str] = field(default_factory=list)
     """Records that contradict earlier ones."""
 
@@ -114,18 +154,22 @@ class JournalState:
         """
         event = record["event"]
         if event == "begin":
-            self._begin(record["step"], _batch(record, ()))
-            self.settings = record["settings"]
-            self.first_settings = self.settings if self.first_settings is None else self.first_settings
+            self._begin(record["step"], _batch(record, ()), discards=record["discards"])
+            self.keys.append(record["keys"])
         elif event == "admitted":
             position = record["position"]
             self.groups.pop(position, None)
             self.groups[position] = JournaledGroup(
-                position, record["version"], record["time"], opponent=record.get("opponent", "")
+                position,
+                record["version"],
+                record["time"],
+                opponent=record.get("opponent", ""),
+                process=len(self.keys) - 1,
             )
             self.begun = max(self.begun, position + 1)
         elif event == "finished":
-            self.groups[record["position"]].finished_at = record["time"]
+            group = self.groups[record["position"]]
+            group.finished_at, group.rollouts, group.failed = record["time"], record["rollouts"], record["failed"]
         elif event == "dropped":
             self.groups[record["position"]].dropped = record["reason"]
         elif event == "taken":
@@ -141,7 +185,15 @@ class JournalState:
         else:
             raise ValueError(f"there is no event {event!r}")
 
-    def _begin(self, step: int, done: JournaledBatch) -> None:
+    def _begin(self, step: int, done: JournaledBatch, *, discards: bool) -> None:
+        if discards:
+            self.batches = {number: batch for number, batch in self.batches.items() if number <= step}
+            self.admitted = {number: count for number, count in self.admitted.items() if number <= step}
+        for group in self.untaken:
+            if discards or group.failed:
+                del self.groups[group.position]
+        if discards:
+            self.begun = max([*self.groups, -1]) + 1
         if not self.begins:
             self.base, self.base_step = done, step
         elif step > self.base_step and step in self.batches:
@@ -167,6 +219,14 @@ class JournalState:
     def waiting(self) -> list[JournaledGroup]:
         """Return the groups that a later step may train, those admitted first at the beginning."""
         return [group for group in self.untaken if not group.dropped]
+
+    def after(self, step: int, done: Container[int]) -> RecordedGroups:
+        """Return the groups that a run uses again which resumes from the checkpoint of ``step`` with the positions ``done``."""
+        batches = {number: batch for number, batch in self.batches.items() if number > step}
+        untaken = [group for group in self.untaken if group.position not in done and not group.failed]
+        positions = {position for batch in batches.values() for position in (*batch.positions, *batch.dropped)}
+        taken = [group for position, group in self.groups.items() if position in positions]
+        return RecordedGroups(batches, taken, untaken)
 
     def training_steps(self) -> dict[int, list[int]]:
         """Return by position the steps of the lineage that trained a group, ascending; all should have one."""
@@ -269,8 +329,13 @@ class JournalLog:
         os.ftruncate(self._file, data.rfind(b"\n") + 1)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append a record; returns after the system call."""
-        os.write(self._file, with_checksum(orjson.dumps({"event": event, "time": time.time(), **fields})))
+        """Append a record as a whole or not at all; returns after the system call.
+
+        Raises:
+            OSError: such as of a full disk; it names the file.
+        """
+        record = {"event": event, "time": time.time(), **fields}
+        append_to(self._file, self.folder / LOG, with_checksum(orjson.dumps(record)))
 
     def sync(self) -> None:
         """Wait until all records are on the disk (fsync)."""

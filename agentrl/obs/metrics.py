@@ -10,14 +10,14 @@ from types import TracebackType
 
 import orjson
 
-from agentrl.core.atomic_files import write_atomically
+from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
 
 
 class MetricsLog:
-    """Appends and flushes one line per step, so that a killed run has the metrics of every finished step.
+    """Appends one line per step, so that a killed run has the metrics of every finished step.
 
     Args:
         folder: folder of the run.
@@ -36,13 +36,11 @@ class MetricsLog:
         self._table_rows = table_rows
         rows = [] if resume_after is None else [row for row in read_metrics(self.path) if row["step"] <= resume_after]
         _rewrite(self.path, rows)
-        self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step, with 12 digits; what is no number, such as the loss of a step that broke, as null."""
         row = {key: float(f"{value:.12g}") if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **row}) + "\n")
-        self._file.flush()
+        append(self.path, (json.dumps({"step": step, **row}) + "\n").encode())
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
@@ -54,8 +52,7 @@ class MetricsLog:
                 tracker.samples(step, table)
 
     def close(self) -> None:
-        """Close the file and the trackers."""
-        self._file.close()
+        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 
@@ -66,7 +63,7 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the log."""
+        """Close the trackers."""
         self.close()
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from agentrl.core.atomic_files import write_atomically
+from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
@@ -36,6 +36,8 @@ _EVALUATION = re.compile(r"eval_(\d{6,})\.(?:jsonl|parquet)")
 class RolloutFile:
     """A file of rollouts to which each rollout is appended when it ends; `write` returns after the system call.
 
+    A rollout of which a full disk takes only a part is removed.
+
     Args:
         path: ``….jsonl``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
     """
@@ -51,8 +53,9 @@ class RolloutFile:
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts."""
         batch = [rollouts] if isinstance(rollouts, Rollout) else rollouts
-        with self.lines.open("ab") as file:
-            file.write(b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(batch)))
+        append(
+            self.lines, b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(batch))
+        )
         self._written += len(batch)
 
     def finish(self) -> Path:
@@ -70,7 +73,6 @@ class RolloutRecorder:
         folder: ``rollouts/`` of the run.
         keep: which rollouts of each step are written.
         form: file format.
-        after: files of later steps are deleted, because a resumed run repeats these steps.
     """
 
     def __init__(
@@ -79,7 +81,6 @@ class RolloutRecorder:
         *,
         keep: Keep = "all",
         form: Literal["jsonl", "parquet"] = "jsonl",
-        resume_after: int | None = None,
     ) -> None:
         self.folder = folder
         self._keep = keep
@@ -87,11 +88,13 @@ class RolloutRecorder:
         self._first: dict[int, str] = {}
         self._files: dict[int, RolloutFile] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if resume_after is not None:
-            for path in folder.iterdir():
-                match = _STEP.fullmatch(path.name) or _EVALUATION.fullmatch(path.name)
-                if match and int(match[1]) > resume_after:
-                    path.unlink()
+
+    def delete_after(self, step: int) -> None:
+        """Delete the files of steps after ``step``, which a resumed run repeats."""
+        for path in self.folder.iterdir():
+            match = _STEP.fullmatch(path.name) or _EVALUATION.fullmatch(path.name)
+            if match and int(match[1]) > step:
+                path.unlink()
 
     def begin(self, step: int, first: str) -> None:
         """Start a step whose first task is ``first``; without this call it is the task of the first rollout written."""

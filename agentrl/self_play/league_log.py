@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agentrl.core.atomic_files import write_atomically
+from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.self_play.league import League
@@ -21,15 +21,22 @@ class LeagueLog:
 
     Args:
         folder: of the run.
-        resume_after: lines of later steps are removed, because these steps are run again.
+        resume_after: lines of later steps are removed by `begin`, because these steps are run again; None removes all.
+
+    Raises:
+        ConfigError: the log of the run that is resumed is damaged.
     """
 
     def __init__(self, folder: Path, resume_after: int | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
-        rows = [] if resume_after is None else [row for row in _rows(self._path) if row["step"] <= resume_after]
+        self._rows = [] if resume_after is None else [row for row in _rows(self._path) if row["step"] <= resume_after]
+
+    def begin(self) -> LeagueLog:
+        """Write the lines of the run that is resumed, and no others."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(self._path) as partial:
-            partial.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+            partial.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in self._rows))
+        return self
 
     def write(self, step: int, league: League) -> None:
         """Append a step."""
@@ -40,8 +47,7 @@ class LeagueLog:
         self._append({"step": step, "evaluation": dict(reports)})
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        with self._path.open("ab") as file:
-            file.write(orjson.dumps(row) + b"\n")
+        append(self._path, orjson.dumps(row) + b"\n")
 
 
 def read_league(folder: Path) -> list[dict[str, Any]]:

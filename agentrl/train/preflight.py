@@ -13,6 +13,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.engine_checks import check_context
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
+from agentrl.data.contents import split_contents
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.task_sources import (
     Split,
@@ -53,6 +54,8 @@ class Plan:
     """Lines on what is trained, and how; empty if the model is missing."""
     template: str = ""
     """One line on the chat template's effect on training; empty if the model is missing."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """Checksums of the tasks; empty if their data is missing."""
 
 
 def check_run(config: Config) -> Plan:
@@ -107,7 +110,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         warnings = learning_rate_warnings(config, *sizes)
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm.sft)}")
-    return Plan(lines, unmet, warnings, training, template)
+    return Plan(lines, unmet, warnings, training, template, split_contents(config, train) if train else {})
 
 
 @contextmanager

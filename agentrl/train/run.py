@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
 from agentrl.cluster.run_cluster import RunCluster
+from agentrl.config.recorded import recorded_keys
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
+from agentrl.core.errors import AgentrlError, CheckpointError, RunStopped, UserError
 from agentrl.data.task_sources import TaskSources, open_tasks
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -25,10 +28,11 @@ from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.runtime.run_dir import run_folder
+from agentrl.runtime.run_dir import has_results, run_folder
 from agentrl.self_play.game_scores import open_game_scores
 from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import open_replay
+from agentrl.train.resume import check_resume
 from agentrl.train.rollout_source import RolloutSource
 from agentrl.train.run_inputs import RunInputs
 from agentrl.train.run_monitor import open_monitor
@@ -51,6 +55,8 @@ class TrainingRun:
     """The checkpoint from which the run resumes; None starts at step 0."""
     replay: Path | None
     """Recorded rollouts to train on in place of sampling."""
+    saved_config: Config
+    """What a resume starts from: written to the folder once everything is loaded."""
 
     async def train(self, interrupt: Interrupt) -> Trainer:
         """Start the services, train to the end, end the services, and return the finished trainer."""
@@ -65,6 +71,7 @@ class TrainingRun:
             with waiting(PHASE, "start"):
                 teachers = await open_teachers(config, run.model, folder / "logs", exits)
                 source, evaluator, learner, critic = await self._open(interrupt, exits)
+            save_config(self.saved_config, folder)
             models = (learner,) if critic is None else (learner, critic)
             packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
             estimators = RunEstimators(config.algo.by_source)
@@ -85,6 +92,7 @@ class TrainingRun:
                 evaluated=state["evaluated"],
                 score=state.get("score"),
                 saved=step if self.checkpoint else -1,
+                keys=run.keys,
                 monitor=monitor.metrics,
             )
             begin_random(state, config.run.seed)  # starting services has drawn from the generators
@@ -107,6 +115,7 @@ class TrainingRun:
         evaluator = _open_evaluator(sampling, tasks)
         learner, critic = await cluster.learner()
         sampling.add_critic(critic)
+        sampling.begin()
         return sampling, evaluator, learner, critic
 
 
@@ -124,6 +133,12 @@ def _open_evaluator(sampling: Sampling, tasks: TaskSources) -> Evaluator:
     )
 
 
+NEW: Mapping[str, Any] = MappingProxyType(
+    {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "estimators": {}, "source": {}}
+)
+"""The trainer's state in a new run."""
+
+
 def resume_command(folder: Path, replay: Path | None) -> str:
     """Return the command that resumes a run."""
     words = ["agentrl", "train", "--resume", f"run.dir={folder}", *(["--replay", str(replay)] if replay else [])]
@@ -131,7 +146,13 @@ def resume_command(folder: Path, replay: Path | None) -> str:
 
 
 async def run_training(
-    config: Config, console: Console, *, resumed: Path | None = None, replay: Path | None = None
+    config: Config,
+    console: Console,
+    *,
+    resumed: Path | None = None,
+    replay: Path | None = None,
+    contents: Mapping[str, str] = MappingProxyType({}),
+    discard: bool = False,
 ) -> None:
     """Train, and print a summary at the end.
 
@@ -140,30 +161,40 @@ async def run_training(
         console: shows the progress.
         resumed: folder of the run that is continued, from its newest complete checkpoint; None starts a new run.
         replay: a file of rollouts or a run's folder to train on in place of sampling.
+        contents: checksums of the tasks; see `agentrl.data.contents`.
+        discard: sample again what the journal has after the checkpoint.
 
     Raises:
-        ConfigError: another process uses the folder, or a new run would overwrite an older one.
+        ConfigError: another process uses the folder, a new run would overwrite an older one, or what was recorded was made
+            with other keys.
         RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
     """
+    if resumed is not None:  # before anything of the run is changed
+        keys = {**recorded_keys(config), **contents}
+        reuse = check_resume(resumed, keys, samples=replay is None, discard=discard)
     with run_folder(config, resumed) as folder:
         checkpoint = latest_checkpoint(folder / "checkpoints")
         start = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
         print_message(console, f"run {folder}{start}")
+        if resumed is not None:
+            print_message(console, reuse)
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
-            state = _read_state(config.run.seed, checkpoint)
+            state = NEW if checkpoint is None else read_state(checkpoint)
             with interrupt:
-                save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
+                if not has_results(folder):
+                    save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
-                save_config(config, folder)
+                saved_config = config
                 config, lines = await asyncio.to_thread(
                     with_recompute, config, model, critic=True
-                )  # not saved: a resume may have other GPUs
+                )  # other GPUs may resume
                 for line in lines:
                     print_message(console, line)
-                inputs = RunInputs(config, folder, model, state, resumed is not None)
-                trainer = await TrainingRun(inputs, console, checkpoint, replay).train(interrupt)
+                keys = {**recorded_keys(saved_config), **contents}
+                inputs = RunInputs(config, folder, model, state, resumed is not None, keys, discard)
+                trainer = await TrainingRun(inputs, console, checkpoint, replay, saved_config).train(interrupt)
         except CheckpointError as error:
             raise _with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:
@@ -185,13 +216,3 @@ def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, r
         return error
     again = resume_command(folder, replay)
     return CheckpointError(f"{error}. The one before it is {older[-1]}: move {checkpoint.name} away, then\n  {again}")
-
-
-def _read_state(seed: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the trainer's state in a checkpoint, or that of a new run."""
-    if checkpoint is None:
-        return {"step": 0, "position": 0, "spent_s": 0.0, "evaluated": -1, "estimators": {}, "source": {}}
-    state = read_state(checkpoint)
-    if state["seed"] != seed:
-        raise ConfigError(f"run.seed={seed}: {checkpoint} was written with run.seed={state['seed']}")
-    return state

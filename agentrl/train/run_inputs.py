@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,14 @@ class RunInputs:
     """Of the run."""
     model: Path
     """The folder of the initial weights."""
-    state: dict[str, Any]
+    state: Mapping[str, Any]
     """The trainer's state in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`."""
     resumed: bool
     """Whether the folder is that of an earlier run."""
+    keys: Mapping[str, str]
+    """That rollouts are made with; see `agentrl.config.recorded`."""
+    discard: bool = False
+    """Whether nothing is used again that the journal has after the checkpoint."""
 
     @property
     def step(self) -> int:

@@ -54,7 +54,7 @@ async def open_sampling(
         opponents = {group.position: group.opponent for group in records.journal.pending}
         self_play.restore(run.state["source"].get("self_play"), opponents)
     data_source = make_order(config, read_splits(config, tasks))
-    jobs = TaskJobs(config, data_source, records.journal.first_settings["batch_size"])
+    jobs = TaskJobs(config, data_source, int(records.journal.first_keys["rollout.batch_size"]))
     sampling = Sampling(config, services, jobs, weights, records, interrupt, self_play)
     await weights.open()
     exits.push_async_callback(sampling.aclose)
@@ -106,6 +106,12 @@ class Sampling:
         """Return the tokenizer's pad token."""
         return self.services.renderer.pad_token_id
 
+    def begin(self) -> None:
+        """Delete what an earlier process recorded of steps after the checkpoint: everything is checked and loaded."""
+        self.records.begin()
+        if self.self_play is not None:
+            self.self_play.log.begin()
+
     def add_critic(self, critic: CriticGroup | None) -> None:
         """Let the critic share the GPUs, if the learner does."""
         self.weights.gpus.critic = critic
@@ -147,7 +153,6 @@ class Sampling:
             self.records.recorder.begin(step, first.id)
         async with self.weights.learner_idle():
             groups = await self._scheduler.take(consume and partial(self._with_learner, consume))
-        self._scheduler.runner.check_dropped([*groups.rollouts, *groups.filtered])
         next_position = position.after([*groups.positions, *groups.filtered_positions])
         await self.records.journal.record_taken(step, groups.positions, next_position, groups.filtered_positions)
         unwritten = groups.filtered if self._writes_finished else [*groups.rollouts, *groups.filtered]

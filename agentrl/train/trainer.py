@@ -58,6 +58,8 @@ class Trainer:
     score: InitVar[float | None] = None
     """The metric ``train.keep_best`` of that evaluation."""
     evaluations: Evaluations = field(init=False)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """That the run's rollouts are made with; see `agentrl.config.recorded`."""
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     _warned: set[str] = field(default_factory=set, init=False)
@@ -160,7 +162,7 @@ class Trainer:
             "trained_ahead": self.position.ahead,
             "spent_s": self.spent_s,
             "evaluated": self.evaluations.step,
-            "seed": self.config.run.seed,
+            "keys": dict(self.keys),
             "score": self.evaluations.score_at(self.step),
             "estimators": self.steps.estimators.state(),
             "source": self.source.state(),

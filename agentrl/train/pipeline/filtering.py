@@ -23,6 +23,8 @@ class Filtering:
         self._filters = GroupFilters(config.filter_groups)
         self._groups: dict[int, list[Rollout]] = {}
         """Filtered since the step before, by position."""
+        self._count = 0
+        """Of those that this process filtered: a run that the limit has stopped can be resumed."""
         self._reasons: Counter[str] = Counter()
         """Of these groups."""
         self._rewards: list[float] = []
@@ -43,6 +45,7 @@ class Filtering:
         reason = self._filters.reason(group)
         if reason:
             self.restore(position, group, reason)
+            self._count += 1
         else:
             self._rewards += [rollout.reward for rollout in group if not rollout.dropped]
         return reason
@@ -61,7 +64,7 @@ class Filtering:
         Raises:
             RunStopped: they leave less than a batch of the groups that ``step`` may sample.
         """
-        plan, batch, count = self._config.filter_groups, self._config.batch_size, len(self._groups)
+        plan, batch, count = self._config.filter_groups, self._config.batch_size, self._count
         if count <= (plan.max_num_gen_batches - 1) * batch:
             return
         reasons = ", ".join(f"{name} {times}" for name, times in self._reasons.most_common())
@@ -76,7 +79,7 @@ class Filtering:
         """Return the groups that were filtered since the step before, by position, as a step takes its groups."""
         groups, reasons, rewards = self._groups, self._reasons, self._rewards
         lengths = [float(rollout.sampled_tokens) for rollout in self.filtered]
-        self._groups, self._reasons, self._rewards = {}, Counter(), []
+        self._groups, self._reasons, self._rewards, self._count = {}, Counter(), [], 0
         if self._config.filter_groups.filters:
             self._metrics = {
                 "rollout/filtered_groups": float(len(groups)),

@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import orjson
 
-from agentrl.core.atomic_files import write_atomically
+from agentrl.config.recorded import GROUPED, TRAINED, changed_keys, check_sampled
+from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.core.tool import Tool
@@ -25,10 +27,12 @@ from agentrl.episode.experts import from_dict as experts_from_dict
 from agentrl.episode.experts import to_dict as experts_to_dict
 from agentrl.learner.checkpoints import checkpoint_step, complete_checkpoints
 from agentrl.obs.journal import (
+    JOURNAL,
     JournaledBatch,
     JournaledGroup,
     JournalLog,
     JournalState,
+    RecordedGroups,
     read_journal,
     with_checksum,
     without_checksum,
@@ -41,7 +45,7 @@ GROUPS = "groups"
 
 
 class Journal:
-    """Writes the journal of one process of a run, and reads that of earlier processes.
+    """Writes the journal of one process of a run, and reads that of earlier processes. Nothing is changed before `begin`.
 
     Args:
         run: folder of the run.
@@ -49,10 +53,12 @@ class Journal:
         position: of that checkpoint.
         keep: newest checkpoints that are kept. Rollouts that all of them have trained are removed.
         save_episodes_s: seconds after which an episode in progress is saved; None saves none.
-        settings: values of keys that decide which groups begin. If one has changed, groups that no step took are sampled again.
+        keys: that rollouts are made with; see `agentrl.config.recorded`. If one that decides which groups begin has changed,
+            groups that no step took are sampled again.
+        discard: use nothing that was recorded after the checkpoint.
 
     Raises:
-        ConfigError: the journal is damaged, or does not have what the checkpoint needs.
+        ConfigError: the journal is damaged, does not have what the checkpoint needs, or was recorded with other ``keys``.
     """
 
     def __init__(
@@ -63,32 +69,54 @@ class Journal:
         position: TaskPosition | None = None,
         keep: int = 1,
         save_episodes_s: float | None = None,
-        **settings: int,
+        keys: Mapping[str, str] = MappingProxyType({}),
+        discard: bool = False,
     ) -> None:
-        done = position or TaskPosition()
+        self._position = position or TaskPosition()
         state = read_journal(run) or JournalState()
-        self._run, self._keep = run, keep
-        self._log = JournalLog(run)
-        self._folder = self._log.folder / GROUPS
-        self._folder.mkdir(exist_ok=True)
-        self._batches = {number: batch for number, batch in state.batches.items() if number > step}
+        recorded = RecordedGroups({}, (), ()) if discard else state.after(step, self._position)
+        if state.keys and changed_keys(state.keys[-1], keys, GROUPED):
+            recorded = replace(recorded, untaken=())
+        for process in recorded.processes:
+            check_sampled(state.keys[process], keys, f"recorded rollouts ({recorded})")
+        changes = [changed_keys(state.keys[process], keys, (*GROUPED, *TRAINED)) for process in recorded.processes]
+        changed = ", ".join(dict.fromkeys(str(change) for of_process in changes for change in of_process))
+        self.reuse = f"{recorded}{f' ({changed})' if changed else ''}"
+        """One line on what is used again, and on keys of training that have changed since."""
+        self._run, self._step, self._keep, self._discard, self._keys = run, step, keep, discard, keys
+        self._folder = run / JOURNAL / GROUPS
+        self._log: JournalLog
+        self._batches = dict(recorded.batches)
         self._version = max([step, *self._batches])
         self._check_batches(step)
-        waiting = {group.position: group for group in state.untaken if group.position not in done}
-        self._waiting = waiting if state.settings == settings else {}
-        self.first_settings = settings if state.first_settings is None else state.first_settings
-        """Values of the same keys when the run began."""
+        self._waiting = {group.position: group for group in recorded.untaken}
+        self.first_keys = state.keys[0] if state.keys else keys
+        """``keys`` with which the run began."""
         self._finished = {group.position for group in self._waiting.values() if group.finished}
         self._finished.update(*((*batch.positions, *batch.dropped) for batch in self._batches.values()))
         self._reasons = {group.position: group.dropped for group in state.groups.values() if group.dropped}
         self._admitted, self._begun = state.admitted, state.begun
-        self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in state.batches.items()}
-        self.episodes = SavedEpisodes(self._log.folder / "episodes", save_episodes_s, self._version)
+        batches = {number: batch for number, batch in state.batches.items() if number <= step} | self._batches
+        self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in batches.items()}
+        self.episodes = SavedEpisodes(run / JOURNAL / "episodes", save_episodes_s, self._version)
         """States of episodes in progress."""
         self._ended: defaultdict[int, dict[str, slice]] = defaultdict(dict)
         """By position and ``rollout_id``, where the file of a group that is not finished has the lines of this process."""
+
+    def begin(self) -> Journal:
+        """Remove what is not used again, and record that this process begins to train."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = JournalLog(self._run)
+        self._log.write(
+            "begin",
+            step=self._step,
+            first=self._position.first,
+            ahead=self._position.ahead,
+            keys=dict(self._keys),
+            discards=self._discard,
+        )
         self._remove_obsolete()
-        self._log.write("begin", step=step, first=done.first, ahead=done.ahead, settings=settings)
+        return self
 
     def _check_batches(self, step: int) -> None:
         """Check that the steps after the checkpoint can be trained again."""
@@ -98,8 +126,8 @@ class Journal:
         if missing_steps or missing_files:
             fault = f"{missing_files[0]} is missing" if missing_files else f"it has no batch of step {missing_steps[0]}"
             raise ConfigError(
-                f"{self._log.folder} does not reach back to the checkpoint of step {step}: {fault}. Resume from a newer "
-                "checkpoint, or move the journal away: groups that the checkpoint has not trained are sampled again then"
+                f"{self._folder.parent} does not reach back to the checkpoint of step {step}: {fault}. Resume from a newer "
+                "checkpoint, or add --resample: groups that the checkpoint has not trained are sampled again then"
             )
 
     def batch(self, step: int) -> JournaledBatch | None:
@@ -135,7 +163,9 @@ class Journal:
         if position not in self._waiting or not path.exists():
             return []
         _remove_torn_line(path)
-        return [rollout for rollout in _read(path) if newest_version(rollout) <= self._version]
+        return [
+            rollout for rollout in _read(path) if newest_version(rollout) <= self._version and not _has_failed(rollout)
+        ]
 
     def record_admitted(self, position: int, version: int, opponent: str = "") -> None:
         """Record that a group begins while the engines have ``version``, in self-play against ``opponent``."""
@@ -147,9 +177,7 @@ class Journal:
     def record_ended(self, position: int, rollout: Rollout) -> None:
         """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
         line = _encode(rollout)
-        with self._file(position).open("ab") as file:
-            start = file.tell()
-            file.write(line)
+        start = append(self._file(position), line)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(line))
 
     async def record_finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
@@ -157,7 +185,9 @@ class Journal:
         if not self.is_finished(position):
             await asyncio.to_thread(self._write_group, position, rollouts, self._ended.pop(position, {}))
             self._finished.add(position)
-            self._log.write("finished", position=position)
+            self._log.write(
+                "finished", position=position, rollouts=len(rollouts), failed=sum(map(_has_failed, rollouts))
+            )
             await asyncio.to_thread(self.episodes.remove, position)
 
     def record_dropped(self, position: int, reason: str) -> None:
@@ -234,6 +264,11 @@ class Journal:
 def newest_version(rollout: Rollout) -> int:
     """Return the newest policy version that sampled a token of a rollout."""
     return max((int(row.versions.max(initial=-1)) for row in rollout.rows), default=-1)
+
+
+def _has_failed(rollout: Rollout) -> bool:
+    """Return whether the failure policy dropped a rollout; filters come later."""
+    return rollout.dropped and rollout.failure is not None
 
 
 def _encode(rollout: Rollout) -> bytes:

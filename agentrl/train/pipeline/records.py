@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentrl.batch.group_filters import kept_rollouts
-from agentrl.config.self_play import SelfPlayConfig
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.journal import Journal
@@ -26,37 +23,38 @@ class RunRecords:
     """Files by step, for users."""
     journal: Journal
     """For a resumed run."""
-    mask_older_than: int | None = None
+    mask_older_than: int | None
     """``async.mask_older_than``."""
+    resume_after: int | None
+    """Files by step after this one are deleted, as these steps are run again; None deletes none."""
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of a step that is trained again."""
 
     @classmethod
     def open(cls, run: RunInputs) -> RunRecords:
-        """Return the records of a run. Those of steps after its checkpoint are deleted.
+        """Return the records of a run, of which nothing is changed before `begin`.
 
         Raises:
             ConfigError: see `Journal`.
         """
         config = run.config
-        recorder = RolloutRecorder(
-            run.folder / "rollouts",
-            keep=config.obs.rollouts,
-            form=config.obs.rollout_format,
-            resume_after=run.resume_after,
-        )
+        recorder = RolloutRecorder(run.folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format)
         journal = Journal(
             run.folder,
             step=run.step,
             position=run.position,
             keep=config.train.keep,
             save_episodes_s=config.train.save_episodes_s,
-            batch_size=config.rollout.batch_size,
-            n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-            max_staleness=config.asynchronous.max_staleness,
-            **_opponents(config.self_play),
+            keys=run.keys,
+            discard=run.discard,
         )
-        return cls(recorder, journal, config.asynchronous.mask_older_than)
+        return cls(recorder, journal, config.asynchronous.mask_older_than, run.resume_after)
+
+    def begin(self) -> None:
+        """Delete what was recorded of steps after the checkpoint, but for what the journal uses again."""
+        self.journal.begin()
+        if self.resume_after is not None:
+            self.recorder.delete_after(self.resume_after)
 
     def read_step(self, step: int) -> StepRollouts:
         """Return the rollouts with which ``step``, which is trained again, was trained before the run was resumed.
@@ -90,8 +88,3 @@ class RunRecords:
         """Record that a step was trained, with the advantages of its rollouts by ``rollout_id``."""
         await asyncio.to_thread(self.recorder.finish, step, advantages)
         await self.journal.record_trained(step)
-
-
-def _opponents(config: SelfPlayConfig | None) -> dict[str, int]:
-    """Return a checksum of the mix of opponents, if there is self-play: groups keep their opponent while it stays."""
-    return {} if config is None else {"mix": zlib.crc32(json.dumps(config.mix).encode())}

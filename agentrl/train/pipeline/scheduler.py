@@ -147,6 +147,7 @@ class GroupScheduler:
             [rollout for group in filtered.values() for rollout in group],
         )
         rollouts = (*step_groups.rollouts, *step_groups.filtered)
+        self.runner.check_dropped(rollouts)
         self._measure(step_groups.rollouts, sum(rollout.sampled_tokens for rollout in rollouts))
         return step_groups
 

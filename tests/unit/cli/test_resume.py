@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,10 +11,16 @@ import yaml
 
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.train import Loaded, load_run
+from agentrl.config.recorded import recorded_keys
 from agentrl.config.saved import save_config
 from agentrl.core.errors import ConfigError
-from agentrl.learner.random_states import random_states, states_to_json
+from agentrl.data.contents import split_contents
+from agentrl.data.task_sources import open_tasks, read_splits
+from agentrl.obs.journal import read_journal
 from agentrl.runtime.run_lock import locked
+from agentrl.train.pipeline.journal import Journal
+from agentrl.train.rollout_source import TaskPosition
+from tests.unit.train.test_group_files import ended
 
 OVERRIDES = [
     "run.seed=7",
@@ -39,8 +46,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/search_r1-20260101-000000")
     (folder / "checkpoints" / "step_000002").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000002" / "state.json").write_text(json.dumps({"step": 2, "seed": 7}))
-    save_config(loaded("--env", "search_r1", *OVERRIDES).config, folder)
+    config = loaded("--env", "search_r1", *OVERRIDES).config
+    state = {"step": 2, "position": 8, "keys": recorded_keys(config)}
+    (folder / "checkpoints" / "step_000002" / "state.json").write_text(json.dumps(state))
+    save_config(config, folder)
     return folder
 
 
@@ -84,6 +93,145 @@ def test_another_run_is_refused_with_the_key(run: Path, setting: str, before: st
         loaded("--resume", setting)
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The content of all files of a run but the lock."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of a file of rows without a checkpoint: step 1 was taken, a finished group waits, and one goes on."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "label": "{number}"}}\n' for number in range(8)))
+    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
+    words = ("--env", "single_turn", "data.path=rows.jsonl", "data.label_key=label", "reward=mine.py:score")
+    config = loaded(*words, "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "sampler.backend=embedded").config
+    folder = tmp_path / "runs" / "recorded"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "rollouts" / "step_000001.jsonl").write_text("")
+    save_config(config, folder)
+    journal = Journal(
+        folder, keys=recorded_keys(config) | split_contents(config, read_splits(config, open_tasks(config)))
+    )
+    journal.begin()
+    for position in range(4):
+        journal.record_admitted(position, 0)
+    for position in range(3):
+        asyncio.run(journal.record_finished(position, [ended("a", 1.0), ended("b", 0.0)]))
+    asyncio.run(journal.record_taken(1, [0, 1], TaskPosition(2)))
+    journal.close()
+    return folder
+
+
+def resume(folder: Path, *words: str) -> int:
+    return main(["train", "--resume", "--dry-run", f"run.dir={folder}", *words])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ((), "groups of steps 1 to 1, trained again: 2 (4 rollouts with their rewards), groups that wait for a step: 1 (2 "),
+        ((), "rollouts with their rewards), groups that go on: 1"),
+        (("learner.optimizer.lr=1e-4",), "go on: 1 (learner.optimizer.lr: auto → 0.0001)"),
+        (("rollout.batch_size=4",), "2 (4 rollouts with their rewards) (rollout.batch_size: 2 → 4)"),
+        (("--resample", "reward.function=f1"), "no recorded rollouts are used again"),
+        (("obs.table_rows=2", "sampler.request_timeout_s=9"), "go on: 1\n"),
+    ],
+)  # fmt: skip
+def test_what_is_used_again_is_said_in_one_line(
+    recorded: Path, settings: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(recorded, *settings) == 0
+    [shown] = [text for text in capsys.readouterr().err.splitlines() if text.startswith("resume ")]
+    assert "starts at step 0; journal: " in shown
+    assert line in shown + "\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("reward.function", "f1"),
+        ("reward.error_score", "0.5"),
+        ("data.label_key", "prompt"),
+        ("data.input_key", "label"),
+        ("render.format", "chatml"),
+        ("sampler.temperature", "0.5"),
+        ("sampler.max_new_tokens", "8"),
+        ("rollout.max_turns", "3"),
+        ("rollout.max_tokens", "512"),
+        ("rollout.reset_seed", "episode"),
+    ],
+)
+def test_recorded_rollouts_are_not_trained_with_another_way_to_sample_or_grade_and_nothing_is_changed(
+    recorded: Path, key: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(recorded)
+    assert resume(recorded, f"{key}={value}") == 2
+    error = capsys.readouterr().err
+    assert "recorded rollouts (groups of steps 1 to 1, trained again: 2" in error
+    assert f"\n  {key}" in error
+    assert "--resample" in error
+    assert files_of(recorded) == before
+
+
+@pytest.mark.parametrize("setting", ["run.seed=3", "tasks.train_split=eval", "learner.lora={rank: 4}", "data.limit=4"])
+def test_another_run_is_refused_before_the_first_checkpoint_too(recorded: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?m)^{setting.partition('=')[0]}\S*=.*: the run in {recorded} has "):
+        loaded("--resume", f"run.dir={recorded}", setting)
+
+
+def test_other_data_and_another_reward_in_the_same_file_are_noticed(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files_of(recorded)
+    rows = Path("rows.jsonl").read_text()
+    Path("rows.jsonl").write_text(rows.replace('"label": "5"', '"label": "6"'))
+    assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
+    assert "content of data.path: 8 tasks, crc32 " in capsys.readouterr().err
+    Path("rows.jsonl").write_text(rows)
+    Path("mine.py").write_text("def score(sample):\n    return 0.0\n")
+    assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
+    assert "code of reward.function: mine.py " in capsys.readouterr().err
+    assert files_of(recorded) == before
+    assert resume(recorded, "--resample") == 0
+
+
+def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = read_journal(recorded)
+    assert journal is not None
+    checkpoint = recorded / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"step": 1, "position": 2, "keys": journal.keys[0]}))
+    (recorded / "journal" / "log.jsonl").unlink()
+    assert resume(recorded) == 0
+    assert (
+        "resumes from step 1: weights, optimizer, random states, 2 tasks of the task order" in capsys.readouterr().err
+    )
+    Path("rows.jsonl").write_text(Path("rows.jsonl").read_text() + '{"prompt": "8", "label": "8"}\n')
+    assert resume(recorded) == 2
+    assert f"the order of tasks in {checkpoint} were made with other values" in capsys.readouterr().err
+    assert resume(recorded, "--resample") == 0
+
+
+def test_a_journal_that_lacks_a_file_is_refused_and_nothing_is_changed(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recorded / "journal" / "groups" / "00000001.jsonl").unlink()
+    (recorded / "end.json").write_text("{}")
+    before = files_of(recorded)
+    assert main(["train", "--resume", f"run.dir={recorded}", "obs.table_rows=3"]) == 2
+    assert "00000001.jsonl is missing" in capsys.readouterr().err
+    assert files_of(recorded) == before
+    assert resume(recorded, "--resample") == 0
+
+
+def test_resample_without_resume_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--env", "search_r1", "--resample", "--dry-run"]) == 2
+    assert "add --resume" in capsys.readouterr().err
+
+
 def test_another_environment_by_option_is_refused_too(run: Path) -> None:
     with pytest.raises(ConfigError, match="no run of single_turn under"):
         loaded("--resume", "--env", "single_turn")
@@ -112,8 +260,6 @@ def test_a_seed_edited_in_the_configuration_of_the_run_is_refused(
 ) -> None:
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("seed: 7\n", "seed: 8\n", 1))
-    state = run / "checkpoints" / "step_000002" / "state.json"
-    state.write_text(json.dumps({"step": 2, "seed": 7, "random": states_to_json(random_states())}))
     assert main(["train", "--resume", "algo.kl_coef=0"]) == 2
     assert "run.seed=8" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 from agentrl.algo.registry import describe_algorithm, needs_critic, needs_whole_sequences
 from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import dump, load_config
-from agentrl.config.saved import check_resumed
+from agentrl.config.recorded import check_fixed, recorded_keys
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, UserError
 
@@ -132,11 +132,11 @@ def test_what_is_refused(overrides: list[str], message: str) -> None:
     [
         ("sources.a.weight=2", r"sources\.a\.weight=2\.0: the run in r has null; leave out sources\.a\.weight"),
         ("sources.a.env.name=python_math", r"sources\.a\.env\.name=python_math"),
-        ("sources.c={}", r"sources: a, b, c; the run in r has a, b; leave them as they are"),
+        ("sources.c={}", r"sources=a, b, c: the run in r has a, b; leave out sources"),
     ],
 )
 def test_a_resumed_run_has_its_sources(change: str, message: str) -> None:
-    before = mixed("sources.a={}", "sources.b={}")
-    check_resumed(before, mixed("sources.a.algo.loss.name=cispo", "sources.b={}"), Path("r"))
+    before = recorded_keys(mixed("sources.a={}", "sources.b={}"))
+    check_fixed(before, recorded_keys(mixed("sources.a.algo.loss.name=cispo", "sources.b={}")), Path("r"))
     with pytest.raises(ConfigError, match=message):
-        check_resumed(before, mixed("sources.a={}", "sources.b={}", change), Path("r"))
+        check_fixed(before, recorded_keys(mixed("sources.a={}", "sources.b={}", change)), Path("r"))

@@ -384,7 +384,7 @@ def test_every_key_that_advice_names_exists():
 def journal(run, *records, age=0.0):
     """Write records of a process that began so many seconds ago."""
     log = JournalLog(run.folder)
-    for event, fields in [("begin", {"step": 0, "first": 0, "ahead": [], "settings": {}}), *records]:
+    for event, fields in [("begin", {"step": 0, "first": 0, "ahead": [], "keys": {}, "discards": False}), *records]:
         log.write(event, **fields, time=time.time() - age)
     log.close()
 
@@ -400,7 +400,7 @@ def test_a_group_that_was_trained_twice(run):
 
 def test_a_group_that_does_not_end(run):
     journal(run, ("admitted", {"position": 3, "version": 1}), ("admitted", {"position": 4, "version": 1}), age=7200)
-    journal(run, ("finished", {"position": 4}), age=7000)
+    journal(run, ("finished", {"position": 4, "rollouts": 2, "failed": 0}), age=7000)
     with locked(run.folder):
         finding = run.steps(3).found()["a group of episodes does not end"]
     assert "group 3, admitted 2.0h ago with policy version 1, has not ended" in finding.evidence

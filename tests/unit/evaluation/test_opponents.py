@@ -158,13 +158,13 @@ def test_mirror_games_count_once_for_each_seat():
 
 
 def test_the_league_has_the_evaluations(tmp_path):
-    made, log = config(), LeagueLog(tmp_path, None)
+    made, log = config(), LeagueLog(tmp_path, None).begin()
     log.write_evaluation(0, {})
     log.write(1, League(made.self_play, seed=0))
     log.write_evaluation(1, {"nash": games_report([game(0, (2.0, -2.0)), game(1, (1.0, -1.0), episode="d")])})
     assert [row["step"] for row in read_league(tmp_path)] == [1]
     assert last_evaluation(tmp_path)["evaluation"]["nash"]["reward"] == {"0": 2.0, "1": -1.0}
-    LeagueLog(tmp_path, 0)
+    LeagueLog(tmp_path, 0).begin()
     assert last_evaluation(tmp_path)["step"] == 0
 
 

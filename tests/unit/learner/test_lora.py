@@ -12,7 +12,7 @@ import torch
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.load import validate
-from agentrl.config.saved import check_resumed
+from agentrl.config.recorded import check_fixed, recorded_keys
 from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.learner.fsdp.weights import is_adapter
 from tests.algo_config import make_algo
@@ -202,4 +202,4 @@ def test_a_checkpoint_of_other_adapters_is_refused(learners, tmp_path, other, me
 def test_a_resume_with_another_scale_is_refused_before_anything_starts():
     before, after = (validate({"learner": {"lora": {"alpha": alpha}}}) for alpha in (32, 64))
     with pytest.raises(ConfigError, match=r"^learner\.lora\.alpha=64: the run in r has 32"):
-        check_resumed(before, after, Path("r"))
+        check_fixed(recorded_keys(before), recorded_keys(after), Path("r"))

@@ -14,15 +14,18 @@ from agentrl.obs.journal import JOURNAL, LOG, JournalLog, JournalState, read_jou
 Record = tuple[str, dict[str, Any]]
 
 
-def begin(step: int = 0, first: int = 0, ahead: Iterable[int] = ()) -> Record:
-    return "begin", {"step": step, "first": first, "ahead": [*ahead], "settings": {}}
+def begin(step: int = 0, first: int = 0, ahead: Iterable[int] = (), *, discards: bool = False) -> Record:
+    return "begin", {"step": step, "first": first, "ahead": [*ahead], "keys": {}, "discards": discards}
 
 
 def sampled(*positions: int) -> list[Record]:
     return [
         record
         for position in positions
-        for record in (("admitted", {"position": position, "version": 0}), ("finished", {"position": position}))
+        for record in (
+            ("admitted", {"position": position, "version": 0}),
+            ("finished", {"position": position, "rollouts": 2, "failed": 0}),
+        )
     ]
 
 

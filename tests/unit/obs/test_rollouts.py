@@ -144,7 +144,8 @@ def test_a_step_becomes_parquet_once_it_is_whole(tmp_path):
     assert [(step, len(read_rollouts(path))) for step, path in rollout_files(tmp_path).items()] == [(1, 1), (2, 2)]
     assert read_advantages(tmp_path / "rollouts", 1) == {"r0": 0.5}
     assert read_advantages(tmp_path / "rollouts", 2) == {}
-    again = RolloutRecorder(tmp_path / "rollouts", resume_after=1)
+    again = RolloutRecorder(tmp_path / "rollouts")
+    again.delete_after(1)
     assert list(rollout_files(tmp_path)) == [1]
     again.write(2, rollout(3))
     assert recorded_ids(tmp_path) == ["r0", "r3"]
@@ -158,7 +159,7 @@ def test_a_resume_removes_the_evaluations_of_later_steps(tmp_path, form):
         file.write(rollout(step))
         file.finish()
     recorder.evaluation(3).write(rollout(3))  # killed here
-    RolloutRecorder(tmp_path, form=form, resume_after=1)
+    RolloutRecorder(tmp_path, form=form).delete_after(1)
     assert [path.name for path in tmp_path.iterdir()] == [f"eval_000001.{form}"]
 
 

@@ -113,17 +113,17 @@ def test_pfsp_lets_a_snapshot_play_again_that_has_lost_all_games(wins):
 
 
 def test_a_resumed_run_has_no_lines_of_steps_that_it_runs_again(tmp_path):
-    trained(5, LeagueLog(tmp_path, None))
+    trained(5, LeagueLog(tmp_path, None).begin())
     with (tmp_path / "league.jsonl").open("a") as file:
         file.write('{"step": 6, "rat')
     assert [row["step"] for row in read_league(tmp_path)] == [1, 2, 3, 4, 5]
-    trained(0, LeagueLog(tmp_path, 3))
+    trained(0, LeagueLog(tmp_path, 3).begin())
     assert [row["step"] for row in read_league(tmp_path)] == [1, 2, 3]
 
 
 def test_the_command_prints_ratings_wins_by_seat_and_asymmetry(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    log = LeagueLog(tmp_path, None)
+    log = LeagueLog(tmp_path, None).begin()
     trained(4, log)
     nash = {"results": [[POLICY, "fixed:nash", 1, 3.0, 1.0, 0.0]], "reward": {"1": 0.5}}
     log.write_evaluation(4, {"nash": nash})

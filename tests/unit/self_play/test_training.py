@@ -76,7 +76,7 @@ def self_play(folder, mix=None, *, engines=2, endpoints=None, lora=None, **pool)
     play = SelfPlay(
         config=section, league=League(section, 5), agents=["player_0", "player_1"], tasks=TASKS, snapshots=snapshots,
         engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
-        log=LeagueLog(folder, None),
+        log=LeagueLog(folder, None).begin(),
     )  # fmt: skip
     return play, fleets
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from agentrl.algo.estimate import RunEstimators
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.load import load_config
+from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import EngineError
@@ -211,7 +212,7 @@ def make_source(
 
     fleet, sync = fleet_of(engines), sync_of(engines)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
-    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed), records.journal.first_settings["batch_size"])
+    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed), int(records.journal.first_keys["rollout.batch_size"]))
     weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
     return kind(config, services, tasks, weights, records, Interrupt(print))
 
@@ -236,17 +237,19 @@ def train(
     self_play: Callable[[RunRecords, Mapping[str, Any], int | None], SelfPlay] | None = None,
     evaluator: Callable[..., Evaluator] = Evaluator,
     eval_engines: EvalEngines | None = None,
+    discard: bool = False,
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
     state = read_state(checkpoint) if checkpoint else {"step": 0, "position": 0, "evaluated": -1}
-    inputs = RunInputs(config, folder, folder, state, folder.exists())
+    inputs = RunInputs(config, folder, folder, state, folder.exists(), recorded_keys(config), discard)
 
     async def main() -> Trainer:
         records = RunRecords.open(inputs)
         source = make_source(config, engines or Engines(seed), kind, records, env)
         if self_play is not None:
             source.self_play = self_play(records, state, inputs.resume_after)
+        source.begin()
         source.weights.eval_engines = eval_engines
         await source.weights.open()
         if checkpoint:
@@ -260,6 +263,7 @@ def train(
         settings, evaluating = step_settings(config), make_evaluator(evaluator, source)
         steps = StepTrainer(settings, source, learner_group, estimators, view)
         run = Trainer(steps, checkpoints, log, view, evaluator=evaluating)
+        run.keys = inputs.keys
         run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = inputs.step, inputs.position
         run.saved = state["step"] if checkpoint else -1

@@ -69,7 +69,7 @@ def summary(rollouts: Sequence[Rollout]) -> list[Any]:
 
 
 def read_again(folder: Path) -> list[Rollout]:
-    journal = Journal(folder)
+    journal = Journal(folder).begin()
     try:
         assert journal.is_finished(0)
         return journal.read_group(0)
@@ -79,7 +79,7 @@ def read_again(folder: Path) -> list[Rollout]:
 
 def test_a_finished_group_has_the_order_of_its_episodes_not_that_in_which_they_ended(tmp_path: Path) -> None:
     rollouts = [ended(name, float(number)) for number, name in enumerate("abcd")]
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path).begin()
     journal.record_admitted(0, 0)
     for number in (2, 0, 3):  # one ends without a record, as episodes of several rollouts do
         journal.record_ended(0, rollouts[number])
@@ -90,14 +90,14 @@ def test_a_finished_group_has_the_order_of_its_episodes_not_that_in_which_they_e
 
 def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) -> None:
     """Of the first process ``a`` is usable, ``b`` has a newer version than the checkpoint, and the last line is cut."""
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path).begin()
     journal.record_admitted(0, 0)
     for rollout in (ended("b", 1.0, version=3), ended("a", 2.0), ended("c", 3.0)):
         journal.record_ended(0, rollout)
     journal.close()
     file = tmp_path / "journal/groups/00000000.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path).begin()
     held = journal.read_group(0)
     assert [rollout.rollout_id for rollout in held] == ["a"]
     again = [ended("b", 4.0), ended("c", 5.0)]
@@ -110,7 +110,7 @@ def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) 
 
 
 def test_rewards_of_a_grader_of_groups_are_in_the_journal_and_in_the_rollout_file(tmp_path: Path) -> None:
-    journal, file = Journal(tmp_path), RolloutFile(tmp_path / "step.jsonl")
+    journal, file = Journal(tmp_path).begin(), RolloutFile(tmp_path / "step.jsonl")
     task = Task("t", (Message("user", "go"),))
     jobs = [Job(task, number, f"1/0/{number}") for number in range(4)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,20 @@ import pytest
 import torch
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.core.errors import ConfigError, LearnerError
-from agentrl.core.types import Rollout
+from agentrl.config.recorded import recorded_keys
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError, LearnerError, RunStopped, SamplerError
+from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams
 from agentrl.learner.checkpoints import checkpoint_step, latest_checkpoint
 from agentrl.obs import journal as format_of_journal
 from agentrl.obs.journal import JOURNAL, LOG, read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
 from agentrl.train.pipeline.journal import Journal
-from tests.unit.train.async_world import make_config, train
+from agentrl.train.rollout_source import TaskPosition
+from tests.unit.train.async_world import Engines, make_config, train
 
 STEPS = 8
-SETTINGS = {"batch_size": 4, "n_samples_per_prompt": 2, "max_staleness": 1}
 
 
 class Killed(BaseException):
@@ -147,12 +149,12 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     whole = group.read_bytes()
     group.write_bytes(whole[:-40] + b"x" + whole[-39:])
     with pytest.raises(ConfigError, match=r"00000000\.jsonl, line 2 .*damaged"):
-        Journal(tmp_path, **SETTINGS).read_group(0)
+        Journal(tmp_path, keys=recorded_keys(config)).read_group(0)
     group.unlink()
     with pytest.raises(
         ConfigError, match=r"does not reach back to the checkpoint of step 0: .*00000000\.jsonl is missing"
     ):
-        Journal(tmp_path, **SETTINGS)
+        Journal(tmp_path, keys=recorded_keys(config))
 
 
 def test_rollouts_that_all_kept_checkpoints_have_trained_are_removed(tmp_path: Path) -> None:
@@ -196,3 +198,113 @@ def test_groups_that_were_filtered_before_a_kill_stay_filtered(
     assert dropped <= {position for batch in state.batches.values() for position in batch.dropped}
     assert not state.waiting, "no group began that no step trains"
     assert run.position.first == max(state.groups) + 1
+
+
+class Outage(Engines):
+    """Requests of some episodes of each group fail."""
+
+    samples: tuple[int, ...] = ()
+    """Their numbers."""
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
+        if int(names["session_id"].split("/")[2]) in self.samples:
+            raise SamplerError("no route to the engine")
+        return await super().generate(prompt, params, **names)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("filters", ["[]", "[incomplete]"])
+@pytest.mark.parametrize("samples", [(0, 1), (1,)])
+def test_a_run_that_an_outage_stopped_is_resumed_and_samples_the_failed_episodes_again(
+    tmp_path: Path, staleness: int, filters: str, samples: tuple[int, ...]
+) -> None:
+    config = make_config(
+        "train.steps=3",
+        f"async.max_staleness={staleness}",
+        f"rollout.filter_groups.filters={filters}",
+        "rollout.filter_groups.max_num_gen_batches=2",
+        "rollout.failure.sampler=drop",
+        "rollout.failure.max_failed_share=0.3",
+    )
+    engines = Outage(0)
+    engines.samples = samples
+    with pytest.raises(RunStopped, match=r"episodes failed for good"):
+        train(tmp_path, config, engines=engines)
+    train(tmp_path, config)
+    state = read_journal(tmp_path)
+    assert state is not None
+    assert state.faults() == []
+    assert not any(group.dropped for group in state.groups.values())
+    trained = Counter(one.rollout_id for some in rollouts_of(tmp_path).values() for one in some if not one.dropped)
+    assert len(trained) == 24
+    assert set(trained.values()) == {1}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_the_limit_of_generated_batches_stopped_goes_on_with_other_tasks(
+    tmp_path: Path, staleness: int
+) -> None:
+    def config(filters: str) -> Config:
+        limit = "rollout.filter_groups.max_num_gen_batches=2"
+        return make_config(
+            "train.steps=2", f"async.max_staleness={staleness}", f"rollout.filter_groups.filters={filters}", limit
+        )
+
+    everything = f"[{__file__}:drops_all]"
+    for _ in range(2):
+        with pytest.raises(RunStopped, match=r"step 1 has no full batch: 5 groups were filtered"):
+            train(tmp_path, config(everything))
+    train(tmp_path, config("[]"))
+    state = read_journal(tmp_path)
+    assert state is not None
+    assert state.faults() == []
+    assert sum(bool(group.dropped) for group in state.groups.values()) == 10
+
+
+def drops_all(group: Sequence[Rollout]) -> bool:
+    """A filter that drops every group."""
+    return True
+
+
+def test_what_the_journal_has_after_the_checkpoint_can_be_discarded(tmp_path: Path) -> None:
+    config = make_config("train.steps=6", "train.save_every=2", "async.max_staleness=1")
+    with suppress(LearnerError):
+        train(tmp_path, config, learner=FakeLearner(fail_at=4))
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000004")
+    before = read_journal(tmp_path)
+    assert before is not None
+    assert [*before.batches] == [1, 2, 3, 4, 5]
+    hotter = make_config("train.steps=6", "train.save_every=2", "async.max_staleness=1", "rollout.max_turns=7")
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"(?s)trained again: 12 \(24 rollouts.*rollout\.max_turns: 8 → 7"):
+        train(tmp_path, hotter)
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    train(tmp_path, hotter, seed=5, discard=True)
+    state = read_journal(tmp_path)
+    assert state is not None
+    assert state.faults() == []
+    assert {
+        group.process for step in (3, 4, 5) for group in map(state.groups.get, state.batches[step].positions) if group
+    } == {1}
+    trained = Counter(one.rollout_id for some in rollouts_of(tmp_path).values() for one in some)
+    assert trained == Counter(
+        f"{step}/{offset}/{sample}" for step in range(1, 7) for offset in range(4) for sample in (0, 1)
+    )
+
+
+def test_groups_of_each_process_are_compared_with_its_own_keys(tmp_path: Path) -> None:
+    """A resume from an older checkpoint uses groups of two processes, of which the first sampled in another way."""
+    config, hotter = (make_config("train.steps=4", f"sampler.temperature={value}") for value in (1.0, 0.5))
+    journal = Journal(tmp_path, keys=recorded_keys(config)).begin()
+    journal.record_admitted(0, 0)
+    journal.close()
+    with pytest.raises(ConfigError, match=r"sampler\.temperature"):
+        Journal(tmp_path, keys=recorded_keys(hotter))
+    again = Journal(tmp_path, position=TaskPosition(1), keys=recorded_keys(hotter)).begin()
+    again.record_admitted(1, 0)
+    again.close()
+    Journal(tmp_path, position=TaskPosition(1), keys=recorded_keys(hotter))
+    with pytest.raises(ConfigError, match=r"sampler\.temperature: 0\.5 → 1\.0"):
+        Journal(tmp_path, position=TaskPosition(1), keys=recorded_keys(config))
+    with pytest.raises(ConfigError, match=r"sampler\.temperature: 1\.0 → 0\.5"):
+        Journal(tmp_path, keys=recorded_keys(hotter))

@@ -64,7 +64,7 @@ class Resumable(Stateless):
 
 def opened(folder: Path, version: int = 0) -> Journal:
     """A journal whose episodes are saved after every turn."""
-    journal = Journal(folder)
+    journal = Journal(folder).begin()
     journal.episodes = SavedEpisodes(journal.episodes.folder, 0.0, version, clock=count().__next__)
     return journal
 

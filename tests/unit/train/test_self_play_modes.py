@@ -115,7 +115,7 @@ class Run:
             tasks=self.config.rollout.batch_size,
             snapshots=snapshots,
             engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
-            log=LeagueLog(self.folder, after),
+            log=LeagueLog(self.folder, after).begin(),
         )
         if "source" in state:
             found.league.load(state["source"]["self_play"])
@@ -148,7 +148,7 @@ class Run:
                 if one.opponent == "past":
                     past += 1
                     assert self.played[one.episode] in players_by_seat(one)
-            again.league, again.opponents, again.log = league, {}, LeagueLog(self.folder / "again", None)
+            again.league, again.opponents, again.log = league, {}, LeagueLog(self.folder / "again", None).begin()
             again.on_step_trained(step, (), rollouts)
             league.add_snapshot(step)
         assert past > 0

@@ -1,0 +1,173 @@
+"""The keys that rollouts in the journal of a run, and its checkpoints, were made with, and what follows if one changes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from agentrl.config.layers import Difference, leaf_texts
+from agentrl.config.schema import Config
+from agentrl.config.secret_values import REDACTED, redact
+from agentrl.core.errors import ConfigError
+from agentrl.core.imports import is_reference, source_file
+
+CODE, CONTENT = "code of ", "content of "
+"""Begin the names of checksums: of a file with the user's code, and of tasks or a template."""
+
+FIXED = (
+    "run.seed",
+    "env.name",
+    "tasks.name",
+    "tasks.options",
+    "tasks.train_split",
+    "tasks.data_source",
+    "data.path",
+    "data.limit",
+    "data.streaming",
+    "data.shuffle_buffer",
+    "data.convert",
+    "data.max_prompt_tokens",
+    "model.path",
+    "model.warm_start",
+    "model.warm_start_options",
+    "learner.lora",
+    "sources",
+)
+"""Keys that a resumed run may not change, of its sources either: with another value it would be another run."""
+
+SAMPLED = (
+    CODE,
+    CONTENT,
+    "env.options",
+    "env.roles",
+    "data.input_key",
+    "data.label_key",
+    "data.metadata_key",
+    "data.id_key",
+    "data.apply_chat_template",
+    "reward.function",
+    "reward.key",
+    "reward.on_error",
+    "reward.error_score",
+    "tools",
+    "render",
+    "sampler.temperature",
+    "sampler.top_p",
+    "sampler.top_k",
+    "sampler.max_new_tokens",
+    "rollout.reset_seed",
+    "rollout.max_turns",
+    "rollout.max_tokens",
+    "rollout.max_seconds",
+    "rollout.generate",
+    "self_play.swap_seats",
+    "self_play.endpoints",
+    "algo.routing_replay",
+)
+"""Keys that decide how an episode is sampled, or its reward: rollouts that were recorded with another value are not trained."""
+
+GROUPED = ("rollout.batch_size", "rollout.n_samples_per_prompt", "async.max_staleness", "self_play.mix")
+"""Keys that decide which groups begin: with another value, groups that no step took are sampled again."""
+
+TRAINED = (
+    "algo",
+    "async.mask_older_than",
+    "batch",
+    "learner.freeze",
+    "learner.optimizer",
+    "rollout.failure",
+    "rollout.filter_groups",
+    "sandbox",
+    "train.steps_per_rollout",
+)
+"""Keys that decide how recorded rollouts are trained: a change is reported."""
+
+_UNIMPORTANT = ("url", "port", "start_timeout_s", "max_restarts")
+"""Keys of a tool server that do not change its results."""
+_OBJECTS = ("name", "function", "generate", "convert", "player")
+"""Last words of keys whose value may name code of the user."""
+
+
+def recorded_keys(config: Config) -> dict[str, str]:
+    """Return the keys that a run's rollouts are made with, and their values as text; no secrets, and no null.
+
+    A checksum of each file of code that a key names is ``code of KEY``, that of a chat template ``content of KEY``.
+    """
+    texts = leaf_texts(redact(config.model_dump(mode="json")))
+    keys = {
+        key: text
+        for key, text in texts.items()
+        if _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED)) and REDACTED not in text
+    }
+    keys["sources"] = ", ".join(config.sources) or "none"
+    return keys | dict(_checksums(keys))
+
+
+def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for key, text in keys.items():
+        if _is_among(key, TRAINED):
+            continue
+        if key.endswith("render.chat_template"):
+            yield CONTENT + key, file_checksum(Path(text))
+        elif key.rpartition(".")[2] in _OBJECTS and is_reference(text) and (file := source_file(text)) is not None:
+            yield CODE + key, file_checksum(file)
+
+
+def file_checksum(path: Path) -> str:
+    """Return name and CRC-32 of a file; without the CRC-32 if it cannot be read, which its reader reports."""
+    try:
+        return f"{path.name} {zlib.crc32(path.read_bytes()):08x}"
+    except OSError:
+        return path.name
+
+
+def changed_keys(recorded: Mapping[str, str], keys: Mapping[str, str], kinds: Sequence[str]) -> list[Difference]:
+    """Return the keys of ``kinds``, such as `FIXED`, that have another value than what was recorded."""
+    names = [*keys, *(key for key in recorded if key not in keys)]
+    pairs = [Difference(key, recorded.get(key, "null"), keys.get(key, "null")) for key in names]
+    return [pair for pair in pairs if pair.before != pair.after and _is_among(pair.key, kinds)]
+
+
+def check_fixed(recorded: Mapping[str, str], keys: Mapping[str, str], folder: Path) -> None:
+    """Check that a resumed run has the seed, environment, tasks, model and adapters that it was recorded with.
+
+    Raises:
+        ConfigError: it has another one; the message names the key and both values.
+    """
+    faults = [
+        f"{change.key}={change.after}: the run in {folder} has {change.before}; leave out {change.key}, or start another run"
+        for change in changed_keys(recorded, keys, FIXED)
+    ]
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def check_sampled(recorded: Mapping[str, str], keys: Mapping[str, str], what: str) -> None:
+    """Check that the rollouts that a resumed run trains again would be sampled and graded as they were.
+
+    Args:
+        recorded: keys that they were made with.
+        keys: of the resumed run.
+        what: the recorded rollouts, for the message.
+
+    Raises:
+        ConfigError: they would not; the message names the keys, both values, and what to do.
+    """
+    if changes := changed_keys(recorded, keys, SAMPLED):
+        lines = "\n".join(f"  {change}" for change in changes)
+        raise ConfigError(
+            f"{what} were made with other values:\n{lines}\nTake the change back, or add --resample: what the journal has "
+            "after the checkpoint is discarded, and sampled again"
+        )
+
+
+def _is_among(key: str, kinds: Sequence[str]) -> bool:
+    """Return whether a key is one of ``kinds`` or below one, of a source too."""
+    section, _, source_key = key.partition(".")
+    if section == "sources" and source_key:
+        key = source_key.partition(".")[2]
+        kinds = (*kinds, "weight") if "sources" in kinds else kinds
+    if key.startswith("tools.") and key.split(".")[-1] in _UNIMPORTANT and "options" not in key.split("."):
+        return False
+    return any(key == kind or key.startswith(kind if kind in (CODE, CONTENT) else f"{kind}.") for kind in kinds)

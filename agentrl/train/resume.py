@@ -1,0 +1,77 @@
+"""What a resumed run uses again: a checkpoint and the journal; checked against the keys that they were recorded with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl.config.recorded import CONTENT, check_fixed, check_sampled
+from agentrl.core.errors import CheckpointError
+from agentrl.core.reading import reading
+from agentrl.learner.checkpoints import STATE, latest_checkpoint
+from agentrl.obs.journal import JournalState, read_journal
+from agentrl.train.pipeline.journal import Journal
+from agentrl.train.rollout_source import TaskPosition
+
+
+def check_run_keys(folder: Path, keys: Mapping[str, str]) -> None:
+    """Check that a resumed run is the run that began in ``folder``: seed, environment, tasks, model and adapters.
+
+    Raises:
+        ConfigError: it is another one, or its journal is damaged.
+        CheckpointError: the state of its newest checkpoint is damaged.
+    """
+    progress, journal = _read_progress(folder), read_journal(folder) or JournalState()
+    for recorded in ([] if progress is None else [progress.keys]) + journal.keys[-1:]:
+        check_fixed(recorded, keys, folder)
+
+
+def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True, discard: bool = False) -> str:
+    """Check what a resumed run uses again, and return one line that says what that is.
+
+    Args:
+        folder: of the run.
+        keys: of the resumed run, with checksums of its tasks.
+        samples: whether it samples; a replay uses the checkpoint alone.
+        discard: use nothing that the journal has after the checkpoint (``--resample``).
+
+    Raises:
+        ConfigError: it is another run, or what was recorded was made with other keys.
+        CheckpointError: the state of the newest checkpoint is damaged.
+    """
+    check_run_keys(folder, keys)
+    progress, text = _read_progress(folder), "starts at step 0"
+    if progress is not None:
+        count = progress.position.first + len(progress.position.ahead)
+        text = f"resumes from step {progress.step}: weights, optimizer, random states, {count} tasks of the task order"
+        contents = {key: value for key, value in keys.items() if key.startswith(CONTENT) and key in progress.keys}
+        recorded = {key: progress.keys[key] for key in contents}
+        if samples and not discard:
+            check_sampled(recorded, contents, f"the order of tasks in {progress.checkpoint}")
+    if not samples:
+        return text
+    step, position = (0, TaskPosition()) if progress is None else (progress.step, progress.position)
+    journal = Journal(folder, step=step, position=position, keys=keys, discard=discard)
+    return f"{text}; journal: {journal.reuse}"
+
+
+class _Progress(NamedTuple):
+    """What a checkpoint says of its run."""
+
+    checkpoint: Path
+    step: int
+    position: TaskPosition
+    keys: dict[str, str]
+
+
+def _read_progress(folder: Path) -> _Progress | None:
+    """Return what the newest checkpoint of a run says; None without one."""
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
+        return None
+    with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
+        state = json.loads((checkpoint / STATE).read_bytes())
+        position = TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
+        return _Progress(checkpoint, int(state["step"]), position, dict(state["keys"]))
