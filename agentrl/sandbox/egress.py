@@ -59,6 +59,7 @@ def receive_listener(channel: socket.socket) -> socket.socket:
         raise SandboxFailure(f"the runner gave no socket for sandbox.hosts: {error!r}") from error
 
 
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST = re.compile(rf"({_TOKEN}) ([!-~]+) HTTP/1\.[01]")
 _HEADER = re.compile(rf"({_TOKEN}):([\t -~\x80-\xff]*)")
@@ -206,7 +207,7 @@ def _authority(authority_and_path: str) -> str:
 def _body_length(headers: list[tuple[str, str]]) -> int:
     names = [name.lower() for name, _ in headers]
     lengths = {value for name, value in headers if name.lower() == "content-length"}
-    if "transfer-encoding" in names or len(lengths) > 1 or not all(length.isdecimal() for length in lengths):
+    if "transfer-encoding" in names or len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
         raise _RequestRefused("411 Length Required", "a body needs one Content-Length")
     return int(lengths.pop()) if lengths else 0
 

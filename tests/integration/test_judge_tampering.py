@@ -277,12 +277,41 @@ LEFT = {
     "a link to nothing": ("os.symlink('nowhere', 'left')", "os.path.islink('left')"),
     "rights of a folder": ("os.chmod('/work', 0o750)", "os.stat('/work').st_mode & 0o777 == 0o750"),
     "a folder's time of change": ("os.utime('/work', (7, 7))", "os.stat('/work').st_mtime == 7"),
+    "a folder's time of access alone": (
+        "os.utime('/tmp', ns=(7, os.stat('/tmp').st_mtime_ns))",
+        "os.stat('/tmp').st_atime_ns == 7",
+    ),
+    "a folder's flags": (
+        "fcntl.ioctl(os.open('/work', 0), 0x40086602, (64).to_bytes(8, 'little'))",
+        "fcntl.ioctl(os.open('/work', 0), 0x80086601, bytes(8))[0] & 64",
+    ),
+    "the number of processes": ("[os.waitpid(os.fork() or os._exit(0), 0) for _ in range(40)]", "os.getpid() > 40"),
+    "the number of inodes": (
+        "[os.close(os.open('/work', os.O_TMPFILE | os.O_RDWR)) for _ in range(99)]",
+        "os.fstat(os.open('/work', os.O_TMPFILE | os.O_RDWR)).st_ino > 99",
+    ),
+    "the number of shared memories": (
+        "[libc.shmctl(libc.shmget(0, 1, 0o600), 0, None) for _ in range(40)]",
+        "libc.shmget(0, 1, 0o600) >= 40",
+    ),
+    "the number of packets": (
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9))",
+        "open('/proc/net/dev').read().split('lo:')[1].split()[0] != '0'",
+    ),
+    "a POSIX message queue": (
+        "libc.mq_open(b'/left', os.O_CREAT | os.O_RDWR, 0o600, None)",
+        "libc.mq_open(b'/left', os.O_RDWR) != -1",
+    ),
+    "cores of the runner": (
+        "os.sched_setaffinity(1, {min(os.sched_getaffinity(0))})",
+        "len(os.sched_getaffinity(0)) == 1",
+    ),
     "shared memory": ("libc.shmget(7, 64, 0o1600)", "libc.shmget(7, 64, 0) != -1"),
     "a semaphore": ("libc.semget(7, 1, 0o1600)", "libc.semget(7, 1, 0) != -1"),
     "a message queue": ("libc.msgget(7, 0o1600)", "libc.msgget(7, 0) != -1"),
 }
 LEAVES = """
-import ctypes, os
+import ctypes, fcntl, os, socket
 libc = ctypes.CDLL(None)
 if {found}:
     print("found")
@@ -342,7 +371,7 @@ def test_a_daemon_does_not_answer_the_next_test() -> None:
             return await judged(backend, DAEMON, ["1\n", "2\n"], ["clean\n", "clean\n"])
 
     assert asyncio.run(control()) == ["clean", "found"]
-    assert asyncio.run(real()) == (["accepted", "accepted"], 1)
+    assert asyncio.run(real()) == (["accepted", "accepted"], 2), "it counts as processes that were started"
 
 
 def test_a_program_that_leaves_nothing_keeps_its_sandbox() -> None:
@@ -354,9 +383,9 @@ def test_a_program_that_leaves_nothing_keeps_its_sandbox() -> None:
 
 
 def test_the_same_by_docker(dockerd: DockerHost) -> None:
-    """Docker's sandboxes lose shared memory by themselves, once nobody is attached to it."""
+    """Docker's sandboxes lose shared memory by themselves, once nobody is attached to it; its id stays taken."""
     config = SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image)
-    left = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 1}
+    left = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 2}
 
     async def run() -> dict[str, tuple[list[str], int]]:
         found = {}

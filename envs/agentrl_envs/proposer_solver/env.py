@@ -18,7 +18,7 @@ PROPOSER = "proposer"
 _HELD_OUT = 6
 """One of so many pairs of numbers is held out."""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_PROBLEM = re.compile(r"(\d{1,3}) ?([-+*]) ?(\d{1,3})(?: = \?)?")
+_PROBLEM = re.compile(r"([0-9]{1,3}) ?([-+*]) ?([0-9]{1,3})(?: = \?)?")
 
 
 class ProposerSolverEnv(MultiAgentEnv):
@@ -99,14 +99,17 @@ class ProposerSolverEnv(MultiAgentEnv):
             views, infos = self._show()
             still = dict.fromkeys(self.agents, False)
             return views, dict.fromkeys(self.agents, 0.0), still, dict(still), infos
-        answers = {agent: re.findall(r"-?\d+", texts_by_agent[agent]) for agent in solvers}
+        answers = {agent: re.findall(r"-?[0-9]+", texts_by_agent[agent]) for agent in solvers}
         illegal = {agent for agent in solvers if not answers[agent]}
-        correct = {agent: bool(answers[agent]) and int(answers[agent][-1]) == self.answer for agent in solvers}
+        correct = {agent: bool(answers[agent]) and self._is_answer(answers[agent][-1]) for agent in solvers}
         share = float(np.mean([correct[agent] for agent in solvers]))
         rewards = {agent: float(correct[agent]) - self.illegal_cost * (agent in illegal) for agent in solvers}
         if "held_out" not in self.task.metadata:
             rewards[PROPOSER] = 4 * share * (1 - share)
         return self._over(rewards, illegal, share)
+
+    def _is_answer(self, digits: str) -> bool:
+        return len(digits) < 100 and int(digits) == self.answer  # Python reads no number of thousands of digits
 
     def forfeit(self, agent: str) -> dict[str, float]:
         """Return the reward of an illegal turn."""

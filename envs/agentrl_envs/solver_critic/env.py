@@ -93,7 +93,7 @@ class SolverCriticEnv(MultiAgentEnv):
     def _take(self, agent: str, text: str) -> bool:
         """Record a turn; return whether it is legal."""
         if agent == SOLVER:
-            numbers = re.findall(r"-?\d+", text)
+            numbers = re.findall(r"-?[0-9]+", text)
             self.answers = [*self.answers, numbers[-1] if numbers else ""]
             return bool(numbers)
         word = re.match(r"[a-z]*", text.lower())

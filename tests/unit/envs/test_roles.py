@@ -49,6 +49,12 @@ def test_a_turn_of_the_wrong_form_costs_and_the_episode_goes_on():
     assert infos["solver"]["metrics"]["solver_illegal"] == infos["critic"]["metrics"]["critic_illegal"] == 1.0
 
 
+def test_digits_of_other_scripts_are_no_answer():
+    env = SolverCriticEnv(illegal_cost=0.5)
+    env.reset(seed=0)
+    assert acted(env, "٧")[0] == {"solver": -0.5, "critic": 0.0}
+
+
 def test_a_right_first_answer_is_rewarded_when_it_is_given():
     env = SolverCriticEnv(first_reward=0.25)
     env.reset(seed=0)
@@ -66,7 +72,13 @@ def test_sums_to_evaluate_on_are_not_trained_on():
 
 
 @pytest.mark.parametrize(
-    ("answers", "proposer"), [(("19", "19", "1", "2"), 1.0), (("19",) * 4, 0.0), (("1", "19", "19", "19"), 0.75)]
+    ("answers", "proposer"),
+    [
+        (("19", "19", "1", "2"), 1.0),
+        (("19",) * 4, 0.0),
+        (("1", "19", "19", "19"), 0.75),
+        (("19", "9" * 5000, "1", "19"), 1.0),
+    ],
 )
 def test_a_problem_is_worth_most_if_half_of_the_solvers_solve_it(answers, proposer):
     env = ProposerSolverEnv()
@@ -80,7 +92,7 @@ def test_a_problem_is_worth_most_if_half_of_the_solvers_solve_it(answers, propos
     assert {env.role_of(agent) for agent in env.possible_agents} == {"proposer", "solver"}
 
 
-@pytest.mark.parametrize("text", ["", "7 / 2", "7 + 21", "8 + 8", "import os"])
+@pytest.mark.parametrize("text", ["", "7 / 2", "7 + 21", "8 + 8", "٧ + 12", "import os"])
 def test_what_is_no_problem_costs_the_proposer(text):
     env = ProposerSolverEnv(solvers=1)
     env.reset(seed=0)

@@ -125,6 +125,10 @@ REFUSED = {
     "a path in a tunnel": ("CONNECT 127.0.0.1:{port}/x HTTP/1.1", 400),
     "chunks": ("POST http://127.0.0.1:{port}/ HTTP/1.1\r\nTransfer-Encoding: chunked", 411),
     "two lengths": ("POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2", 411),
+    "a length that Python reads as no number": (
+        f"POST http://127.0.0.1:{{port}}/ HTTP/1.1\r\nContent-Length: {'1' * 5000}",
+        411,
+    ),
     "no HTTP": ("SSH-2.0-OpenSSH", 400),
     "a broken header": ("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nbroken", 400),
     "a header that a line feed hides": (

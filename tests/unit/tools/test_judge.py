@@ -30,7 +30,7 @@ class FakeSandbox(Sandbox):
     def __init__(self, number: int, answer: Answer) -> None:
         self.id = f"fake-{number}"
         self.jobs: list[Job] = []
-        self.traces = "nothing"
+        self.traces, self.first_process = "nothing", 2
         self.closed = self.dead = False
         self._answer = answer
 
@@ -41,7 +41,8 @@ class FakeSandbox(Sandbox):
     async def run(self, job: Job) -> Outcome:
         assert self.alive
         self.jobs.append(job)
-        return outcome(self.traces) if job.call_id.startswith("look") else self._answer(job)
+        looks = job.call_id.startswith("look")
+        return outcome(repr((self.traces, [self.first_process + len(self.jobs)]))) if looks else self._answer(job)
 
     async def write_file(self, path: str, content: bytes) -> None:
         raise AssertionError("the judge writes no files")
@@ -120,6 +121,9 @@ def right(job: Job) -> Outcome:
         ("1_0", "10", Rule(tolerance=1e-6), False),
         ("9" * 100000, "1", Rule(tolerance=1e-6), False),
         ("no", "1", Rule(tolerance=1e9), False),
+        ("٣", "3", Rule(tolerance=1e-6), False),
+        ("1e٣", "1000", Rule(tolerance=1e-6), False),
+        ("3.٠", "3", Rule(tolerance=1e-6), False),
         ("1 2\n3  \n\n", "1 2\n3\n", Rule("lines"), True),
         ("1  2\n3\n", "1 2\n3\n", Rule("lines"), False),
         (" 1 2\n3\n", "1 2\n3\n", Rule("lines"), False),
@@ -168,6 +172,16 @@ def test_a_trace_of_an_earlier_test_costs_a_new_sandbox() -> None:
     runs = [[job.call_id for job in sandbox.jobs if job.call_id.startswith("test")] for sandbox in session.opened]
     assert runs == [["test-0", "test-1"], ["test-2", "test-3"]], "test-1 left a trace"
     assert all(sandbox.closed for sandbox in session.opened)
+
+
+def test_a_test_that_started_a_process_costs_a_new_sandbox() -> None:
+    def starts_one(job: Job) -> Outcome:
+        session.opened[-1].first_process += job.call_id == "test-0"
+        return right(job)
+
+    session = FakeSession(starts_one)
+    judge(starts_one, 3, session=session)
+    assert len(session.opened) == 2
 
 
 def _marks(session: FakeSession, job: Job) -> Outcome:

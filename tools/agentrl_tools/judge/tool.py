@@ -12,7 +12,7 @@ from agentrl.sandbox.base import Job, Sandbox
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .options import JudgeOptions
-from .traces import look
+from .traces import Look, look
 from .verdicts import Rule, Verdict, judge_outcome
 
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -39,7 +39,7 @@ class JudgeTool(HostedTool):
     """The judge. Only inputs enter a sandbox; the expected outputs stay in the server.
 
     A program has a fresh sandbox, and every test a new process in it; all processes of the test before are dead by
-    then. If a test left any trace (a file, shared memory), the next one gets another fresh sandbox.
+    then. If a test left any trace (a file, shared memory, a counter that went up), the next one gets another fresh sandbox.
     """
 
     def __init__(self, options: JudgeOptions | None = None) -> None:
@@ -91,7 +91,9 @@ class _Sandboxes:
         self._session = session
         self._open = AsyncExitStack()
         self._sandbox: Sandbox | None = None
-        self._fresh: str | None = None
+        self._look: Look | None = None
+        self._steps: tuple[int, ...] | None = None
+        """How far one look moves the counters."""
 
     async def __call__(self, number: int, *, last: bool) -> Sandbox:
         """Return a sandbox in which nothing is left of earlier tests."""
@@ -99,11 +101,18 @@ class _Sandboxes:
             return self._sandbox
         await self.close()
         self._sandbox = await self._open.enter_async_context(self._session.fresh_sandbox())
-        self._fresh = None if last else await look(self._sandbox, 2 * number + 1)
+        self._look = self._steps = None
+        if not last:
+            first, self._look = [await look(self._sandbox, 3 * number + index) for index in (1, 2)]
+            self._steps = first.steps(self._look) if first is not None and self._look is not None else None
         return self._sandbox
 
     async def _is_as_before(self, sandbox: Sandbox, number: int) -> bool:
-        return sandbox.alive and self._fresh is not None and await look(sandbox, 2 * number) == self._fresh
+        if not sandbox.alive or self._look is None or self._steps is None:
+            return False
+        earlier, self._look = self._look, await look(sandbox, 3 * number)
+        processes, *steps = self._steps  # the test is one process more
+        return self._look is not None and earlier.steps(self._look) == (2 * processes, *steps)
 
     async def close(self) -> None:
         await self._open.aclose()

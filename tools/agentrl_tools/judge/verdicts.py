@@ -15,7 +15,7 @@ Compare = Literal["tokens", "lines"]
 """``tokens``: the words between white space; ``lines``: whole lines, white space at their ends and blank lines at the
 end of the output left out."""
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _LONGEST_NUMBER = 64
 
 
