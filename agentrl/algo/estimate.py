@@ -15,7 +15,7 @@ from agentrl.algo.overlong import with_penalties
 from agentrl.algo.registry import loss_class, make_estimator
 from agentrl.batch.sequences import sampled_sequences
 from agentrl.config.algo import AlgoConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, UngradedError
 from agentrl.core.imports import is_reference
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.core.user_code import calling
@@ -48,6 +48,7 @@ class RunEstimators:
 
         Raises:
             ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.
+            UngradedError: a teacher's log-probability of a trained token is not finite.
         """
         algo, estimator = self._algos[source], self._estimators[source]
         inputs = _penalise(algo, inputs)
@@ -62,6 +63,11 @@ class RunEstimators:
                 by_row = {key: reward_coef * row_T - coef * teacher_gaps[key] for key, row_T in by_row.items()}
             for sequence in sampled_sequences(rollout):
                 advantages_S = sequence.gather(by_row)
+                if not np.isfinite(advantages_S).all():  # the estimator's own were checked
+                    raise UngradedError(
+                        f"rollout {rollout.rollout_id!r} of task {rollout.prompt_id!r} may not be trained on: an advantage is "
+                        "not finite, as the log-probability of a teacher is not (algo.distillation.teachers)"
+                    )
                 if one_a_sequence and len(advantages_S):
                     advantages_S[:] = advantages_S.mean() if np.ptp(advantages_S) else advantages_S
                 advantages |= sequence.scatter(advantages_S)

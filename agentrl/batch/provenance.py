@@ -1,16 +1,17 @@
-"""Provenance checks: in reinforcement learning, only tokens that the policy sampled are trained on."""
+"""What may be trained on in reinforcement learning: only tokens that the policy sampled, only in rollouts with a reward."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
-from agentrl.core.errors import ProvenanceError
-from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.core.errors import ProvenanceError, UngradedError
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,26 @@ def check_rows(rows: Iterable[Row]) -> None:
             if where.any():
                 token = int(where.argmax())
                 raise ProvenanceError(_words(row.key, token, int(row.token_ids[token]), fault))
+
+
+def check_graded(rollouts: Iterable[Rollout]) -> None:
+    """Check that all rollouts that were not dropped have a final and finite reward.
+
+    Training steps call this before anything is computed of their rollouts, and the journal's writer before a group counts as
+    finished.
+
+    Raises:
+        UngradedError: with the first rollout that has none.
+    """
+    for rollout in rollouts:
+        if not rollout.dropped and not (rollout.graded and math.isfinite(rollout.reward)):
+            fault = (
+                f"has the reward {rollout.reward}" if rollout.graded else "has no reward, as its grader never returned"
+            )
+            raise UngradedError(
+                f"rollout {rollout.rollout_id!r} of task {rollout.prompt_id!r} may not be trained on: it {fault} "
+                "(reward.function; else the environment sets the reward)"
+            )
 
 
 def check_temperature(rows: Iterable[Row], temperature: float) -> None:

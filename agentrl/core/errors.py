@@ -22,7 +22,8 @@
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
     ├── LearnerError               a learner that failed
-    │   └── ProvenanceError        a batch that would train on tokens that no engine sampled
+    │   ├── ProvenanceError        a batch that would train on tokens that no engine sampled
+    │   └── UngradedError          rollouts that would be trained without a reward
     ├── DataError                  rows of data that cannot be read while a run needs them
     ├── AuditError                 saved rollouts that are not as they were sampled
     ├── DiagnosisError             problems that `agentrl doctor` found in a run
@@ -145,6 +146,10 @@ class LearnerError(AgentrlError):
 
 class ProvenanceError(LearnerError):
     """A batch would train on a token that no engine sampled."""
+
+
+class UngradedError(LearnerError):
+    """A rollout would be trained whose reward is not final or not finite, or with an advantage that is not finite."""
 
 
 class DataError(AgentrlError):

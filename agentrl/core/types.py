@@ -417,6 +417,8 @@ class Rollout:
     """The error of a failed episode."""
     dropped: bool = False
     """The failure policy or a filter on groups keeps it out of training."""
+    graded: bool = True
+    """The reward is final. False until the grader, if there is one, has set it; `check_graded` refuses such rollouts."""
     filtered: str = ""
     """The filter on groups that dropped it (``rollout.filter_groups``); empty if none did, or the failure policy had."""
     seconds: float = 0.0

@@ -212,6 +212,8 @@ class EpisodeRunner:
                         job.task, reason, seconds=episode.seconds, tool_seconds=tools.seconds, failure=failure
                     )
                     rollouts = [rollout]
+                for rollout in rollouts:
+                    rollout.graded = settings.grader is None
                 failure = rollouts[0].failure
                 action = self._failure.decide(failure, attempt) if failure is not None else "train"
                 if action == "train" and settings.grader is not None and open_tools is not None:
@@ -262,6 +264,8 @@ class EpisodeRunner:
                     detail = f"and {len(graded) - 1} others of its task" if len(graded) > 1 else ""
                     with waiting("reward of rollout", graded[0].rollout_id, detail):
                         await settings.grader.grade(graded, scoring)
+                        for rollout in graded:
+                            rollout.graded = True
                 if on_done is not None:
                     for rollout in batch:
                         on_done(rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,8 @@ class SampleCheck:
     """With the model's tokenizer."""
     temperature: float
     """``sampler.temperature``, at which the learner computes log-probabilities."""
+    needs_reward: bool = True
+    """False if teachers alone are trained on."""
 
     def __call__(self, rollouts: Sequence[Rollout], where: str) -> None:
         """Check the rollouts of a step."""
@@ -148,6 +151,12 @@ class SampleCheck:
                 f"--replay: {where} has no token to train on: {len(rollouts)} rollouts, "
                 f"{sum(rollout.dropped for rollout in rollouts)} of them dropped"
             )
+        for rollout in rollouts:
+            if self.needs_reward and not rollout.dropped and not math.isfinite(rollout.reward):
+                raise ConfigError(
+                    f"--replay: {where}: rollout {rollout.rollout_id!r} has the reward {rollout.reward}; give it a number, or "
+                    "leave the rollout out"
+                )
         for row in rows:
             if len(row.token_ids) and int(row.token_ids.max()) >= self.vocabulary:
                 raise ConfigError(
@@ -184,7 +193,7 @@ class SampleCheck:
 def sample_check(config: Config, model: Path) -> SampleCheck:
     """Return the check for a run and its model folder."""
     renderer = load_renderer(model, trust_remote_code=config.model.trust_remote_code)
-    return SampleCheck(read_vocab_size(model), renderer, config.sampler.temperature)
+    return SampleCheck(read_vocab_size(model), renderer, config.sampler.temperature, config.algo.needs_reward)
 
 
 def open_replay(config: Config, path: Path, model: Path, interrupt: Interrupt) -> Replay:

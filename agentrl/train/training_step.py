@@ -19,6 +19,7 @@ from agentrl.batch.groups import RolloutGroups, group_rollouts, groups_by_policy
 from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import WHOLE_STEP, RowSignals, StepPart, pack
+from agentrl.batch.provenance import check_graded
 from agentrl.batch.sequences import RowValues
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
@@ -72,7 +73,13 @@ class TrainingStep:
 
     @cached_property
     def groups(self) -> RolloutGroups:
-        """The rollouts that were not dropped, by task."""
+        """The rollouts that were not dropped, by task.
+
+        Raises:
+            UngradedError: see `check_graded`.
+        """
+        if self.settings.algo.needs_reward:
+            check_graded(self.rollouts)
         return group_rollouts(self.rollouts)
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from agentrl.batch.provenance import check_graded
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
@@ -291,6 +292,7 @@ class GroupScheduler:
                 if journaled:
                     by_id = journaled | {rollout.rollout_id: rollout for rollout in rollouts}
                     rollouts = [by_id[job.rollout_id] for job in jobs]
+                check_graded(rollouts)  # a resumed run trains what the journal has
                 await self.journal.record_finished(position, rollouts)
         if reason := self.filtering.drop(position, rollouts):
             self.journal.record_dropped(position, reason)

@@ -10,6 +10,7 @@ from agentrl.algo.base import LossInput
 from agentrl.algo.batch_loss import make_objective
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
+from agentrl.core.errors import UngradedError
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
 from agentrl.train.step_scores import StepScores
 from tests.algo_config import make_algo
@@ -87,6 +88,16 @@ def test_a_rollout_has_the_teachers_that_scored_it_alone() -> None:
         },
         rel=1e-5,
     )
+
+
+@pytest.mark.parametrize("logprob", [-np.inf, np.nan])
+def test_a_teacher_without_a_finite_log_probability_is_refused(logprob: float) -> None:
+    config, given = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
+    scored = scores(given, "a")
+    row = given[0].rows[0]
+    scored.teachers["a"][row.key][int(row.mask.argmax())] = logprob
+    with pytest.raises(UngradedError, match=r"'r0' of task .* not finite.*algo\.distillation\.teachers"):
+        _ = training_step(config, group_rollouts(given), scored).advantages
 
 
 def test_the_policy_is_the_learner_where_it_was_computed() -> None:

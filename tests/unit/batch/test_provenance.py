@@ -4,11 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agentrl.batch.provenance import check_provenance, check_rows
-from agentrl.core.errors import ProvenanceError
-from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.batch.provenance import check_graded, check_provenance, check_rows
+from agentrl.config.load import load_config
+from agentrl.core.errors import ProvenanceError, UngradedError
+from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
 from benchmarks.masks import bench_masks
-from tests.batches import pack_rows
+from tests.batches import pack_rows, training_step
 
 
 def row(name="r0"):
@@ -141,3 +142,26 @@ def test_the_benchmark_counts_every_token():
     times = bench_masks(lambda: [row(), row("r1")], tokens_per_micro=32)
     assert times.tokens == 8
     assert 0 < times.tokens_per_s < min(times.pack_tokens_per_s, times.check_tokens_per_s)
+
+
+def rollout(reward=1.0, **fields):
+    return Rollout("p", "r0", [row()], reward, StopReason.TERMINATED, **fields)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (rollout(math.nan), "it has the reward nan"),
+        (rollout(math.inf), "it has the reward inf"),
+        (rollout(-math.inf), "it has the reward -inf"),
+        (rollout(0.0, graded=False), "it has no reward, as its grader never returned"),
+    ],
+)
+def test_rollouts_without_a_final_finite_reward_are_refused(made, words):
+    with pytest.raises(
+        UngradedError, match=f"rollout 'r0' of task 'p' may not be trained on: {words}.*reward.function"
+    ):
+        check_graded([rollout(), made])
+    with pytest.raises(UngradedError):
+        _ = training_step(load_config(None, []), [rollout(), made]).groups
+    check_graded([rollout(), replace(made, dropped=True)])

@@ -72,6 +72,8 @@ def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
 
     rollouts = run_virtual(play())
     assert [rollout.rollout_id[:2] for rollout in rollouts if "." not in rollout.rollout_id] == jobs
+    assert all(rollout.graded for rollout in rollouts if not rollout.dropped)
+    assert grader is None or not any(rollout.graded for rollout in rollouts if rollout.dropped)
     return done
 
 

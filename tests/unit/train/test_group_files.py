@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
+from agentrl.core.errors import UngradedError
 from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Message, Rollout, Row, RowKey, SamplingParams, StopReason
@@ -140,3 +143,28 @@ def test_rewards_of_a_grader_of_groups_are_in_the_journal_and_in_the_rollout_fil
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0]
     assert summary(read_again(tmp_path)) == summary(rollouts)
     assert summary(read_rollouts(file.lines)) == summary(rollouts)
+
+
+class Ungraded:
+    """A runner whose grader ends without a result."""
+
+    has_single_rollouts = False
+
+    async def run_many(
+        self, jobs: Sequence[Job], *_: Any, on_ended: Callable[[], None], **options: Any
+    ) -> list[Rollout]:
+        for _job in jobs:
+            on_ended()
+        return [replace(ended(job.rollout_id, 0.0), graded=job.seed == 0) for job in jobs]
+
+
+def test_a_group_with_an_ungraded_rollout_is_not_finished(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    jobs = [Job(Task("t", ()), number, f"1/0/{number}") for number in range(2)]
+    with pytest.raises(UngradedError, match="'1/0/1' of task 't'"):
+        asyncio.run(run_first_group(journal, cast("EpisodeRunner", Ungraded()), jobs))
+    journal.close()
+    journal = Journal(tmp_path)
+    assert not journal.is_finished(0)
+    assert journal.read_group(0) == []
+    journal.close()

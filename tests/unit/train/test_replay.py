@@ -183,6 +183,10 @@ def test_samples_that_cannot_be_trained_on_are_refused() -> None:
         SampleCheck(VOCABULARY, Letters("A"), 1.0)(good, "here")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"'a/0' was sampled at temperature 1, but .*; set sampler\.temperature=1"):
         SampleCheck(VOCABULARY, Letters(), 0.7)(good, "here")  # type: ignore[arg-type]
+    for reward in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=rf"here: rollout 'a/0' has the reward {reward}"):
+            check([rollout("a", 0, reward)], "here")
+        replace(check, needs_reward=False)([rollout("a", 0, reward)], "here")
     greedy = rollout("a", 0, 1.0)
     greedy.rows[0] = replace(greedy.rows[0], temperature=0.0)
     with pytest.raises(ConfigError, match=r"temperature 0, .*greedy samples teach nothing"):
