@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,9 +33,14 @@ from agentrl.models.freezing import frozen_names
 from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _log = logging.getLogger(__name__)
 _PROBE_T, _OTHER_T = torch.arange(1, 10), torch.arange(7, 0, -1)
 """Token ids of the rows that probe a model; float8 products want 16 in all."""
+_PROBE_WINDOW = 4
+"""Tokens of a window in which the rows attend; fewer than they have."""
 _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
 """Maximum absolute and relative difference of log-probabilities that counts as rounding."""
 
@@ -64,8 +70,9 @@ def load_policy(
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
     """
     policy = PolicyModel(empty_model(folder, IMPLEMENTATION, key=key), config.logits_chunk)
-    _load(policy, folder, config, device, mesh, key)
-    with _probing(policy, config):
+    with _named_errors(policy, folder, key):
+        _load(policy, folder, config, device, mesh, key)
+    with _named_errors(policy, folder, key), _probing(policy, config):
         policy.separates_rows = _mixes_rows(policy)
         _check_head(policy, folder, key)
         _check_rows(policy, folder, key)
@@ -83,8 +90,9 @@ def load_critic(
         ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
     """
     critic = ValueModel(empty_model(folder, IMPLEMENTATION, values=True, key=key), config.logits_chunk)
-    _load(critic, folder, config, device, mesh, key)
-    with _probing(critic, config):
+    with _named_errors(critic, folder, key):
+        _load(critic, folder, config, device, mesh, key)
+    with _named_errors(critic, folder, key), _probing(critic, config):
         critic.separates_rows = _mixes_rows(critic)
     _set_context(critic, config, folder, key, None)
     return critic
@@ -163,6 +171,19 @@ def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) ->
 
 
 @contextmanager
+def _named_errors(model: PackedModel, folder: Path, key: str) -> Iterator[None]:
+    """Raise errors of an architecture's code, which has other modules or arguments than expected, with the folder's key."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+        words = str(error).strip().splitlines() or ["no message"]
+        raise ModelError(
+            f"{key}={folder}: the fsdp learner cannot compute {type(model.hf).__name__}: {type(error).__name__}: {words[0]}; "
+            "choose another"
+        ) from error
+
+
+@contextmanager
 def _probing(model: PackedModel, config: LearnerConfig) -> Iterator[None]:
     """Compute without compilation, and in float32 if this rank has full float32 weights: one rank without float8."""
     autocast, compiled = model.autocast, model.compiled
@@ -174,8 +195,10 @@ def _probing(model: PackedModel, config: LearnerConfig) -> Iterator[None]:
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Set all dropout rates to 0: an engine samples without dropout, so the learner's log-probabilities are without it too."""
+    """Set all dropout rates to 0, and let routers choose experts without noise: an engine samples without either."""
     for module in model.modules():
+        if any("jitter" in name for name in vars(module)):
+            module.training = False  # that of its experts stays
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
@@ -250,24 +273,64 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
 
 @torch.no_grad()
 def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Compare log-probabilities of packed rows with those of each row alone.
+    """Compare log-probabilities of packed rows with those of each row alone, with the architecture's own attention.
+
+    Rows are longer than sliding windows, which are made small for it.
 
     Raises:
-        ModelError: they differ: the architecture ignores the positions that it is given.
+        ModelError: they differ: the architecture ignores positions, or its attention, or its routing in training, is another.
     """
     packed = _pack_rows(_PROBE_T, _OTHER_T)
-    with _last_hidden(policy) as hidden:
-        packed_N = policy(packed, _score_positions(packed), 1.0)[0]
-    rows = [_pack_rows(tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)]
-    expected_N = torch.cat([policy(row, _score_positions(row), 1.0)[0] for row in rows])
+    with _small_windows(policy.hf):
+        with _last_hidden(policy) as hidden:
+            packed_N = policy(packed, _score_positions(packed), 1.0)[0]
+        rows = [_pack_rows(tokens_T) for tokens_T in (_PROBE_T, _OTHER_T)]
+        with _own_inference(policy.hf):
+            expected_N = torch.cat([policy(row, _score_positions(row), 1.0)[0] for row in rows])
     reshard(policy)
     rough = policy.autocast or hidden[0].dtype is not torch.float32
     limit = _ROUNDING_BFLOAT16 if rough else _ROUNDING
     if not torch.allclose(packed_N, expected_N, atol=limit, rtol=limit):
+        difference = float((packed_N - expected_N).abs().max())
         raise ModelError(
-            f"{key}={folder}: {type(policy.hf).__name__} gives packed rows other log-probabilities than each row alone, so "
-            "the fsdp learner cannot train it; choose another"
+            f"{key}={folder}: {type(policy.hf).__name__} gives packed rows other log-probabilities than each row alone with its "
+            f"own attention (by up to {difference:.2g} nats), so the fsdp learner cannot train it; choose another"
         )
+
+
+@contextmanager
+def _own_inference(hf: PreTrainedModel) -> Iterator[None]:
+    """Compute as transformers does without training: with the architecture's own attention."""
+    training = {module: module.training for module in hf.modules()}
+    hf.eval()
+    hf.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        hf.set_attn_implementation(IMPLEMENTATION)
+        for module, is_training in training.items():
+            module.training = is_training
+
+
+@contextmanager
+def _small_windows(hf: PreTrainedModel) -> Iterator[None]:
+    """Give layers with a sliding window or chunks in attention small ones, if they are smaller than the longest row."""
+    config = hf.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    owners = [config, *hf.modules()]
+    sizes = [
+        (owner, name, vars(owner).get(name)) for owner in owners for name in ("sliding_window", "attention_chunk_size")
+    ]
+    small = [
+        (owner, name, size) for owner, name, size in sizes if isinstance(size, int) and _PROBE_WINDOW < size < limit
+    ]
+    for owner, name, _ in small:
+        setattr(owner, name, _PROBE_WINDOW)
+    try:
+        yield
+    finally:
+        for owner, name, size in small:
+            setattr(owner, name, size)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import install_command
 from agentrl.learner.base import LearnerBackend, RankClass
+from agentrl.learner.megatron.allowed_options import check_options
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 
 _KEY = "learner.backend=megatron"
@@ -39,6 +40,7 @@ class MegatronBackend(LearnerBackend):
         for key, is_set in lacking.items():
             if is_set:
                 raise ConfigError(f"{key}: {_KEY} lacks it; leave it out, or set learner.backend=fsdp")
+        check_options(config.megatron)
         if RECOMPUTE in config.megatron and config.recompute not in ("auto", "none"):
             raise ConfigError(
                 f"learner.recompute={config.recompute} with learner.megatron.{RECOMPUTE}: leave one of them out"

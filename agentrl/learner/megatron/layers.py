@@ -35,6 +35,8 @@ class PackedTokens:
     """``[layers, T, K]`` recorded experts of the tokens of this rank's routers; None if the routers choose."""
     rotary_cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
     """Cosines and sines ``[L, 1, 1, D]`` of the tokens' positions, the same in all layers; None with latent attention."""
+    loss_weight: float = 0.0
+    """Sum of the weights of the micro-batch's tokens in the loss: its part of an optimizer step."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None

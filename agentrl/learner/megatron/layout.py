@@ -11,7 +11,7 @@ from agentrl.core.errors import ConfigError
 RECOMPUTE = "recompute_granularity"
 """Option with which Megatron-Core computes layers again, in place of ``learner.recompute``."""
 _KEY = "learner.megatron"
-_UNEVEN_STAGES = (
+UNEVEN_STAGES = (
     "pipeline_model_parallel_layout",
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -82,6 +82,13 @@ class Layout:
         for name, size in sizes.items():
             if size is not None:
                 _check_divisible(size, f"the model's {name}", tensor, f"{_KEY}.tensor_model_parallel_size")
+        heads = model["num_attention_heads"] // tensor
+        if heads % self.context_parallel_size:
+            raise ConfigError(
+                f"{_KEY}.context_parallel_size={self.context_parallel_size} does not divide the {heads} attention heads of a "
+                f"rank (the model's num_attention_heads={heads * tensor} over {_KEY}.tensor_model_parallel_size={tensor}); set "
+                f"it to {_divisors(heads)}"
+            )
         groups = model["num_query_groups"]
         if groups % tensor and tensor % groups:
             raise ConfigError(
@@ -100,13 +107,13 @@ class Layout:
                 model["moe_ffn_hidden_size"], "the model's moe_intermediate_size", self.expert_tensor_size, name
             )
         stages = self.pipeline_model_parallel_size * self.chunks
-        if not any(options.get(name) for name in _UNEVEN_STAGES):
+        if not any(options.get(name) for name in UNEVEN_STAGES):
             _check_divisible(
                 model["num_layers"],
                 "the model's num_hidden_layers",
                 stages,
                 f"{_KEY}.pipeline_model_parallel_size times virtual_pipeline_model_parallel_size",
-                f"or give the stages their layers with {_KEY}.{_UNEVEN_STAGES[0]}",
+                f"or give the stages their layers with {_KEY}.{UNEVEN_STAGES[0]}",
             )
 
     def start(self, seed: int) -> None:

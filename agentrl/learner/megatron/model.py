@@ -40,7 +40,7 @@ from agentrl.learner.megatron.layers import (
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.linears import replace_linears
 from agentrl.learner.megatron.options import transformer_config
-from agentrl.learner.megatron.routing import RoutedLayer, replay_routing
+from agentrl.learner.megatron.routing import RoutedLayer, prepare_routing
 from agentrl.learner.routing_replay import experts_by_layer
 
 
@@ -114,7 +114,7 @@ def build_model(
             if hasattr(module, "rotary_pos_emb"):
                 module.rotary_pos_emb = rotary
             if isinstance(module, MoELayer):
-                replay_routing(module)
+                prepare_routing(module)
                 if _sends_pairs(config):
                     module.token_dispatcher = PairDispatcher(config, module.local_expert_indices)
         if values and chunk.post_process:
@@ -132,6 +132,7 @@ def packed_tokens(
     row_L: torch.Tensor,
     device: torch.device,
     experts_L: torch.Tensor | None = None,
+    loss_weight: float = 0.0,
 ) -> PackedTokens:
     """Return packed rows as layers read them: the argument ``packed_seq_params`` of a chunk.
 
@@ -143,6 +144,7 @@ def packed_tokens(
         row_L: int32 on the CPU, -1 in padding, of all tokens.
         device: of the rank.
         experts_L: recorded experts that routers use, as in `MicroBatch`; None if the routers choose.
+        loss_weight: see `PackedTokens`.
     """
     dtype = model.config.params_dtype
     rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
@@ -153,7 +155,7 @@ def packed_tokens(
     if experts_L is not None:
         experts = experts_by_layer(experts_L, _routed_tokens(local, model.config.sequence_parallel), device)
     divided = rows if context is None else DividedRows(rows, context)
-    return PackedTokens(positions, divided, experts, model.rotary.cos_sin(positions, dtype))
+    return PackedTokens(positions, divided, experts, model.rotary.cos_sin(positions, dtype), loss_weight)
 
 
 def _routed_tokens(local: slice, sequence_parallel: bool) -> slice:

@@ -13,51 +13,23 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.learner import OptimizerConfig as OptimizerSection
-from agentrl.config.validation import nearest_key
 from agentrl.core.errors import ConfigError
 from agentrl.learner.device import recompute_mode
 from agentrl.learner.megatron.families.base import Options
-from agentrl.learner.megatron.layout import RECOMPUTE, Layout
+from agentrl.learner.megatron.layout import RECOMPUTE
 
 _KEY = "learner.megatron"
 _DATA_PARALLEL: Options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
-_OTHER_KEYS = {
-    "optimizer": "learner.optimizer.name",
-    "lr": "learner.optimizer.lr",
-    "weight_decay": "learner.optimizer.weight_decay",
-    "adam_beta1": "learner.optimizer.betas",
-    "adam_beta2": "learner.optimizer.betas",
-    "adam_eps": "learner.optimizer.eps",
-    "clip_grad": "learner.optimizer.max_grad_norm",
-    "params_dtype": "learner.precision",
-    "bf16": "learner.precision",
-    "fp16": "learner.precision",
-}
-"""Options of Megatron-Core's optimizer, and the keys of agentrl that set them."""
-_CLASSES: tuple[Any, ...] = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
 
-def select_options(cls: Any, options: Mapping[str, Any]) -> Options:
-    """Return the options that are fields of a configuration class of Megatron-Core; classes may share a field.
-
-    Raises:
-        ConfigError: no class has one of them.
-    """
-    option_names = {name for config_class in _CLASSES for name in _names(config_class)} | {*Layout.__slots__}
-    for name in options:
-        if name not in option_names:
-            nearest = nearest_key(name, sorted(option_names))
-            hint = f"; did you mean {_KEY}.{nearest}?" if nearest else ""
-            raise ConfigError(f"{_KEY}.{name}: Megatron-Core has no such option{hint}")
-    return {name: value for name, value in options.items() if name in _names(cls)}
-
-
-def _names(cls: Any) -> set[str]:
-    return {field.name for field in fields(cls) if field.init}
+def select_options(cls: Any, options: Mapping[str, object]) -> Options:
+    """Return the options that are fields of a configuration class of Megatron-Core; classes may share a field."""
+    names = {field.name for field in fields(cls) if field.init}
+    return {name: value for name, value in options.items() if name in names}
 
 
 def transformer_config(
-    model: Options, options: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype
+    model: Options, options: Mapping[str, object], *, device: torch.device, dtype: torch.dtype
 ) -> TransformerConfig:
     """Return the configuration of a model's layers.
 
@@ -68,18 +40,13 @@ def transformer_config(
         dtype: of the parameters.
 
     Raises:
-        ConfigError: an option is unknown, set by the model, or refused by Megatron-Core.
+        ConfigError: Megatron-Core refuses an option.
     """
     cls = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
     chosen = select_options(cls, options)
     if not model.get("num_moe_experts"):
         # A reference without experts may have a policy with them.
         chosen = {name: value for name, value in chosen.items() if not name.startswith("expert_")}
-    for name in chosen:
-        if name in model:
-            raise ConfigError(f"{_KEY}.{name}: the model's config.json sets it to {model[name]!r}; leave it out")
-        if name.endswith("_dropout") and chosen[name]:
-            raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: agentrl trains without dropout; leave it out")
     config: TransformerConfig = _create(cls, _defaults(model, device, dtype) | chosen | model)
     return config
 
@@ -104,7 +71,6 @@ def _defaults(model: Options, device: torch.device, dtype: torch.dtype) -> Optio
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        # No auxiliary loss balances the experts: routing must match that of the engines.
         "moe_router_load_balancing_type": "none",
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
@@ -126,17 +92,18 @@ def recomputed_layers(config: LearnerConfig) -> Recompute:
     return "none" if RECOMPUTE in config.megatron else recompute_mode(config)
 
 
-def data_parallel_config(options: Mapping[str, Any]) -> DistributedDataParallelConfig:
+def data_parallel_config(options: Mapping[str, object]) -> DistributedDataParallelConfig:
     """Return how gradients are added up over data-parallel ranks, in float32.
 
     Raises:
-        ConfigError: an option is unknown, or Megatron-Core refuses it.
+        ConfigError: Megatron-Core refuses an option.
     """
-    chosen = select_options(DistributedDataParallelConfig, options)
-    return _create(DistributedDataParallelConfig, _DATA_PARALLEL | chosen)
+    return _create(
+        DistributedDataParallelConfig, _DATA_PARALLEL | select_options(DistributedDataParallelConfig, options)
+    )
 
 
-def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dtype: torch.dtype) -> OptimizerConfig:
+def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, object], dtype: torch.dtype) -> OptimizerConfig:
     """Return the configuration of AdamW with float32 weights.
 
     Args:
@@ -145,12 +112,8 @@ def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dt
         dtype: of the parameters.
 
     Raises:
-        ConfigError: an option is unknown, has another key, or Megatron-Core refuses it.
+        ConfigError: Megatron-Core refuses an option.
     """
-    chosen = select_options(OptimizerConfig, options)
-    for name, key in _OTHER_KEYS.items():
-        if name in chosen:
-            raise ConfigError(f"{_KEY}.{name}={chosen[name]!r}: set {key}")
     fixed = {
         "lr": optimizer.fixed_lr,
         "weight_decay": optimizer.weight_decay,
@@ -162,7 +125,7 @@ def optimizer_config(optimizer: OptimizerSection, options: Mapping[str, Any], dt
         "bf16": dtype is torch.bfloat16,
     }
     defaults = {"use_distributed_optimizer": True}
-    return _create(OptimizerConfig, defaults | chosen | fixed)
+    return _create(OptimizerConfig, defaults | select_options(OptimizerConfig, options) | fixed)
 
 
 def _create(cls: Any, options: Options) -> Any:

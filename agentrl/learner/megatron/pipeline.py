@@ -121,7 +121,8 @@ class Pipeline:
 
     def _packed_tokens(self, micro: MicroBatch) -> PackedTokens:
         experts_L = micro.experts_L if self.replays_routing else None
-        return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L)
+        weight = float(micro.weight_L.sum())
+        return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L, weight)
 
     def _scores(
         self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool

@@ -1,7 +1,7 @@
-"""Routing replay in Megatron-Core models: routers use recorded experts, with weights from their own scores.
+"""Routers of Megatron-Core models: they can use recorded experts, and their own losses are means.
 
-Experts come with the packed tokens to each layer and, in place of its padding mask, to its router:
-recomputation in the backward pass gets the same experts.
+Recorded experts get weights from the router's own scores. They come with the packed tokens to each layer and, in place of its
+padding mask, to its router: recomputation in the backward pass gets the same experts.
 
 Legend: ``T`` tokens of a router, ``K`` experts of a token, ``E`` experts.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from agentrl.learner.megatron.layers import PackedTokens
@@ -29,6 +31,7 @@ class RoutedLayer(TransformerLayer):  # type: ignore[misc]
         """Compute the layer with the recorded experts of this layer."""
         experts = packed_seq_params.experts
         options["padding_mask"] = None if experts is None else experts[self.layer_number - 1]
+        self.mlp.router.loss_weight = packed_seq_params.loss_weight
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
@@ -41,9 +44,35 @@ class RoutedMixture(MoELayer):  # type: ignore[misc]
         return super().forward(hidden, intermediate)
 
 
-def replay_routing(mixture: MoELayer) -> None:
-    """Have a mixture's router use recorded experts. Called after construction: Megatron-Core refuses other classes."""
+class Router(TopKRouter):  # type: ignore[misc]
+    """A router whose losses, of balance and of large logits, have the weight of the micro-batch in the optimizer step.
+
+    Megatron-Core multiplies them by the number of tokens, and divides the gradient of all losses by it. agentrl's own loss has
+    its denominators in the weights of tokens, and its gradient is not divided.
+    """
+
+    loss_weight: float = 0.0
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, *args: object, **options: object
+    ) -> torch.Tensor:
+        """Add the gradient of a loss of balance in the backward pass of the activation."""
+        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * self.loss_weight)
+        return weighted
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: None = None) -> torch.Tensor:
+        """Add the gradient of the loss of large logits in their backward pass; its mean is over tensor and context ranks."""
+        if self.config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        loss = z_loss_func(logits, self.config.moe_z_loss_coeff / self.tp_cp_group.size())
+        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.loss_weight)
+        return weighted
+
+
+def prepare_routing(mixture: MoELayer) -> None:
+    """Have a mixture routed as this module says. Called after construction: Megatron-Core refuses other classes."""
     mixture.__class__ = RoutedMixture
+    mixture.router.__class__ = Router
     mixture.router.router_replay = _ReplayedExperts()
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ModelError
 from agentrl.learner.attention import IMPLEMENTATION
-from agentrl.learner.fsdp.loading import load_critic, load_policy
+from agentrl.learner.fsdp.loading import _pack_rows, load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import shard
 from agentrl.learner.fsdp.weights import allocate, fill, local, model_hub_tensors, named_tensors
@@ -31,6 +32,7 @@ from tests.unit.learner.learners import SIZES, make_model
 from tests.unit.models.float8_folders import FORMS, quantize
 
 CPU = torch.device("cpu")
+TOKENS_T = torch.arange(2, 32)
 
 
 @contextmanager
@@ -230,3 +232,40 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path):
     (folder / "model.safetensors").write_bytes(b"\x10")
     with pytest.raises(ModelError, match=r"model\.path=.*cannot be read"):
         load_policy(folder, LearnerConfig(precision="float32"), CPU, None)
+
+
+def make_other(folder: Path, kind: str, **options: object) -> Path:
+    """Save a random model of another family."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind, **(SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2} | options))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral", "gemma3_text", "qwen2"])
+def test_sliding_windows_are_those_of_the_architecture(kind: str, tmp_path: Path) -> None:
+    """The probe's rows reach beyond the window, whatever its size."""
+    options = {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0, "head_dim": 16}
+    policy = load_policy(make_other(tmp_path, kind, **options), LearnerConfig(precision="float32"), CPU, None)
+    assert policy.hf.config.sliding_window == 100
+
+
+def test_a_window_that_the_learner_ignores_is_refused(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's attention takes its window from a mask; as long as its longest row it changes nothing."""
+    make_other(tmp_path / "short", "phimoe", sliding_window=100)
+    with pytest.raises(ModelError, match="other log-probabilities than each row alone with its own attention"):
+        load_policy(tmp_path / "short", LearnerConfig(precision="float32"), CPU, None)
+    make_other(tmp_path / "long", "phimoe", sliding_window=256, router_jitter_noise=0.3, input_jitter_noise=0.3)
+    policy = load_policy(tmp_path / "long", LearnerConfig(precision="float32"), CPU, None)
+    assert policy.hf.training
+    first, second = (policy(batch, scored, 1.0)[0] for batch, scored in [(_pack_rows(TOKENS_T), np.arange(1, 30))] * 2)
+    assert torch.equal(first, second), "routers draw nothing at random"
+
+
+@pytest.mark.parametrize(("kind", "error"), [("llama4_text", "AttributeError: 'MoeCausalLM")])
+def test_an_architecture_with_other_modules_is_refused_by_its_folder(kind: str, error: str, tmp_path: Path) -> None:
+    make_other(tmp_path, kind, head_dim=16)
+    with pytest.raises(
+        ModelError, match=rf"^model\.path={tmp_path}: the fsdp learner cannot compute .*ForCausalLM: {error}"
+    ):
+        load_policy(tmp_path, LearnerConfig(precision="float32"), CPU, None)

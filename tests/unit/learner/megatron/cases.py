@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,57 @@ def refused_options(folder: Path) -> dict[str, str]:
     known = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
     built = build_model(folder / "qwen3", known | {"overlap_grad_reduce": True}, device=CPU, dtype=torch.float32)
     found = {"taken": f"{built.config.recompute_granularity} {built.config.recompute_num_layers}"}
-    for option in ("recompute_granularty", "num_layers", "recompute_granularity"):
-        try:
-            build_model(folder / "qwen3", {option: "some"}, device=CPU, dtype=torch.float32)
-        except ConfigError as error:
-            found[option] = str(error)
+    try:
+        build_model(folder / "qwen3", {"recompute_granularity": "full"}, device=CPU, dtype=torch.float32)
+    except ConfigError as error:
+        found["recompute_method"] = str(error)
     return found
+
+
+def router_losses(folder: Path) -> dict[str, dict[str, float]]:
+    """Norms of a router's gradient by loss and by how often the rows are repeated, and as the formulas have it."""
+    Layout().start(0)
+    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 3.0}
+    return {
+        "balance": _router_norms(folder, balance, lambda probs_T_E, logits_T_E: _switch_loss(probs_T_E)),
+        "z": _router_norms(
+            folder,
+            {"moe_z_loss_coeff": 3.0},
+            lambda probs_T_E, logits_T_E: 3 * logits_T_E.logsumexp(-1).square().mean(),
+        ),
+    }
+
+
+def _switch_loss(probs_T_E: torch.Tensor) -> torch.Tensor:
+    """3 E Σ f P, the fraction of tokens and the mean probability of each of E experts (Switch Transformer, equation 4)."""
+    chosen = torch.zeros_like(probs_T_E).scatter(1, probs_T_E.topk(2).indices, 0.5)
+    return 3 * probs_T_E.shape[1] * (chosen.mean(0) * probs_T_E.mean(0)).sum()
+
+
+def _router_norms(
+    folder: Path, options: dict[str, Any], loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    built = build_model(folder / "qwen3_moe", options, device=CPU, dtype=torch.float32)
+    load_weights(ModelWeights(built), folder / "qwen3_moe")
+    chunk = built.chunks[0].train()
+    router = chunk.decoder.layers[-1].mlp.router
+    states: list[torch.Tensor] = []
+    router.register_forward_hook(lambda module, inputs, output: states.append(inputs[0].detach()))
+    token_ids_L, positions_L, row_L = rows()
+
+    def norm(repeats: int, weight: float) -> float:
+        chunk.zero_grad()
+        row_numbers = torch.cat([row_L + number * (int(row_L.max()) + 1) for number in range(repeats)])
+        ids, positions = token_ids_L.repeat(repeats), positions_L.repeat(repeats)
+        packed = packed_tokens(built, positions, row_numbers, CPU, loss_weight=weight)
+        (0 * chunk(ids[None], positions[None], None, packed_seq_params=packed).sum()).backward()
+        return float(router.weight.grad.norm())
+
+    norms = {"1": norm(1, 1.0), "4": norm(4, 1.0), "16": norm(16, 1.0), "half": norm(1, 0.5)}
+    chunk.zero_grad()
+    logits_T_E = router.gating(states[0]).flatten(0, 1)
+    loss(logits_T_E.softmax(-1), logits_T_E).backward()
+    return norms | {"expected": float(router.weight.grad.norm())}
 
 
 def resumed(folder: Path) -> dict[str, Any]:

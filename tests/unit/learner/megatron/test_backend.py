@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -38,3 +39,52 @@ def test_layers_are_recomputed_by_one_key_only() -> None:
     given = {"backend": "megatron", "recompute": "full", "megatron": {"recompute_granularity": "full"}}
     with pytest.raises(ConfigError, match=r"^learner\.recompute=full with learner\.megatron\.recompute_granularity"):
         make_backend(LearnerConfig.model_validate(given)).check(make_algo(), [])
+
+
+OPTIONS = {
+    "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0, "loss_scale": 128, "window_size": [4, 0],
+    "softmax_type": "off-by-one", "layernorm_zero_centered_gamma": True, "qk_clip": True, "use_megatron_fsdp": True,
+    "mtp_num_layers": 1, "enable_cuda_graph": True, "optimizer_cpu_offload": True, "fp8": "hybrid",
+    "moe_router_bias_update_rate": 0.1, "attention_dropout": 0.1, "calculate_per_token_loss": False, "num_layers": 2,
+    "average_in_collective": True, "use_precision_aware_optimizer": True, "batch_p2p_comm": True, "attention_backend": "fused",
+    "moe_router_topk": 1, "moe_router_dtype": "fp64", "init_method_std": 0.1, "cpu_offloading": True, "tp_comm_overlap": True,
+}  # fmt: skip
+"""Options with which Megatron-Core computes something else, does nothing, or ends in an error."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_are_not_known_to_be_right_are_refused_by_name(name: str) -> None:
+    backend = make_backend(LearnerConfig(backend="megatron", megatron={name: OPTIONS[name]}))
+    with pytest.raises(ConfigError, match=rf"^learner\.megatron\.{name}=.*(does not support|is not supported)"):
+        backend.check(make_algo(), [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute_granularty": "full"}, "did you mean learner.megatron.recompute_granularity?"),
+        ({"lr": 1.0}, "learner.megatron.lr=1.0: set learner.optimizer.lr"),
+        ({"recompute_granularity": "selective"}, "='selective' is not supported; set it to full"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "='sinkhorn' is not supported; set it to none or aux_loss"),
+        ({"sequence_parallel": 1}, "sequence_parallel=1 is not supported; set it to true or false"),
+        ({"overlap_param_gather": True}, "overlap_param_gather=true needs learner.megatron.overlap_grad_reduce=true"),
+    ],
+)
+def test_options_and_values_that_are_not_supported_are_refused_with_what_is(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_backend(LearnerConfig(backend="megatron", megatron=options)).check(make_algo(), [])
+
+
+def test_options_that_are_known_to_be_right_pass() -> None:
+    """Those of the shipped configurations, and those of the tests of layouts."""
+    options = {
+        "sequence_parallel": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 1000,
+    }
+    options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    options |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
+    make_backend(LearnerConfig(backend="megatron", megatron=options)).check(make_algo(), [])

@@ -12,6 +12,8 @@ MODEL = {
 }  # fmt: skip
 EXPERTS = MODEL | {"num_moe_experts": 8, "moe_ffn_hidden_size": 16}
 LATENT = MODEL | {"multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 9}
+QWEN = MODEL | {"num_attention_heads": 28, "num_query_groups": 4}
+CP = "context_parallel_size"
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 
 
@@ -28,6 +30,14 @@ TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
             2,
             "=4 does not divide the model's num_hidden_layers",
         ),
+        (MODEL, {CP: 3}, 3, f"{CP}=3 does not divide the 8 attention heads of a rank"),
+        (
+            QWEN,
+            {TP: 4, CP: 2},
+            8,
+            rf"{CP}=2 does not divide the 7 .*num_attention_heads=28 over .*{TP}=4\); set it to 1 or 7",
+        ),
+        (QWEN, {CP: 8}, 8, f"{CP}=8 does not divide the 28 attention heads"),
         (EXPERTS, {EP: 3}, 3, f"{EP}=3 does not divide the model's experts=8"),
         (EXPERTS, {TP: 2}, 2, f"{TP}=2 with experts needs learner.megatron.sequence_parallel=true"),
         (EXPERTS, {EP: 4}, 6, "=4 does not divide learner.ranks=6"),
@@ -43,6 +53,8 @@ def test_layouts_that_fit() -> None:
     for model, options, ranks in [
         (MODEL, {TP: 4, PP: 3}, 24),
         (EXPERTS, {TP: 2, "sequence_parallel": True, EP: 4, "expert_tensor_parallel_size": 1}, 8),
+        (QWEN, {TP: 2, CP: 2}, 4),
+        (QWEN, {CP: 4}, 8),
         (MODEL, {PP: 4, "num_layers_in_first_pipeline_stage": 3}, 4),
     ]:
         Layout.from_options(options).check(model, options, ranks)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, preloaded_children: str) -> Found:
-    alone = {"one_rank": 1, "refused_options": 1, "refused_folders": 1}
+    alone = {"one_rank": 1, "refused_options": 1, "router_losses": 1, "refused_folders": 1}
     return run_ranks(folder, preloaded_children, **alone, two_ranks=2, compiled=2, resumed=2, converted=0)
 
 
@@ -60,15 +60,20 @@ def test_all_layers_are_compiled_as_the_same_graph(found: Found) -> None:
     assert found["compiled"] == {"graphs": 1, "error": 0.0}
 
 
-def test_options_pass_through_and_unknown_ones_are_named(found: Found) -> None:
+def test_options_pass_through(found: Found) -> None:
     messages = found["refused_options"]
     assert messages["taken"] == "full 2"
-    assert messages["recompute_granularty"] == (
-        "learner.megatron.recompute_granularty: Megatron-Core has no such option; did you mean "
-        "learner.megatron.recompute_granularity?"
-    )
-    assert messages["num_layers"].startswith("learner.megatron.num_layers: the model's config.json sets it to 4")
-    assert messages["recompute_granularity"].startswith("learner.megatron: Megatron-Core refuses these options: ")
+    assert messages["recompute_method"].startswith("learner.megatron: Megatron-Core refuses these options: ")
+
+
+def test_losses_of_routers_do_not_grow_with_the_number_of_tokens(found: Found) -> None:
+    """The same rows once, 4 and 16 times have the same mean: 15, 60 and 240 tokens, and micro-batches of half the weight."""
+    for loss, norms in found["router_losses"].items():
+        assert norms["1"] > 1e-3, loss
+        assert norms["4"] == pytest.approx(norms["1"], rel=1e-4), loss
+        assert norms["16"] == pytest.approx(norms["1"], rel=1e-4), loss
+        assert norms["half"] == pytest.approx(norms["1"] / 2, rel=1e-4), loss
+        assert norms["expected"] == pytest.approx(norms["1"], rel=1e-4), loss
 
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
