@@ -76,10 +76,10 @@ class Scales:
         if scale.ndim != len(shape):
             raise self._not_fitting(name, shape, scale)
         slices = slices or tuple(map(slice, shape))
-        for dim, (part, size) in enumerate(zip(slices, shape, strict=True)):
+        for dim, (dim_slice, size) in enumerate(zip(slices, shape, strict=True)):
             block = self._rows_of_scale(name, shape, scale, dim)
             if block < size:
-                start, stop, _ = part.indices(size)
+                start, stop, _ = dim_slice.indices(size)
                 scale = scale.index_select(dim, torch.arange(start, stop) // block)
         return (rows.float() * scale).bfloat16()
 

@@ -53,7 +53,7 @@ class WeightFiles:
         except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"{key}={folder}: its weights cannot be read: {error!r}") from error
         slices = {name: file.get_slice(name) for name, file in opened_files.items()}
-        self._scales = Scales(folder, {name: part.get_dtype() for name, part in slices.items()}, key)
+        self._scales = Scales(folder, {name: tensor.get_dtype() for name, tensor in slices.items()}, key)
         self._opened = opened_files
         names = {safetensors_name: name for name, safetensors_name in DTYPES.items()}
         self._specs: dict[str, TensorSpec] = {}

@@ -123,4 +123,4 @@ class DeltaSync(BucketwiseSync):
 def _encode_all(named: Sequence[tuple[str, torch.Tensor]]) -> Changes:
     encoded_weights = [encode(name, tensor, None) for name, tensor in named]
     pieces = [piece for _, weight_pieces in encoded_weights for piece in weight_pieces]
-    return Changes([part for part, _ in encoded_weights], torch.cat(pieces))
+    return Changes([header for header, _ in encoded_weights], torch.cat(pieces))

@@ -127,11 +127,11 @@ class RankBucket(WeightBucket):
                 raise LearnerError(str(error)) from error
             self._sent[name] = version, new.detach().clone().cpu() if old is None else old.copy_(new)
         # A loader that joins weights takes all of them, also those in which nothing has changed.
-        changed = {joined_name(name) for name, (part, _) in encoded.items() if part.changed}
+        changed = {joined_name(name) for name, (header, _) in encoded.items() if header.changed}
         sent = [weight for name, weight in encoded.items() if joined_name(name) in changed]
         pieces = [piece for _, weight_pieces in sent for piece in weight_pieces]
         payload = torch.cat(pieces).cpu() if pieces else torch.empty(0, dtype=torch.uint8)
-        return Changes([part for part, _ in sent], payload)
+        return Changes([header for header, _ in sent], payload)
 
     @override
     def broadcast(self) -> None:

@@ -58,7 +58,6 @@ def check_options(options: Mapping[str, object]) -> None:
             choices = " or ".join(str(allowed).lower() if values is _BOOL else str(allowed) for allowed in values)
             raise ConfigError(f"{_KEY}.{name}={value!r} is not supported; set it to {choices}")
     if options.get("overlap_param_gather"):
-        missing = [name for name in ("overlap_grad_reduce",) if not options.get(name)]
-        missing += ["use_distributed_optimizer"] if options.get("use_distributed_optimizer") is False else []
-        if missing:
-            raise ConfigError(f"{_KEY}.overlap_param_gather=true needs {_KEY}.{missing[0]}=true")
+        for name, default in (("overlap_grad_reduce", False), ("use_distributed_optimizer", True)):
+            if not options.get(name, default):
+                raise ConfigError(f"{_KEY}.overlap_param_gather=true needs {_KEY}.{name}=true")

@@ -91,13 +91,13 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
 class _Stream:
     """A CUDA stream or event on a CPU, which computes everything in order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def record_event(self, *args: Any) -> _Stream:
+    def record_event(self, *args: object) -> _Stream:
         return self
 
-    def wait_stream(self, *args: Any) -> None:
+    def wait_stream(self, *args: object) -> None:
         pass
 
     wait = wait_event = synchronize = record = wait_stream
