@@ -302,7 +302,7 @@ def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
 def _own_inference(hf: PreTrainedModel) -> Iterator[None]:
     """Compute as transformers does without training: with the architecture's own attention."""
     training = {module: module.training for module in hf.modules()}
-    hf.eval()
+    hf.train(False)
     hf.set_attn_implementation("eager")
     try:
         yield
