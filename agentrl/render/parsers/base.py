@@ -119,6 +119,36 @@ def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tup
         yield pieces[start:], False
 
 
+CALL_NAME = re.compile(r'"(?:name|tool_name)"\s*:')
+"""A sign of a call that is a JSON object."""
+
+
+def unopened_calls(
+    pieces: Sequence[Piece], opening: str, closing: str, sign: re.Pattern[str] | Piece, *, needs_closing: bool = True
+) -> list[ToolCall]:
+    """Return an unreadable call for each text with a ``sign`` of a call that no ``opening`` precedes.
+
+    Args:
+        pieces: pieces of one turn.
+        opening: marker that starts a call.
+        closing: marker that ends it.
+        sign: text that a call of this format has, or one of its markers.
+        needs_closing: whether the sign may also be in ordinary text, so that the text is a call only if it is closed.
+    """
+    calls: list[ToolCall] = []
+    start, is_open = 0, False
+    for index, piece in enumerate((*pieces, None)):
+        if piece is not None and not (piece.marker and piece.text in (opening, closing)):
+            continue
+        closed = piece is not None and piece.text == closing
+        if not is_open and (closed or not needs_closing):
+            outside = pieces[start:index]
+            if sign in outside if isinstance(sign, Piece) else sign.search(join_pieces(outside)):
+                calls.append(unreadable_call(f"the call has no {opening}"))
+        is_open, start = piece is not None and piece.text == opening, index + 1
+    return calls
+
+
 def join_pieces(pieces: Sequence[Piece]) -> str:
     """Return the text of pieces, markers included."""
     return "".join(piece.text for piece in pieces)
@@ -167,17 +197,19 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
         return unreadable_call(f"the call is not valid JSON: {error}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return unreadable_call('the call is not a JSON object with a "name"')
-    call_arguments: Any = next((value[key] for key in arguments if key in value), {})
+    call_arguments: Any = next((value[key] for key in arguments if value.get(key) is not None), {})
     return named_call(value["name"], call_arguments)
 
 
 def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
-    """Return the call of ``name`` with ``arguments``: a JSON object or its text."""
+    """Return the call of ``name`` with ``arguments``: a JSON object or its text. None, ``null`` and no text are no arguments."""
     if isinstance(arguments, str):
         try:
-            arguments = read_json(arguments)
+            arguments = read_json(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             return unreadable_call(f"the arguments of {name} are not valid JSON: {error}", name)
+    if arguments is None or arguments == "":
+        return ToolCall(id, name, {})
     if not isinstance(arguments, Mapping):
         return unreadable_call(f"the arguments of {name} are not a JSON object", name)
     return ToolCall(id, name, arguments)

@@ -22,6 +22,7 @@ from agentrl.render.parsers.base import (
     join_pieces,
     named_call,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 
@@ -45,7 +46,8 @@ class DeepSeekParser(CallParser):
             calls += _outside(pieces[outside:start])
             calls += _section(pieces[start + 1 : end], closed)
             outside = end
-        return calls + _outside(pieces[outside:])
+        calls += _outside(pieces[outside:])
+        return calls + unopened_calls(pieces, CALL, CALL_END, Piece(SEP, marker=True), needs_closing=False)
 
 
 def _sections(pieces: Sequence[Piece]) -> list[tuple[int, int, bool]]:

@@ -17,12 +17,14 @@ from agentrl.render.parsers.base import (
     join_pieces,
     named_call,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 
 _CALLS = (("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>"))
 _QUOTES = ('<|"|>', "<escape>")
 _HEAD = re.compile(r"\s*call:([^\s{}:]+)\s*(?=\{)")
+_UNOPENED = re.compile(r"\bcall:[^\s{}:]+\s*\{")
 _WORDS = re.compile(r"[^\W\d][\w.$-]*|\W+|\d+")
 
 
@@ -40,11 +42,12 @@ class GemmaParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         pair = next(
-            (pair for pair in _CALLS if any(piece.marker and piece.text == pair[0] for piece in pieces)), _CALLS[0]
+            (pair for pair in _CALLS if any(piece.marker and piece.text in pair for piece in pieces)), _CALLS[0]
         )
-        return [
+        calls = [
             _call(body) if closed else truncated_call(pair[1], _name(body)) for body, closed in between(pieces, *pair)
         ]
+        return calls + unopened_calls(pieces, *pair, _UNOPENED)
 
 
 def _name(body: Sequence[Piece]) -> str:

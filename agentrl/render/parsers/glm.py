@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from agentrl.render.parsers.base import (
     join_pieces,
     named_call,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 from agentrl.render.parsers.values import parameter_types, read_value
@@ -24,6 +26,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 ASSISTANT = "<|assistant|>"
 
+_LONE_NAME = re.compile(r"\A\s*[\w.-]+\s*\Z")
 _ORDER = (KEY, KEY_END, VALUE, VALUE_END)
 
 
@@ -44,7 +47,9 @@ class GlmParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         schemas = {tool.name: tool.parameters for tool in tools}
-        return [_call(body, closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
+        calls = [_call(body, closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
+        unopened = (unopened_calls(pieces, OPEN, CLOSE, sign) for sign in (Piece(KEY, marker=True), _LONE_NAME))
+        return calls + [call for unopened_list in unopened for call in unopened_list]
 
 
 class Glm4Parser(CallParser):
@@ -118,5 +123,5 @@ def _section_call(text: str, tool_names: Container[str]) -> ToolCall | None:
     if name not in tool_names and (not name or any(map(str.isspace, name)) or not arguments.startswith("{")):
         return None
     call = named_call(name, arguments)
-    cut_off = call.status is not CallStatus.OK and not arguments.endswith("}")
+    cut_off = not arguments or (call.status is not CallStatus.OK and not arguments.endswith("}"))
     return truncated_call("}", name) if cut_off else call

@@ -67,5 +67,7 @@ def _call(message: _Message) -> ToolCall | None:
     name = recipient[1].removeprefix(_NAMESPACE)
     if message.body is None:
         return truncated_call(MESSAGE, name)
-    call = named_call(name, message.body.strip())
-    return call if call.status is CallStatus.OK or message.body.rstrip().endswith("}") else truncated_call("}", name)
+    text = message.body.strip()
+    call = named_call(name, text)
+    complete = bool(text) and (call.status is CallStatus.OK or text.endswith("}"))
+    return call if complete else truncated_call("}", name)

@@ -33,7 +33,7 @@ class HunyuanParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         plain = [Piece(_TAGS.get(piece.text, piece.text), marker=True) if piece.marker else piece for piece in pieces]
-        if not any(piece.marker and piece.text == OPEN for piece in plain):
+        if not any(piece.marker and piece.text in (OPEN, CLOSE) for piece in plain):
             return closed_lists(plain, SECTION, SECTION_END)
         skipped = (SECTION, SECTION_END, SEP)
         return GlmParser().calls([piece for piece in plain if not piece.marker or piece.text not in skipped], tools)

@@ -49,12 +49,18 @@ class InvokeParser(CallParser):
 
     def __init__(self, opening: str, closing: str, prefix: str = "") -> None:
         self.markers = (opening, closing)
-        self._closing = closing
+        self._opening, self._closing = opening, closing
         self._tags = _Tags(prefix)
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return [call for text, closed in self._sections(pieces) for call in self._section(text, closed, tools)]
+        sections = list(self._sections(pieces))
+        calls = [call for text, closed in sections for call in self._section(text, closed, tools)]
+        outside = self._tags.count(self._text(pieces)) - sum(self._tags.count(text) for text, _ in sections)
+        return calls + [unreadable_call(f"the call has no {self._opening}") for _ in range(outside)]
+
+    def _text(self, pieces: Sequence[Piece]) -> str:
+        return join_pieces(pieces)
 
     def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
         opening, closing = self.markers
@@ -99,16 +105,20 @@ class DsmlParser(InvokeParser):
     _OPEN = re.compile(f"<{_MARK}(function|tool)_calls>")
 
     def __init__(self) -> None:
-        super().__init__(_DSML, f"</{_DSML}function_calls>", _MARK)
+        super().__init__(f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _MARK)
         self.markers = (_DSML,)
 
     def _sections(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, bool]]:
-        text = "".join(_MARK if piece.marker else piece.text for piece in pieces)
+        text = self._text(pieces)
         opens = [*self._OPEN.finditer(text)]
         for index, opening in enumerate(opens):
             limit = opens[index + 1].start() if index + 1 < len(opens) else len(text)
             end = text.find(f"</{_MARK}{opening[1]}_calls>", opening.end(), limit)
             yield text[opening.end() : limit if end < 0 else end], end >= 0
+
+    @override
+    def _text(self, pieces: Sequence[Piece]) -> str:
+        return "".join(_MARK if piece.marker else piece.text for piece in pieces)
 
 
 class _Tags:
@@ -121,6 +131,10 @@ class _Tags:
         self._end = re.compile(f"\\s*</{tag}invoke>")
         self._parameter = re.compile(f'\\s*<{tag}parameter name="([^"<>\n]+)"(?: string="(true|false)")?>')
         self._value_end = re.compile(f"</{tag}parameter>(?=\\s*(?:<{tag}parameter name=|</{tag}invoke>))")
+
+    def count(self, text: str) -> int:
+        """Return the number of calls that begin in a text."""
+        return sum(1 for _ in self._invoke.finditer(text))
 
     def calls(self, text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> Iterator[ToolCall]:
         """Iterate over the calls of a section. What follows a call that cannot be read is part of it."""

@@ -10,6 +10,7 @@ from typing_extensions import override
 from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, ToolCall
 from agentrl.render.parsers.base import (
+    CALL_NAME,
     CallParser,
     Piece,
     between,
@@ -17,6 +18,7 @@ from agentrl.render.parsers.base import (
     named_call,
     read_json,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 
@@ -49,11 +51,12 @@ class CohereParser(CallParser):
 
 def closed_lists(pieces: Sequence[Piece], opening: str, closing: str) -> list[ToolCall]:
     """Return the calls of the lists between each ``opening`` and its ``closing``."""
-    return [
+    calls = [
         call
         for body, closed in between(pieces, opening, closing)
         for call in (list_calls(join_pieces(body)) if closed else [truncated_call(closing)])
     ]
+    return calls + unopened_calls(pieces, opening, closing, CALL_NAME)
 
 
 def list_calls(text: str) -> list[ToolCall]:

@@ -17,6 +17,7 @@ from agentrl.render.parsers.base import (
     join_pieces,
     named_call,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 
@@ -35,7 +36,8 @@ class KimiParser(CallParser):
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         calls = [_call(body, closed) for body, closed in between(pieces, OPEN, CLOSE)]
         has_open_section = not calls and any(not closed for _, closed in between(pieces, SECTION, SECTION_END))
-        return [truncated_call(SECTION_END)] if has_open_section else calls
+        calls += unopened_calls(pieces, OPEN, CLOSE, Piece(ARGUMENTS, marker=True), needs_closing=False)
+        return [truncated_call(SECTION_END)] if has_open_section and not calls else calls
 
 
 def _call(body: Sequence[Piece], closed: bool) -> ToolCall:

@@ -15,6 +15,7 @@ from agentrl.render.parsers.base import (
     join_pieces,
     named_call,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 from agentrl.render.parsers.json_lists import list_calls
@@ -34,7 +35,8 @@ class MistralParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return [call for body, _ in between(pieces, OPEN, "") for call in _calls(body)]
+        calls = [call for body, _ in between(pieces, OPEN, "") for call in _calls(body)]
+        return calls + unopened_calls(pieces, OPEN, "", Piece(ARGUMENTS, marker=True), needs_closing=False)
 
 
 def _calls(body: Sequence[Piece]) -> list[ToolCall]:
@@ -50,4 +52,5 @@ def _calls(body: Sequence[Piece]) -> list[ToolCall]:
     text = join_pieces(body[arguments + 1 :]).strip()
     id = join_pieces(body[marked[0] + 1 : arguments]).strip()
     call = named_call(name, text, id=id)
-    return [call if call.status is CallStatus.OK or text.endswith("}") else truncated_call("}", name)]
+    complete = bool(text) and (call.status is CallStatus.OK or text.endswith("}"))
+    return [call if complete else truncated_call("}", name)]

@@ -13,13 +13,23 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, join_pieces, truncated_call, unreadable_call
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    join_pieces,
+    truncated_call,
+    unopened_calls,
+    unreadable_call,
+)
 from agentrl.render.parsers.brackets import PYTHON, closing, next_position, positions
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 
 _LIST = re.compile(r"^[^\S\n]*(\[)(?=\s*(?:[^\W\d][\w.]*\s*(?:\(|\Z)|\Z))", re.MULTILINE)
 """A list at the start of a line whose first element is a call, complete or cut off at the end of the turn."""
+
+_UNOPENED = re.compile(r"^(?![^\S\n]*\[).*\w\(", re.MULTILINE)
+"""A call on a line that does not start with a list."""
 
 _MARKED = re.compile(r"\s*(\[|[^\W\d][\w.]*\s*(?:\(|\Z)|\Z)")
 """A list or a call, complete or cut off at the end of the turn."""
@@ -41,7 +51,8 @@ class PythonicParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return list(_read(join_pieces(pieces), positions(pieces, OPEN)))
+        calls = list(_read(join_pieces(pieces), positions(pieces, OPEN)))
+        return calls + unopened_calls(pieces, OPEN, CLOSE, _UNOPENED)
 
 
 def python_calls(source: str) -> list[ToolCall]:

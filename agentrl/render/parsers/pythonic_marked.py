@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call
+from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call, unopened_calls
 from agentrl.render.parsers.pythonic import python_calls
 
 
 class _PythonicBetweenMarkers(CallParser):
     markers: tuple[str, str]
+    unopened = re.compile(r"\w\s*\(")
+    """What a call without its opening has before its closing."""
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         opening, closing = self.markers
-        return [
+        calls = [
             call
             for body, closed in between(pieces, opening, closing)
             for call in (python_calls(join_pieces(body).strip()) if closed else [truncated_call(closing)])
         ]
+        return calls + unopened_calls(pieces, opening, closing, self.unopened)
 
 
 class Lfm2Parser(_PythonicBetweenMarkers):
@@ -40,3 +44,4 @@ class ToolCodeParser(_PythonicBetweenMarkers):
     """
 
     markers = ("```tool_code", "```")
+    unopened = re.compile(r"^tool_code\b[^(]*\(", re.MULTILINE)

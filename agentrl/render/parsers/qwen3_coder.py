@@ -10,12 +10,21 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call, unreadable_call
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    between,
+    join_pieces,
+    truncated_call,
+    unopened_calls,
+    unreadable_call,
+)
 from agentrl.render.parsers.hermes import CLOSE, OPEN
 from agentrl.render.parsers.values import parameter_types, read_value
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _NAME = re.compile(r"\s*<function=([^<>\n]+)>")
+_UNOPENED = re.compile(r"<function=[^<>\n]+>")
 _OPENING = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _CLOSING = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|\Z))")
 """The end of a value; a closing tag that is followed by anything else is part of the value."""
@@ -43,7 +52,8 @@ class Qwen3CoderParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         schemas = {tool.name: tool.parameters for tool in tools}
-        return [_call(join_pieces(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
+        calls = [_call(join_pieces(body), closed, schemas) for body, closed in between(pieces, OPEN, CLOSE)]
+        return calls + unopened_calls(pieces, OPEN, CLOSE, _UNOPENED, needs_closing=False)
 
 
 def _call(text: str, closed: bool, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall:

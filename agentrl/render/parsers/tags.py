@@ -38,10 +38,16 @@ class TagsParser(CallParser):
 def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
     if not tools:
         return
-    opening = re.compile(f"<({'|'.join(map(re.escape, tools))})>")
+    names = "|".join(map(re.escape, tools))
+    opening, unopened = re.compile(f"<({names})>"), re.compile(f"\\S\\s*</({names})>")
     at = 0
     ends: dict[str, int] = {}  # of the closing tag that was found last, so that none is searched for twice
-    while (tag := opening.search(text, at)) is not None:
+    while True:
+        tag = opening.search(text, at)
+        for closing in unopened.finditer(text, at, len(text) if tag is None else tag.start()):
+            yield unreadable_call(f"the call has no <{closing[1]}>", closing[1])
+        if tag is None:
+            return
         name, start = tag[1], tag.end()
         end = ends.get(name, 0)
         if 0 <= end < start:
@@ -56,7 +62,7 @@ def _calls(text: str, tools: Mapping[str, Tool]) -> Iterator[ToolCall]:
 
 def _call(tool: Tool, body: str) -> ToolCall:
     schema, only = tool.parameters, _only_string(tool.parameters)
-    if not body:
+    if not body or (body == "null" and only is None):
         return ToolCall("", tool.name, {})
     if body.startswith("{") and (only is None or _is_object(body, only)):
         return named_call(tool.name, body)

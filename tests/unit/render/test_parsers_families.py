@@ -116,6 +116,93 @@ def test_calls_are_read_as_their_family_writes_them(name, calls):
     assert [(call.name, call.arguments, call.status) for call in found] == [(*call, CallStatus.OK) for call in calls]
 
 
+OTHER_WRITERS = {
+    "hermes": lambda calls: "".join(
+        f'<tool_call>{json_of({"name": name, "arguments": given})}</tool_call>' for name, given in calls
+    ),
+    "qwen3-coder": lambda calls: "".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in given.items())
+        + "</function>\n</tool_call>"
+        for name, given in calls
+    ),
+    "glm": lambda calls: "".join(
+        f"<tool_call>{name}"
+        + "".join(f"<arg_key>{key}</arg_key><arg_value>{plain(value)}</arg_value>" for key, value in given.items())
+        + "</tool_call>"
+        for name, given in calls
+    ),
+    "kimi": lambda calls: "".join(
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{json_of(given)}<|tool_call_end|>"
+        for at, (name, given) in enumerate(calls)
+    ),
+    "deepseek": lambda calls: "<｜tool▁calls▁begin｜>" + "".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json_of(given)}\n```<｜tool▁call▁end｜>"
+        for name, given in calls
+    ) + "<｜tool▁calls▁end｜>",
+    "tags": lambda calls: "".join(f"<{name}>{json_of(given)}</{name}>" for name, given in calls),
+}  # fmt: skip
+OPENINGS = (
+    "<tool_call>",
+    "<|tool_call_begin|>",
+    "<｜tool▁call▁begin｜>",
+    "<minimax:tool_call>",
+    "<｜DSML｜function_calls>",
+    "<｜DSML｜tool_calls>",
+    "<｜tool_call_begin｜>",
+    "<atem:function_calls>",
+    "<|tool_call>",
+    "<|tool_call_start|>",
+    "<|START_ACTION|>",
+    "<tool_call:opensource>",
+    "<tool_calls>",
+    "<|python_start|>[",
+    "```",
+    "<typed>",
+    "[TOOL_CALLS]",
+)
+"""Texts that start calls."""
+UNMARKED = ("harmony", "granite", "mistral")
+"""Writers of calls that nothing tells from text if they have no opening, or that need none."""
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS | OTHER_WRITERS if name not in UNMARKED])
+@pytest.mark.parametrize("before", ["", "Let me see. "])
+def test_a_call_without_its_opening_is_reported(name, before):
+    """Alone, and after a call that is complete."""
+    parser, write = name.split()[0], (WRITERS | OTHER_WRITERS)[name]
+    whole = write([("typed", {"text": "a", "count": 3})])
+    opening = next(opening for opening in OPENINGS if opening in whole)
+    for text in (before + whole.replace(opening, "", 1), whole + before + whole.replace(opening, "", 1)):
+        statuses = [call.status for call in read(parser, text, (typed,))]
+        assert statuses.count(CallStatus.OK) <= text.count(opening if opening != "```" else "```tool_code")
+        assert set(statuses) - {CallStatus.OK}, text
+    assert read(parser, before + "Nothing is called, neither f nor typed.", (typed,)) == []
+
+
+NO_ARGUMENTS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": ~}</tool_call>',
+    "llama3": '{"name": "f", "parameters": ~}',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n~\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>~<|tool_call_end|>",
+    "harmony": "<|channel|>commentary to=functions.f<|message|>~",
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": ~}]',
+    "mistral from 11": "[TOOL_CALLS]f[ARGS]~",
+    "hunyuan": '<tool_calls>[{"name": "f", "arguments": ~}]</tool_calls>',
+    "cohere": '<|START_ACTION|>[{"tool_name": "f", "parameters": ~}]<|END_ACTION|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": ~}]',
+}
+
+
+@pytest.mark.parametrize("name", NO_ARGUMENTS)
+@pytest.mark.parametrize("arguments", ["null", '""', "{}"])
+def test_null_and_empty_arguments_are_no_arguments(name, arguments):
+    text = NO_ARGUMENTS[name].replace("~", arguments)
+    [call] = read(name.split()[0], text)
+    assert (call.name, call.arguments, call.status) == ("f", {}, CallStatus.OK)
+
+
 @pytest.mark.parametrize("name", WRITERS)
 @given(data=st.data())
 def test_a_cut_call_is_typed_or_not_yet_one(name, data):
