@@ -1,15 +1,26 @@
 """A tool from a coroutine: with and without parentheses, and what its answer is for the policy."""
 
 import asyncio
+import contextlib
 import dataclasses
+import enum
 import json
+import threading
+from collections.abc import Callable
 from datetime import date
-from typing import Any
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import core_schema
+from typing_extensions import TypedDict
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus, tool
+from agentrl.core.tool import validate_call
+from agentrl.core.types import CallStatus
+from agentrl.testing.virtual_time import run_virtual
 
 
 def answer(value: Any) -> ToolResult:
@@ -85,3 +96,251 @@ def test_an_answer_without_json_is_an_error_of_the_tool() -> None:
         result = answer(value)
         assert result.status is ToolStatus.ERROR, value
         assert "look_up must return a str, a ToolResult or what JSON can say" in result.content
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(strict=True)
+    street: str = Field(min_length=2)
+    since: date | None = None
+
+
+class Person(BaseModel):
+    name: str
+    homes: list[Address] = []
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: float = 1.0
+
+
+class Options(TypedDict, total=False):
+    color: Color
+    limit: int
+
+
+class Even(int):
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: Any) -> Any:
+        return core_schema.no_info_after_validator_function(cls._check, core_schema.int_schema())
+
+    @classmethod
+    def _check(cls, number: int) -> int:
+        if number == 4:
+            raise KeyError("a validator's own fault")
+        return number
+
+
+Count = Annotated[int, Field(ge=1, le=5, description="how many")]
+HOME = {"street": "Main", "since": "2020-01-02"}
+AT_HOME = Address(street="Main", since=date(2020, 1, 2))
+
+ARGUMENTS: list[tuple[Any, Any, Any, Any]] = [
+    # annotation, argument that fits, what the function gets, argument that does not fit
+    (int, 2.0, 2, 2.5),
+    (int, 2, 2, True),
+    (int, -(10**30), -(10**30), "1"),
+    (float, 2, 2.0, "2"),
+    (bool, True, True, 1),
+    (str, "é", "é", 1),
+    (Count, 5.0, 5, 6),
+    (Annotated[str, Field(pattern="^a+$")], "aa", "aa", "b"),
+    (Annotated[list[int], Field(min_length=1)], [1.0, 2], [1, 2], []),
+    (Literal["a", "b"], "b", "b", "c"),
+    (Literal[1, 2], 2, 2, 3),
+    (Color, "red", Color.RED, "green"),
+    (int | None, None, None, "x"),
+    (Color | None, "blue", Color.BLUE, 3),
+    (int | str, "1", "1", [1]),
+    (list[Point], [{"x": 1}, {"x": 2.0, "y": 3}], [Point(1), Point(2, 3.0)], [{"y": 1}]),
+    (dict[str, Point], {"a": {"x": 1}}, {"a": Point(1)}, {"a": 1}),
+    (tuple[int, str], [1, "a"], (1, "a"), [1]),
+    (set[int], [1, 2], {1, 2}, ["a"]),
+    (Point, {"x": 1, "y": 2}, Point(1, 2.0), {"y": 2}),
+    (Address, HOME, AT_HOME, {"street": "M"}),
+    (Person, {"name": "Ann", "homes": [HOME]}, Person(name="Ann", homes=[AT_HOME]), {"homes": []}),
+    (Person | None, {"name": "Ann"}, Person(name="Ann"), {}),
+    (Options, {"color": "red", "limit": 1.0}, {"color": Color.RED, "limit": 1}, {"color": "pink"}),
+    (date, "2020-01-02", date(2020, 1, 2), "2020-13-01"),
+    (Decimal, "1.50", Decimal("1.50"), "one"),
+    (UUID, "12345678123456781234567812345678", UUID(int=0x12345678123456781234567812345678), "x"),
+    (Even, 2, 2, 4),
+    (object, {"any": [1]}, {"any": [1]}, None),
+    (Any, None, None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keyword", [False, True], ids=["parameter", "kwargs"])
+@pytest.mark.parametrize(("hint", "fits", "value", "unfit"), ARGUMENTS)
+def test_arguments_reach_the_function_as_the_types_it_names(
+    hint: Any, fits: Any, value: Any, unfit: Any, keyword: bool
+) -> None:
+    received: list[Any] = []
+
+    async def use(a: Any, b: int = 7) -> None:
+        received.append((a, b))
+
+    async def use_keywords(**others: Any) -> None:
+        received.append((others["a"], 7))
+
+    function = use_keywords if keyword else use
+    function.__annotations__["others" if keyword else "a"] = hint
+    made = tool(function)
+    call = ToolCall("c", made.name, {"a": fits})
+    assert validate_call(call, [made]).status is CallStatus.OK
+    assert asyncio.run(made.run(call)).status is ToolStatus.OK
+    ((argument, default),) = received
+    assert (argument, type(argument), default) == (value, type(value), 7)
+    if hint not in (Any, object):
+        refused = validate_call(ToolCall("c", made.name, {"a": unfit}), [made])
+        assert refused.status is CallStatus.SCHEMA_VIOLATION
+        assert made.name in refused.fault
+        assert "a" in refused.fault
+
+
+def test_the_schema_is_that_of_the_signature() -> None:
+    @tool
+    async def order(who: Person, count: Count = 1, color: Color = Color.RED, **notes: int) -> None:
+        """Order."""
+
+    schema = dict(order.parameters)
+    assert list(schema)[:3] == ["type", "properties", "required"]
+    assert schema["required"] == ["who"]
+    assert schema["properties"]["count"] == {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": 5,
+        "default": 1,
+        "description": "how many",
+    }
+    assert schema["properties"]["color"] == {"$ref": "#/$defs/Color", "default": "red"}
+    assert schema["additionalProperties"] == {"type": "integer"}
+    assert {"Person", "Address", "Color"} == schema["$defs"].keys()
+
+    @tool
+    async def add(a: int, b: int) -> None:
+        """Add."""
+
+    assert dict(add.parameters) == {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+
+
+def test_a_function_that_no_call_could_fit_is_refused() -> None:
+    async def positional(a: int, /) -> None: ...
+    async def several(*a: int) -> None: ...
+    async def bare(a) -> None: ...  # type: ignore[no-untyped-def]
+    async def unknown(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+    async def callback(a: Callable[[int], int]) -> None: ...
+    async def thread(a: threading.Thread) -> None: ...
+    async def plain(a: int) -> None: ...
+
+    for function in (positional, several, bare, unknown, callback, thread):
+        with pytest.raises(TypeError, match=f"{function.__name__}: "):
+            tool(function)
+    schemas: list[dict[str, Any]] = [
+        {"type": "nothing"},
+        {"type": "array"},
+        {"type": "object", "properties": {"b": {}}},
+        {"type": "object", "properties": {}},
+        {"type": "object", "properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}},
+        {"type": "object", "properties": {"a": object()}},
+    ]
+    for schema in schemas:
+        with pytest.raises(TypeError, match="plain: "):
+            tool(parameters=schema)(plain)
+
+
+def test_two_point_zero_is_two_where_a_schema_written_by_hand_has_an_integer() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/count"}},
+            "x": {"type": "number"},
+            "free": {},
+        },
+        "$defs": {"count": {"type": "integer", "minimum": 0}},
+    }
+    call = ToolCall("c", "t", {"n": 2.0, "list": [1, 3.0, 2**70], "x": 2.0, "free": 2.0})
+    arguments = Tool("t", "", schema).with_integers(call).arguments
+    assert repr(arguments) == repr({"n": 2, "list": [1, 3, 2**70], "x": 2.0, "free": 2.0})
+    assert call.arguments["n"] == 2.0
+
+
+def test_the_time_limit_holds_and_an_error_of_time_is_the_tools() -> None:
+    released = threading.Event()
+
+    @tool(timeout_s=0.05)
+    def plain() -> str:
+        """Block."""
+        released.wait()
+        return "late"
+
+    @tool(timeout_s=0.05)
+    async def without_await() -> str:
+        """Block."""
+        released.wait()
+        return "late"
+
+    @tool(timeout_s=0.05)
+    async def stubborn() -> str:
+        """Go on."""
+        while not released.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+        return "late"
+
+    @tool(timeout_s=0.02)
+    async def blocking() -> str:
+        """Block the event loop."""
+        await asyncio.sleep(0)
+        threading.Event().wait(0.05)
+        return "late"
+
+    @tool(timeout_s=5)
+    async def own() -> str:
+        """Fail."""
+        raise TimeoutError("upstream")
+
+    async def run() -> None:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        counting = asyncio.create_task(count())
+        for slow in (plain, without_await):
+            turns = 0
+            assert (await slow.run(ToolCall("c", slow.name))).status is ToolStatus.TIMEOUT, slow.name
+            assert turns > 5, "the event loop was blocked"
+        assert (await blocking.run(ToolCall("c", "blocking"))).status is ToolStatus.TIMEOUT
+        result = await own.run(ToolCall("c", "own"))
+        assert (result.status, result.content) == (ToolStatus.ERROR, "TimeoutError: upstream")
+        counting.cancel()
+        released.set()
+
+    asyncio.run(run())
+
+    async def abandon() -> None:
+        call = asyncio.create_task(stubborn.run(ToolCall("c", "stubborn")))
+        assert (await call).status is ToolStatus.TIMEOUT
+        released.set()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    released.clear()
+    run_virtual(abandon())

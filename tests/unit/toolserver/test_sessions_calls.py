@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.errors import SandboxFailure, ToolFailure
+from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
 from agentrl.toolserver import limits
-from agentrl.toolserver.hosted_tool import ToolSession
+from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server import session as session_module
 from agentrl.toolserver.server.errors import Conflict
 from agentrl.toolserver.server.session import Session
@@ -468,3 +469,45 @@ async def test_each_tool_hears_of_the_end_and_one_that_hangs_or_breaks_keeps_nob
     assert "broken end" in caplog.text
     assert "hangs could not end" in caplog.text
     await sessions.open()
+
+
+class Reciprocal(StatelessTool):
+    """1/n; 0 and what its type hints do not say break its code."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            Tool("reciprocal", "", {"type": "object", "properties": {"n": {"type": "integer"}}}), max_batch=8
+        )
+        self.batches: list[list[object]] = []
+
+    async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        self.batches.append([call.arguments["n"] for call in calls])
+        return [ToolResult(call.id, ToolStatus.OK, str([1, 1 / call.arguments["n"]])) for call in calls]
+
+
+@in_loop
+async def test_an_error_of_one_call_of_a_batch_is_that_calls() -> None:
+    tool = Reciprocal()
+    session = await make_sessions(tool).open("e")
+    calls = [ToolCall(str(number), "reciprocal", {"n": number}) for number in (1, 2.0, 0, 4, 5)]
+    answers = await session.run_many(tool, calls)
+    assert [answer.status for answer in answers] == [ToolStatus.OK] * 2 + [ToolStatus.UNAVAILABLE] + [ToolStatus.OK] * 2
+    assert "ZeroDivisionError: division by zero (test_sessions_calls.py:" in answers[2].result.content
+    assert repr(tool.batches[0]) == "[1, 2, 0, 4, 5]"  # 2.0 is an integer
+    others = await asyncio.gather(*(tool.call(session, call) for call in calls), return_exceptions=True)
+    assert [isinstance(result, ZeroDivisionError) for result in others] == [False, False, True, False, False]
+
+
+class Short(Reciprocal):
+    """Forgets the results of a batch but for the first."""
+
+    async def call_batch(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult]:
+        return (await super().call_batch(calls))[:1]
+
+
+@in_loop
+async def test_a_batch_with_too_few_results_keeps_nobody_waiting() -> None:
+    tool = Short()
+    session = await make_sessions(tool).open("e")
+    answers = await session.run_many(tool, [ToolCall(str(n), "reciprocal", {"n": n}) for n in (1, 2, 3)])
+    assert [answer.status for answer in answers] == [ToolStatus.OK] * 3  # each alone has its result
