@@ -16,6 +16,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import MissingError, UserError
+from agentrl.core.imports import load_module
 from agentrl.core.registry import SANDBOXES, TOOLS, names
 
 
@@ -29,9 +30,18 @@ class _Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         if self.serves:
+            self._load_definition(words)
             has_tool_name = bool(words) and not words[0].startswith("-") and "=" not in words[0]
             self._add_tool_options(words.pop(0) if has_tool_name else None)
         return super().parse_known_args(words, namespace)
+
+    def _load_definition(self, words: Sequence[str]) -> None:
+        """Import the file or module that registers the tools, before their names are looked up."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--from", dest="definition")
+        definition = parser.parse_known_args(words)[0].definition
+        if definition is not None:
+            load_module(definition, f"--from={definition}")
 
     def _add_tool_options(self, tool: str | None) -> None:
         self.set_defaults(tool=tool)
@@ -67,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.serves = True
     serve.add_argument("--host", default=LOOPBACK, help="address to listen on; others than the loopback want a token")
     serve.add_argument("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
+    serve.add_argument(
+        "--from", metavar="FILE", help="Python file or module that registers the tool, to be imported first"
+    )
     serve.set_defaults(act=_serve)
     sandbox = actions.add_parser(
         "sandbox", help="attempt what sandboxes must prevent on this machine, and show the result"

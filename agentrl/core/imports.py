@@ -16,6 +16,9 @@ from typing import Any
 from agentrl.core.errors import ConfigError
 from agentrl.core.user_code import describe, user_code
 
+_FILE_MODULES = "agentrl_user_"
+"""Prefix of the names of modules that are loaded from files."""
+
 
 def is_reference(name: str) -> bool:
     """Return whether ``name`` is a reference to an object in a file or module, and not a registered name."""
@@ -37,11 +40,7 @@ def load_object(reference: str, key: str) -> Any:
     location, colon, name = reference.rpartition(":")
     if not colon or not location or not name:
         raise ConfigError(f"{key}={reference}: write path/to/file.py:name or package.module:name")
-    module = (
-        _load_from_file(location, reference, key)
-        if location.endswith(".py")
-        else _load_from_module(location, reference, key)
-    )
+    module = load_module(location, f"{key}={reference}")
     target: Any = module
     for attribute in name.split("."):
         if not hasattr(target, attribute):
@@ -63,7 +62,21 @@ def source_file(reference: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _load_from_file(file: str, reference: str, key: str) -> ModuleType:
+def load_module(location: str, setting: str) -> ModuleType:
+    """Return the module of a file ending in ``.py``, or of a name; ``setting`` is for messages.
+
+    Raises:
+        ConfigError: it does not exist, or fails.
+    """
+    return _load_from_file(location, setting) if location.endswith(".py") else _load_from_module(location, setting)
+
+
+def is_loaded_file(module: str) -> bool:
+    """Return whether `load_module` has loaded a module of this name from a file, so that only its path can be imported."""
+    return module.startswith(_FILE_MODULES)
+
+
+def _load_from_file(file: str, setting: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         siblings = sorted(sibling.name for sibling in path.parent.glob("*.py")) if path.parent.is_dir() else []
@@ -73,13 +86,13 @@ def _load_from_file(file: str, reference: str, key: str) -> ModuleType:
         relative_hint = (
             "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
         )
-        raise ConfigError(f"{key}={reference}: there is no file {path}; {hint}{relative_hint}")
+        raise ConfigError(f"{setting}: there is no file {path}; {hint}{relative_hint}")
     _prepend_to_sys_path(path.parent)
-    return _execute_file(path, reference, key)
+    return _execute_file(path, setting)
 
 
-def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
-    name = f"agentrl_user_{path.stem}_{abs(hash(str(path))):x}"
+def _execute_file(path: Path, setting: str) -> ModuleType:
+    name = f"{_FILE_MODULES}{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -88,7 +101,7 @@ def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up while it is being made
     try:
-        with user_code(lambda error: ConfigError(f"{key}={reference}: {path} fails: {describe(error)}")):
+        with user_code(lambda error: ConfigError(f"{setting}: {path} fails: {describe(error)}")):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -96,10 +109,10 @@ def _execute_file(path: Path, reference: str, key: str) -> ModuleType:
     return module
 
 
-def _load_from_module(name: str, reference: str, key: str) -> ModuleType:
+def _load_from_module(name: str, setting: str) -> ModuleType:
     _prepend_to_sys_path(Path.cwd())
     importlib.invalidate_caches()  # a file written since Python last looked there
-    call = f"{key}={reference}: importing {name}"
+    call = f"{setting}: importing {name}"
     try:
         with importing(call):
             return importlib.import_module(name)
@@ -108,7 +121,7 @@ def _load_from_module(name: str, reference: str, key: str) -> ModuleType:
             raise ConfigError(f"{call} fails: {describe(error)}") from error
         file = Path(*name.split(".")).with_suffix(".py")
         raise ConfigError(
-            f"{key}={reference}: there is no module {error.name!r}; looked for {file} in {Path.cwd()} and for an "
+            f"{setting}: there is no module {error.name!r}; looked for {file} in {Path.cwd()} and for an "
             f"installed package. A file elsewhere is named by its path, such as path/to/{file.name}:score"
         ) from None
 

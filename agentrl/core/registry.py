@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from agentrl.core.env import AsyncEnv, Env, EnvBase
 from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
 from agentrl.core.extras import missing_extra_error
-from agentrl.core.imports import importing, is_reference, load_object
+from agentrl.core.imports import importing, is_loaded_file, is_reference, load_object
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
@@ -46,6 +46,8 @@ GROUPS = (ENVS, TOOLS, TASKS, MODELS, REWARDS, SANDBOXES, LEARNERS, TRANSPORTS)
 """The entry point groups."""
 
 _registered: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+_tool_modules: dict[str, str] = {}
+"""By tool, the module that registered it."""
 
 
 def register_env(name: str) -> Callable[[E], E]:
@@ -79,9 +81,22 @@ def register_tool(name: str) -> Callable[[T], T]:
         if registered is not None and _qualified_name(registered) != _qualified_name(tool):
             raise ConfigError(f"tool name {name!r} is taken by {_qualified_name(registered)}")
         _registered[TOOLS][name] = tool
+        _tool_modules[name] = sys._getframe(1).f_globals["__name__"]
         return tool
 
     return wrap
+
+
+def tool_definition(name: str) -> str | None:
+    """Return the file or module that has registered a tool in this process, for ``agentrl tools serve NAME --from``.
+
+    None if another process finds the tool by its name: an entry point, or ``path/to/file.py:name``.
+    """
+    module = _tool_modules.get(name)
+    if module is None:
+        return None
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file if file is not None and (module == "__main__" or is_loaded_file(module)) else module
 
 
 def _qualified_name(tool: Tool | type[ToolService]) -> str:

@@ -10,6 +10,7 @@ from typing import Self
 
 from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import ConfigError, ToolServerError
+from agentrl.core.registry import tool_definition
 
 _USER_ERROR = 2
 """Exit status of ``agentrl`` for the user's mistakes."""
@@ -81,6 +82,8 @@ def launch_tool(
     """
     with reserve_port(host, port, key=f"tools.{name}.port") as bound_port:
         command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
+        if (definition := tool_definition(name)) is not None:
+            command.append(f"--from={definition}")
         child = ChildProcess.start(
             [*command, f"--host={host}", f"--port={bound_port}", *arguments],
             log=log,

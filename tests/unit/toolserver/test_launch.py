@@ -1,5 +1,6 @@
 """The real search server, started as a run starts it."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,12 @@ import pytest
 from deadlines import wait_until
 
 from agentrl.core.errors import ConfigError, PortInUseError, ToolServerError
+from agentrl.core.env import Env
+from agentrl.core.registry import env_class
+from agentrl.core.types import ToolResult, ToolCall
+from agentrl.data.task_sources import EnvTasks
 from agentrl.toolserver.launch import launch_tool
+from agentrl.toolserver.service import find_service
 
 DOCUMENTS = [{"id": "1", "contents": '"Sadova"\nSadova lies in Remu Land.'}]
 
@@ -77,3 +83,39 @@ def test_the_server_dies_with_a_run_that_is_killed(tmp_path: Path) -> None:
 def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+OWN_FILE = '''
+from agentrl import Env, register_tool, tool
+from agentrl.core.registry import served_tools
+
+@register_tool("launched_greeting")
+@tool
+async def greet(name: str) -> str:
+    """Greet."""
+    return f"Hello {name}"
+
+class Greeter(Env):
+    tool_names = ("launched_greeting",)
+
+    def __init__(self):
+        self.tools = served_tools("launched_greeting")
+'''
+
+
+def test_a_tool_that_the_environments_file_registers_has_a_server(tmp_path: Path) -> None:
+    """The server is another process, which finds the name only if it loads the file."""
+    (tmp_path / "greeter.py").write_text(OWN_FILE, encoding="utf-8")
+    (offered_tool,) = env_class(f"{tmp_path}/greeter.py:Greeter")().tools
+    service = find_service(offered_tool.server)
+    arguments = service.launch_arguments({}, EnvTasks(Env, 0), tmp_path / "server")
+
+    async def call(url: str) -> ToolResult:
+        client = service.client(url, {})
+        try:
+            return await client.call(ToolCall("c", offered_tool.name, {"name": "Ann"}), episode_id="e")
+        finally:
+            await client.aclose()
+
+    with launch_tool(offered_tool.server, arguments, log=tmp_path / "log") as server:
+        assert asyncio.run(call(server.url)).content == "Hello Ann"
