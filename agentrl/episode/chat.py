@@ -294,11 +294,7 @@ class Chat:
         self._new.clear()
 
     def rollout(
-        self,
-        reward: float = 0.0,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        stop_reason: StopReason | None = None,
+        self, reward: float = 0.0, *, metrics: Mapping[str, float] | None = None, stop_reason: StopReason | None = None
     ) -> Rollout:
         """Return the conversation and its branches as a rollout.
 

@@ -54,6 +54,11 @@ class _Threaded(Generic[E]):
         """Name of the environment's class."""
         return type(self._env).__name__ if self._env is not None else "the environment"
 
+    def read(self, attribute: str, get: Callable[[E], T]) -> T:
+        """Return what ``get`` returns of the environment: an attribute, which may be a property of the author."""
+        with user_code(lambda error: self._failure(attribute, error)):
+            return get(self.env)
+
     async def get_state(self) -> dict[str, Any]:
         """Return the environment's state."""
         return await self._call("get_state", self.env.get_state)
@@ -103,10 +108,7 @@ class _Threaded(Generic[E]):
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
     async def _await(self, name: str, method: Awaitable[T]) -> T:
-        with (
-            waiting("environment", lambda: f"{self.name}.{name}"),
-            user_code(lambda error: self._failure(name, error)),
-        ):
+        with waiting("environment", lambda: f"{self.name}.{name}"), user_code(lambda error: self._failure(name, error)):
             return await await_user_code(method)
 
     def _failure(self, method: str, error: BaseException) -> EnvironmentFailure:

@@ -92,7 +92,7 @@ class Episode:
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.env_seed)
-        self.conversation.tools = self._context.resolve_tools(self._env.env.tools)
+        self.conversation.tools = self._context.resolve_tools(self._env.read("tools", lambda env: tuple(env.tools)))
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
@@ -144,7 +144,7 @@ class Episode:
 
     async def _sample(self) -> Message | None:
         with self._clock.pause():
-            return await self.conversation.sample(self._env.env.stop)
+            return await self.conversation.sample(self._env.read("stop", lambda env: tuple(env.stop)))
 
     def _check(self, observation: Observation) -> None:
         """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
@@ -156,7 +156,7 @@ class Episode:
 
     async def _step(self, action: Message) -> Step:
         """Pass the policy's message to the environment, or its tool calls to the tools."""
-        if not action.tool_calls or self._env.env.handles_tool_calls:
+        if not action.tool_calls or self._env.read("handles_tool_calls", lambda env: env.handles_tool_calls):
             return await self._run_requested_calls(await self._env.step(action))
         results = await self.tools.run_policy_calls(action.tool_calls, self.conversation.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)

@@ -134,7 +134,7 @@ class MultiAgentEpisode:
 
     async def _begin(self) -> None:
         views, self._infos = await self._env.reset(self._task, self._state.env_seed)
-        for agent in self._env.env.possible_agents:
+        for agent in self._env.read("possible_agents", lambda env: env.possible_agents):
             self._participants[agent] = self._participant(agent)
         for agent, view in views.items():
             self._participants[agent].observe(view["messages"])
@@ -155,13 +155,14 @@ class MultiAgentEpisode:
 
     async def _run(self) -> None:
         goes_on = True
-        while goes_on and self._env.env.agents:
-            with waiting(TURN, ", ".join(self._env.env.acting)):
-                goes_on = await self._step()
+        while goes_on and self._env.read("agents", lambda env: env.agents):
+            acting = self._env.read("acting", lambda env: tuple(env.acting))
+            with waiting(TURN, ", ".join(acting)):
+                goes_on = await self._step(acting)
 
-    async def _step(self) -> bool:
+    async def _step(self, acting: tuple[str, ...]) -> bool:
         """Let the agents act, and step the environment; return whether the episode goes on."""
-        actions = await self._act(self._env.env.acting)
+        actions = await self._act(acting)
         self._steps += 1
         silent = [agent for agent, action in actions.items() if action is None]
         if silent:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import ConfigError, ToolServerError
@@ -16,54 +14,15 @@ _USER_ERROR = 2
 """Exit status of ``agentrl`` for the user's mistakes."""
 
 
-class ToolServerProcess:
+class ToolServerProcess(ChildProcess):
     """A running tool server, made by `launch_tool`. Ends with `stop`, with its context, or with this process."""
 
-    def __init__(self, child: ChildProcess, url: str) -> None:
-        """Take over a child that answers at ``url``."""
-        self._child = child
-        self.url = url
-
-    @property
-    def pid(self) -> int:
-        """The server's process id."""
-        return self._child.pid
-
-    def alive(self) -> bool:
-        """Return whether the server's process runs."""
-        return self._child.alive()
-
-    def check(self) -> None:
-        """Raise unless the server's process runs.
-
-        Raises:
-            ToolServerError: it died; with the end of its log.
-        """
-        self._child.check()
-
-    def stop(self) -> None:
-        """End the server and all it started. A second call does nothing."""
-        self._child.stop()
-
-    def __enter__(self) -> Self:
-        """Return the server."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the server."""
-        self.stop()
+    url: str
+    """Its address."""
 
 
 def launch_tool(
-    name: str,
-    arguments: Sequence[str],
-    *,
-    log: Path,
-    port: int = 0,
-    host: str = LOOPBACK,
-    timeout_s: float = 300.0,
+    name: str, arguments: Sequence[str], *, log: Path, port: int = 0, host: str = LOOPBACK, timeout_s: float = 300.0
 ) -> ToolServerProcess:
     """Start ``agentrl tools serve NAME`` and block until ``GET /health`` answers 200.
 
@@ -84,15 +43,15 @@ def launch_tool(
         command = [sys.executable, "-m", "agentrl.cli.main", "tools", "serve", name]
         if (definition := tool_definition(name)) is not None:
             command.append(f"--from={definition}")
-        child = ChildProcess.start(
+        child = ToolServerProcess.start(
             [*command, f"--host={host}", f"--port={bound_port}", *arguments],
             log=log,
             name=f"tool server {name!r}",
             error=ToolServerError,
         )
-        url = f"http://{host}:{bound_port}"
+        child.url = f"http://{host}:{bound_port}"
         try:
-            child.wait_healthy(f"{url}/health", timeout_s)
+            child.wait_healthy(f"{child.url}/health", timeout_s)
         except ToolServerError as error:
             if child.exit_code() == _USER_ERROR:
                 raise ConfigError(str(error)) from None
@@ -100,4 +59,4 @@ def launch_tool(
         except BaseException:
             child.stop()  # Ctrl-C while it starts
             raise
-    return ToolServerProcess(child, url)
+    return child

@@ -24,8 +24,8 @@ from agentrl import (
     ToolResults,
     ToolStatus,
     register_tool,
+    served_tools,
 )
-from agentrl.core.registry import served_tools
 from agentrl.toolserver.mcp.client import McpService
 
 FACTS = ("birthplace", "employer", "spouse")

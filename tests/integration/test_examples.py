@@ -23,6 +23,7 @@ LOGS = {
     "04_own_generate": ("right", "chats"),
     "05_own_documents": ("exact_match", "searches"),
     "06_own_algorithm": ("exact_match", "searches"),
+    "07_mcp_tools": ("right", "calls", "refused"),
 }
 """The figures that an example's own code gives, by its folder."""
 
@@ -54,7 +55,10 @@ def test_it_states_the_result_to_expect(name: str) -> None:
     assert command(name)[-1] in (EXAMPLES / name / "config.yaml").read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize("reference", ["02_own_environment/env.py:Trail", "03_own_tool/registry_env.py:Registry"])
+@pytest.mark.parametrize(
+    "reference",
+    ["02_own_environment/env.py:Trail", "03_own_tool/registry_env.py:Registry", "07_mcp_tools/mcp_env.py:McpEnv"],
+)
 def test_its_environment_keeps_the_contract(reference: str) -> None:
     check_env(env_class(str(EXAMPLES / reference)))
 

@@ -29,12 +29,14 @@ _log = logging.getLogger(__name__)
 class McpService(HostedService):
     """All tools of an external MCP server, under their own names; each episode has an MCP session.
 
-    As ``mcp`` it is configured: ``tools: {mcp: {command: "npx -y …"}}``; in a server's file under any name:
-    ``tools: {files: {mcp: {url: "http://…/mcp"}}}``. To register one takes three lines::
+    For a run, an environment registers one, and offers its tools with ``served_tools("files")``::
 
+        @register_tool("files")
         class FilesService(McpService):
             name = "files"
             command = "npx -y @modelcontextprotocol/server-filesystem /data"
+
+    The file of a tool server names one without code: ``tools: {files: {mcp: {url: "http://…/mcp"}}}``.
 
     The command runs with the rights of the tool server and in no sandbox: the policy can do to this machine whatever its
     tools allow.

@@ -87,7 +87,9 @@ class McpOptions(Section):
             MissingError: the program does not exist.
         """
         if bool(self.command) == bool(self.url):
-            raise ConfigError(f"{key}: set either command or url of the MCP server")
+            raise ConfigError(
+                f"{key}: set either command or url of the MCP server; in a run, register a McpService with it (docs/tools.md)"
+            )
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
             raise ConfigError(f"{key}.url={self.url}: write http://HOST:PORT/mcp")
         if self.command and shutil.which(self.argv()[0]) is None:

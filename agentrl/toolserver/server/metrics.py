@@ -41,10 +41,7 @@ class Metrics:
             "agentrl_sandboxes_open", "Open sandboxes, those for scoring included.", registry=self.registry
         )
         self.sandbox_start_seconds = Histogram(
-            "agentrl_sandbox_start_seconds",
-            "Time to open a sandbox.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            "agentrl_sandbox_start_seconds", "Time to open a sandbox.", buckets=_SECONDS, registry=self.registry
         )
         self.sandbox_failures = Counter(
             "agentrl_sandbox_failures", "Calls that ended with a failure of their sandbox.", registry=self.registry

@@ -153,6 +153,23 @@ class Step(Env):
         blow()
 
 
+class Tools(Env):
+    @property
+    def tools(self) -> Any:  # type: ignore[override]
+        blow()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return TASK.prompt, {}
+
+
+class Stop(Tools):
+    tools = ()
+
+    @property
+    def stop(self) -> Any:  # type: ignore[override]
+        blow()
+
+
 class AsyncReset(AsyncEnv):
     async def areset(self, *, seed: int | None = None, options: Any = None) -> Any:
         blow()
@@ -381,6 +398,8 @@ PLACES: dict[str, Callable[[Any], Awaitable[str]]] = {
     "environment's constructor": in_episode(Constructor),
     "reset": in_episode(Reset),
     "step": in_episode(Step),
+    "property tools": in_episode(Tools),
+    "property stop": in_episode(Stop),
     "areset": in_episode(AsyncReset),
     "astep": in_episode(AsyncStep),
     "get_state": of_environment("get_state"),

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from deadlines import wait_until
 
-from agentrl.core.errors import ConfigError, PortInUseError, ToolServerError
 from agentrl.core.env import Env
+from agentrl.core.errors import ConfigError, PortInUseError, ToolServerError
 from agentrl.core.registry import env_class
-from agentrl.core.types import ToolResult, ToolCall
+from agentrl.core.types import ToolCall, ToolResult
 from agentrl.data.task_sources import EnvTasks
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service
