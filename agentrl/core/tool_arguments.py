@@ -135,7 +135,7 @@ def _validators(schema: str) -> tuple[Validator, Validator]:
     return cls(parsed), extend(cls, type_checker=checker)(parsed)  # type: ignore[no-untyped-call]
 
 
-def _validators_of(schema: Schema) -> tuple[Validator, Validator]:
+def _find_validators(schema: Schema) -> tuple[Validator, Validator]:
     return _validators(json.dumps(schema, default=dict))
 
 
@@ -144,7 +144,7 @@ def arguments_fault(schema: Schema, arguments: Arguments) -> str:
     if is_too_deep(arguments):
         return f": the arguments are nested more than {MAX_NESTING} levels deep"
     try:
-        error = best_match(_validators_of(schema)[0].iter_errors(dict(arguments)))
+        error = best_match(_find_validators(schema)[0].iter_errors(dict(arguments)))
         if error is not None:
             location = "".join(f"[{key!r}]" for key in error.absolute_path)
             return f"{location}: {error.message}"
@@ -162,7 +162,7 @@ def with_integers(schema: Schema, arguments: Arguments) -> Values:
     if not any(_is_integral(value) for value in _values(arguments)):
         return dict(arguments)
     converted = deepcopy(dict(arguments))
-    for error in _validators_of(schema)[1].iter_errors(arguments):
+    for error in _find_validators(schema)[1].iter_errors(arguments):
         for leaf in _leaves(error):
             if leaf.validator == "type" and _is_integral(leaf.instance) and "integer" in str(leaf.validator_value):
                 target: Any = converted
@@ -192,7 +192,7 @@ def _values(value: object) -> Iterator[object]:
 def schema_problem(schema: Schema) -> str:
     """Return why no call could fit a tool's schema; empty if one could."""
     try:
-        _validators_of(schema)
+        _find_validators(schema)
     except SchemaError as error:
         return f"its JSON Schema is invalid: {error.message}"
     except TypeError as error:

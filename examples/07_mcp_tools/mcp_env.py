@@ -103,9 +103,9 @@ def _task(rng: Random, name: str, fact: str) -> Task:
     """Half of the questions are about the spouse of a person, and need two calls."""
     from server import person, word  # the folder of the environment's file can be imported from
 
-    asked = f"{word(rng)} {word(rng)}"
+    person_name = f"{word(rng)} {word(rng)}"
     if rng.random() < 0.5:
-        subject, answer = f"the {fact} of {asked}", person(asked)[fact]
+        subject, answer = f"the {fact} of {person_name}", person(person_name)[fact]
     else:
-        subject, answer = f"the {fact} of the spouse of {asked}", person(person(asked)["spouse"])[fact]
+        subject, answer = f"the {fact} of the spouse of {person_name}", person(person(person_name)["spouse"])[fact]
     return Task(f"{name}/{fact}", (Message("user", PROMPT.replace("{question}", f"What is {subject}?")),), answer)
