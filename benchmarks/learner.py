@@ -26,7 +26,7 @@ from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.registry import BACKENDS, make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
 from agentrl.planner.training_summary import estimate_memory, with_recompute
-from benchmarks.learner_loops import LOOPS, LoopOptions, OtherLoop
+from benchmarks.learner_loops import LOOPS, OtherLoop, check_loop
 from benchmarks.learner_rows import WORKLOADS, RowOptions
 from benchmarks.step_profile import StepProfile, profile_step
 
@@ -80,6 +80,9 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
     shape = find_model_shape(bench.size)
     if bench.workload not in WORKLOADS:
         raise ConfigError(f"--workload={bench.workload}: there are {', '.join(WORKLOADS)}")
+    for name in bench.loops:
+        if name not in BACKENDS:
+            check_loop(name)
     device = resolve_device(config.learner)
     if bench.kernels and (device != "cuda" or config.learner.ranks > 1):
         raise ConfigError(f"--kernels={bench.kernels} needs learner.ranks=1 and a GPU; leave it out")
@@ -103,7 +106,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
                 other_config = config.model_copy(update={"learner": learner})
                 yield _measure_agentrl(f"agentrl {name}", other_config, bench, rows, model, best_s, tell)
                 continue
-            loop = OtherLoop(_options(name), model, rows, config.batch.tokens_per_micro, torch.device(device))
+            loop = OtherLoop(LOOPS[name], model, rows, config.batch.tokens_per_micro, torch.device(device))
             yield _measure_steps(name, loop.step, bench, rows, best_s, tell)
             del loop
 
@@ -167,12 +170,6 @@ def matrix_rate(device: torch.device) -> float:
         _wait(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / median(seconds[5:])
-
-
-def _options(name: str) -> LoopOptions:
-    if name not in LOOPS:
-        raise ConfigError(f"--loops={name}: there are {', '.join(LOOPS)}")
-    return LOOPS[name]
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,19 @@ LOOPS = {
 """By name. All have float32 weights, autocast to bfloat16, full recomputation, fused AdamW and sorted, padded rows."""
 
 
+def check_loop(name: str) -> None:
+    """Check that a loop exists and that its packages are installed.
+
+    Raises:
+        ConfigError: with what is missing.
+    """
+    if name not in LOOPS:
+        raise ConfigError(f"--loops={name}: there are {', '.join(LOOPS)}")
+    packages = {"trl": LOOPS[name].trl, "datasets": LOOPS[name].trl, "liger_kernel": LOOPS[name].liger}
+    if missing := [package for package, needed in packages.items() if needed and find_spec(package) is None]:
+        raise ConfigError(f"--loops={name} needs {' and '.join(missing)}, not installed here; leave it out of --loops")
+
+
 class OtherLoop:
     """A loop on a Hugging Face model. Its loss is a cross-entropy, which computes what a policy loss does.
 
@@ -45,9 +60,6 @@ class OtherLoop:
         rows: of each step.
         tokens: maximum padded tokens of a micro-batch.
         device: where it computes.
-
-    Raises:
-        ConfigError: a package is missing.
     """
 
     def __init__(
@@ -99,11 +111,8 @@ class _TrlStep:
     """TRL's `SFTTrainer.training_step` on each micro-batch, then its clipping and optimizer."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        try:
-            datasets: Any = import_module("datasets")
-            trl: Any = import_module("trl")
-        except ImportError as error:
-            raise ConfigError(f"the loop trl needs trl and datasets ({error}); leave it out of --loops") from error
+        datasets: Any = import_module("datasets")
+        trl: Any = import_module("trl")
         arguments = trl.SFTConfig(
             output_dir="unused",
             bf16=model.device.type == "cuda",
@@ -151,10 +160,10 @@ def _tokenizer() -> Any:
 
 def _load(options: LoopOptions, folder: Path) -> Any:
     if options.liger:
-        try:
-            kernels: Any = import_module("liger_kernel.transformers")
-        except ImportError as error:
-            raise ConfigError(f"the loop needs liger-kernel ({error}); leave it out of --loops") from error
+        # It warns of each kernel for other devices that it cannot import.
+        log = logging.getLogger("liger_kernel.backends.registry")
+        log.addFilter(lambda record: "could not be imported" not in record.getMessage())
+        kernels: Any = import_module("liger_kernel.transformers")
         return kernels.AutoLigerKernelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, trust_remote_code=False
         )

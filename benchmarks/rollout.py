@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +69,11 @@ def grouped_jobs(config: Config, tasks: TaskSources, episodes: int) -> list[Job]
     return [Job(tasks_of_groups[i // samples], episode_seed(config.run.seed, i), f"bench/{i}") for i in range(episodes)]
 
 
-async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTimes]:
+async def measure_rollout(config: Config, episodes: int, report: Callable[[str, RolloutTimes], None]) -> None:
     """Run the same episodes with the real engine and tools, then with the engine's answers replayed in the process.
 
-    The difference in this process's CPU time per turn is the cost of the HTTP client.
+    The difference in this process's CPU time per turn is the cost of the HTTP client. ``report`` receives each measurement, as
+    soon as it is there, with its name: ``engine`` or ``replayed``.
     """
     tasks = open_tasks(config)
     model = resolve_model(config.model.path)
@@ -83,10 +84,10 @@ async def measure_rollout(config: Config, episodes: int) -> dict[str, RolloutTim
             jobs = grouped_jobs(config, tasks, episodes)
             await bench_rollout(services.runner(), jobs[: min(64, len(jobs))])
             await services.fleet.flush()
-            engine = await bench_rollout(runner, jobs)
+            report("engine", await bench_rollout(runner, jobs))
             replay.recording = False
             await bench_rollout(runner, jobs)
-            return {"engine": engine, "replayed": await bench_rollout(runner, jobs)}
+            report("replayed", await bench_rollout(runner, jobs))
 
 
 MASK_CASES = {

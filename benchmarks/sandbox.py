@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.errors import UserError
 from agentrl.data.task_sources import NoTasks
 from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver.launch import launch_tool
@@ -35,7 +36,14 @@ class SandboxBench:
     """``docker_url`` and ``image`` of the sandbox section, if they differ from the defaults."""
 
     def run(self, progress: Callable[[str], None]) -> Iterator[Row]:
-        """Yield the measurements one after the other."""
+        """Yield the measurements one after the other, once all backends have started.
+
+        Raises:
+            UserError: one does not work here; nothing was measured then.
+        """
+        for name in self.backends:
+            progress(f"{name} starts")
+            asyncio.run(_try_backend(self._config(name)))
         cores = len(os.sched_getaffinity(0))
         for name in self.backends:
             config = self._config(name)
@@ -75,3 +83,13 @@ class SandboxBench:
     async def _docker_exec(self, sessions: int) -> SandboxTimes:
         async with docker_exec_opener(self._config("docker")) as opener:
             return await measure(opener, sessions, self.exec_calls)
+
+
+async def _try_backend(config: SandboxConfig) -> None:
+    try:
+        backend = make_backend(config)
+        backend.check(config)
+        async with backend:
+            pass
+    except UserError as error:
+        raise UserError(f"{error}. Or leave {config.backend} out of --backends") from error

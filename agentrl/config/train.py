@@ -29,9 +29,9 @@ class TrainConfig(Section):
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes of training, evaluations not counted."""
     eval_every: int = Field(default=10, ge=0)
-    """Steps between evaluations; 0: only after the last step."""
+    """Steps between evaluations; 0: none between the first step and the last. After the last step there always is one."""
     eval_first: bool = True
-    """Evaluate before the first step too."""
+    """Evaluate before the first step too, whatever ``eval_every`` is."""
     save_every: int = Field(default=10, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     keep: PositiveInt = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -11,6 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from agentrl.config.learner import Recompute
+
+# Torch warns of operations in place in what is recomputed; decoder layers have none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed" not in record.getMessage()
+)
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:

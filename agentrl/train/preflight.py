@@ -244,7 +244,9 @@ def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, 
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate
-    every = f"every {plan.eval_every} steps" if plan.eval_every else "after the last step"
+    times = ["before the first step"] if plan.eval_first else []
+    times += [f"every {plan.eval_every} steps"] if plan.eval_every else []
+    every = ", ".join([*times, "after the last step"])
     if sets:
         evaluation = [f"{every}: {eval_set.description}" for eval_set in sets]
     elif sets is None:

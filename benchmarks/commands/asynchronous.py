@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     with open_table(console, "simulating", *_HEADS) as (table, progress):
         try:
             staleness = split_numbers(arguments.staleness, "--staleness")
-            modes.extend(measure_async(bench, staleness, arguments.seeds, progress, streams=arguments.streaming))
+            for mode in measure_async(bench, staleness, arguments.seeds, progress, streams=arguments.streaming):
+                modes.append(mode)
+                progress(f"staleness {mode.max_staleness}, {mode.split}: {sum(mode.seconds) / len(mode.seconds):.1f} s")
         finally:  # the speed-up is over the fastest of all synchronous rows
             for mode in modes:
                 table.add_row(*_row(mode, modes))

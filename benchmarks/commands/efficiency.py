@@ -69,7 +69,6 @@ async def _run_engines(config: Config, bench: EfficiencyBench, console: Console)
         async for times in measure_efficiency(config, bench, progress):
             passes.append(times)
             seconds, rate, cpu = f"{times.seconds:.2f}", f"{times.tokens_per_s:,.0f}", f"{times.cpu_ms_per_turn:.2f}"
-            console.print(f"{times.who}: {seconds} s, {rate} sampled tokens/s")
             table.add_row(str(len(passes)), times.who, seconds, rate, cpu)
     console.print(
         f"efficiency {efficiency(passes, 'synchronous'):.3f} synchronous, {efficiency(passes, 'asynchronous'):.3f} asynchronous: "

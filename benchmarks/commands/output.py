@@ -1,8 +1,8 @@
-"""Output of the benchmarks: a table that is printed at the end, and progress until then."""
+"""Output of the benchmarks: rows as they are measured, a table of them at the end, and progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.box import SIMPLE
@@ -13,19 +13,34 @@ from rich.text import Text
 from agentrl.core.errors import ConfigError
 
 
+class ResultTable:
+    """A table that prints each row as soon as it is added, on a line with the columns' names."""
+
+    def __init__(self, console: Console, heads: Sequence[str]) -> None:
+        self.table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
+        self._console = console
+        self._heads = heads
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row, a text for each column."""
+        line = ", ".join(f"{head} {cell}" for head, cell in zip(self._heads, cells, strict=True) if cell)
+        self._console.print(Text(line), soft_wrap=True)
+        self.table.add_row(*cells)
+
+
 @contextmanager
-def open_table(console: Console, status: str, *heads: str) -> Iterator[tuple[Table, Callable[[str], None]]]:
-    """Yield a table and a progress callback; print the table at the end, with the rows so far also after an error.
+def open_table(console: Console, status: str, *heads: str) -> Iterator[tuple[ResultTable, Callable[[str], None]]]:
+    """Yield a table and a progress callback; print the whole table at the end, with the rows so far also after an error.
 
     Progress is a changing line in a terminal, which begins with ``status``, and a line for each call in a log.
     """
-    table = Table(*(Column(head, no_wrap=True) for head in heads), box=SIMPLE, padding=(0, 0, 0, 1))
+    rows = ResultTable(console, heads)
     try:
         with console.status(status) as line:
-            yield table, (lambda text: line.update(Text(text))) if console.is_terminal else console.print
+            yield rows, (lambda text: line.update(Text(text))) if console.is_terminal else console.print
     finally:
-        if table.row_count:
-            console.print(table)
+        if rows.table.row_count > 1:
+            console.print(rows.table)
 
 
 def split_names(text: str) -> list[str]:

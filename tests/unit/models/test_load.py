@@ -4,6 +4,9 @@ import ast
 import base64
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,18 @@ def test_nothing_is_loaded_without_saying_whether_code_may_run():
         and all(keyword.arg != "trust_remote_code" for keyword in node.keywords)
     ]
     assert silent == []
+
+
+def test_warnings_from_compiling_torchao_are_not_shown(tmp_path):
+    for name in ("torchao", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("SAME = 1 is 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import agentrl.models, torchao, other"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.pathsep.join(sys.path)}", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "other/__init__.py:1: SyntaxWarning" in done.stderr
+    assert "torchao" not in done.stderr

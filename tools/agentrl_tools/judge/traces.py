@@ -91,7 +91,7 @@ class Look:
         """Return how far the counters went up until a later look; None if the state changed."""
         if later.state != self.state or len(later.counters) != len(self.counters):
             return None
-        return tuple(after - before for before, after in zip(self.counters, later.counters, strict=True))
+        return tuple(end - start for start, end in zip(self.counters, later.counters, strict=True))
 
 
 async def look(sandbox: Sandbox, number: int) -> Look | None:
