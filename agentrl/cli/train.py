@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
         contents = plan.contents
         lines += [f"template {plan.template}", *plan.training, *plan.warnings]
     for line in lines:
-        print_message(console, line)
+        print_message(console, line, "bold yellow" if line.startswith("warning: ") else "")
     from agentrl.train.run import run_training
 
     asyncio.run(

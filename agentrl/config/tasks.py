@@ -116,14 +116,15 @@ class DataConfig(Section):
     """Prompts from JSONL files, parquet files or Hugging Face datasets, in place of ``tasks``."""
 
     path: Path | None = None
-    """Rows to train on (slime's ``prompt_data``): a ``.jsonl`` or ``.parquet`` file, a dataset of the hub as ``hf:NAME``,
-    ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``, or a folder that ``save_to_disk`` of ``datasets`` has written."""
+    """Rows to train on (slime's ``prompt_data``): a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a dataset of the hub
+    as ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``, or a folder written by ``save_to_disk`` of ``datasets``."""
     eval_path: Path | None = None
     """Rows to evaluate on, as ``path``; without a file there is no evaluation during training."""
     input_key: str = "prompt"
     """The column of the prompt: a string, or a list of chat messages ``{"role", "content"}``."""
     label_key: str | None = None
-    """The column of the correct answer, which is passed to the reward function."""
+    """The column of the correct answer, which is passed to the reward function; ``a.b`` is ``b`` in the mapping of column ``a``,
+    such as ``reward_model.ground_truth``. The other keys of columns too."""
     metadata_key: str | None = None
     """The column of a mapping with further facts, which is passed to the reward function."""
     id_key: str | None = None

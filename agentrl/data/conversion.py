@@ -73,8 +73,10 @@ class RowConversion:
     def columns(self) -> set[str] | None:
         """The columns that are read; None: all, because a conversion may read any."""
         data = self._data
-        named = {data.input_key, data.label_key, data.metadata_key, data.id_key} - {None}
-        return None if data.convert is not None else cast("set[str]", named)
+        if data.convert is not None:
+            return None
+        keys = filter(None, (data.input_key, data.label_key, data.metadata_key, data.id_key))
+        return {name for key in keys for name in (key, key.partition(".")[0])}
 
     @property
     def filters(self) -> str:

@@ -1,9 +1,14 @@
-"""Rows of JSONL files, parquet files and Hugging Face datasets: one after the other, or by number, read from disk on access."""
+"""Rows of JSONL, JSON, CSV and parquet files and of Hugging Face datasets: one after the other, or by number.
+
+Rows of JSONL and parquet files and of datasets are read from disk on access.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +25,7 @@ from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.data.hub import is_dataset, open_dataset, split_columns
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Formats of files; `agentrl.data.hub` has the others."""
 _SHOWN = 80
 _CHUNK = 1 << 24
@@ -55,14 +60,22 @@ class Row:
     def get(self, column: str, key: str) -> Any:
         """Return the value of ``column``, which the configuration key ``key`` names.
 
+        Without a column of this name, ``a.b`` is the value ``b`` in the mapping ``a``.
+
         Raises:
             ConfigError: the row has no such column, or nothing in it.
         """
-        value = self.values.get(column)
-        if value is None:
-            fault = "is null" if column in self.values else "is missing"
-            has = ", ".join(self.columns) or "none"
-            raise ConfigError(f"{self.location}: {column!r} ({key}={column}) {fault}; the row has the keys: {has}")
+        value: Any = self.values
+        names = [column] if column in self.values else column.split(".")
+        for place, name in enumerate(names):
+            if not isinstance(value, Mapping) or value.get(name) is None:
+                fault = "is null" if isinstance(value, Mapping) and name in value else "is missing"
+                owner = repr(".".join(names[:place])) if place else "the row"
+                has = ", ".join(map(str, value if place else self.columns)) if isinstance(value, Mapping) else "none"
+                raise ConfigError(
+                    f"{self.location}: {column!r} ({key}={column}) {fault}; {owner} has the keys: {has or 'none'}"
+                )
+            value = value[name]
         return value
 
 
@@ -75,7 +88,7 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
     """Yield the rows of a file or dataset; empty lines of JSONL are skipped.
 
     Args:
-        path: a ``.jsonl`` or ``.parquet`` file, or a Hugging Face dataset; see `agentrl.data.hub.open_dataset`.
+        path: a file with one of `SUFFIXES`, or a Hugging Face dataset; see `agentrl.data.hub.open_dataset`.
         key: the configuration key that names it, for messages.
         columns: of a parquet file or dataset, read only those of these names that it has: others may be large.
 
@@ -92,6 +105,8 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
     if path.suffix == ".parquet":
         require("pyarrow", f"{key}={path}")
         return _parquet(path, key, columns)
+    if _is_read_whole(path):
+        return iter(_read_whole(path, key))
     return _jsonl(path, key)
 
 
@@ -104,7 +119,31 @@ def check_file(path: Path, key: str) -> None:
     if not path.is_file():
         raise ConfigError(f"{key}={path}: there is no such file (looked for {path.resolve()})")
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{key}={path}: rows are read from {' and '.join(SUFFIXES)} files, not from {path.suffix!r}")
+        raise ConfigError(f"{key}={path}: rows are read from {', '.join(SUFFIXES)} files, not from {path.suffix!r}")
+
+
+def _is_read_whole(path: Path) -> bool:
+    """Return whether a file has no rows that can be read one by one. A ``.json`` file may have lines, as JSONL has."""
+    if path.suffix != ".json":
+        return path.suffix == ".csv"
+    with path.open("rb") as file:
+        return file.read(_SHOWN).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _read_whole(path: Path, key: str) -> list[Row]:
+    """Return the rows of a ``.json`` file with a list of objects, or of a ``.csv`` file, whose values are texts."""
+    with reading(f"{key}={path}", f"{path.suffix} file"), path.open(encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".json":
+            rows = json.load(file)
+        else:
+            csv.field_size_limit(sys.maxsize)
+            rows = list(csv.DictReader(file, restkey="", strict=True))
+    for number, values in enumerate(rows, 1):
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}, row {number} ({key}) must be a JSON object, and is {str(values)[:_SHOWN]!r}")
+        if path.suffix == ".csv" and isinstance(values.get(""), list):
+            raise ConfigError(f"{path}, row {number} ({key}) has more values than there are columns: {values['']}")
+    return [Row(path, number, values) for number, values in enumerate(rows, 1)]
 
 
 def _jsonl(path: Path, key: str) -> Iterator[Row]:
@@ -185,7 +224,9 @@ def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTabl
 @lru_cache(maxsize=4)
 def _open_file(path: Path, key: str, columns: frozenset[str] | None, size: int, changed: int) -> RowTable:
     """Return the rows of a file of this size and time of change. Several parts of a command open it."""
-    return ParquetTable(path, key, columns) if path.suffix == ".parquet" else JsonlTable(path, key)
+    if path.suffix == ".parquet":
+        return ParquetTable(path, key, columns)
+    return _read_whole(path, key) if _is_read_whole(path) else JsonlTable(path, key)
 
 
 class JsonlTable:

@@ -37,8 +37,9 @@ def mean(values: Sequence[float]) -> float:
 def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean of all values with its 95% interval: ``mean ± 1.96`` clustered standard errors.
 
-    Wilson's interval over the prompts is used instead if the values of every prompt are all 0 or all 1, as for rates with
-    one sample a prompt: the standard error of few such values is too small, and 0 if all are equal.
+    Of values from 0 to 1 it is Wilson's interval: the other has ends outside of 0 and 1, and is empty if all are equal. It is
+    over the prompts if all values of a prompt are 0, or all 1, as with one sample a prompt; else over the number of
+    independent samples with the same standard error, ``x̄ (1 − x̄) / SE²``.
 
     Args:
         values_P_N: for each prompt the values of its samples, at least one a prompt; prompts may differ in number.
@@ -48,10 +49,13 @@ def estimate(values_P_N: Sequence[Sequence[float]]) -> Estimate:
     if prompts < 2:
         return Estimate(middle)
     sizes = {len(values) for values in values_P_N}
-    if len(sizes) == 1 and all(set(values) in ({0.0}, {1.0}) for values in values_P_N):
+    if (len(sizes) == 1 or middle in (0.0, 1.0)) and all(set(values) in ({0.0}, {1.0}) for values in values_P_N):
         return Estimate(middle, *wilson(sum(values[0] for values in values_P_N), prompts))
-    half = Z95 * clustered_error(values_P_N)
-    return Estimate(middle, middle - half, middle + half)
+    error = clustered_error(values_P_N)
+    if error > 0 and all(0.0 <= value <= 1.0 for value in flat):
+        independent = middle * (1 - middle) / error**2
+        return Estimate(middle, *wilson(middle * independent, independent))
+    return Estimate(middle, middle - Z95 * error, middle + Z95 * error)
 
 
 def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
@@ -76,7 +80,7 @@ def clustered_error(values_P_N: Sequence[Sequence[float]]) -> float:
     return math.sqrt(prompts / (prompts - 1) * squares) / count
 
 
-def wilson(successes: float, count: int) -> tuple[float, float]:
+def wilson(successes: float, count: float) -> tuple[float, float]:
     """Return the 95% score interval of a rate (E. B. Wilson 1927, "Probable inference", J. Am. Stat. Assoc. 22:209).
 
     Unlike ``p ± 1.96 √(p(1−p)/n)`` it stays within 0 and 1, and is not empty if all or none succeeded.

@@ -54,8 +54,13 @@ def _cell(metrics: SetMetrics | None, key: str) -> str:
 
 
 def format_estimate(estimate: Estimate) -> str:
-    """Return a mean with its interval, such as ``0.512 ±0.031``."""
-    return f"{estimate.value:.3f}" + (f" ±{estimate.ci95:.3f}" if estimate.ci95 is not None else "")
+    """Return a mean with its interval: ``0.512 ±0.031``, or ``0.000 [0.000, 0.278]`` if its ends are not equally far."""
+    if estimate.low is None or estimate.high is None or estimate.ci95 is None:
+        return f"{estimate.value:.3f}"
+    below, above = estimate.value - estimate.low, estimate.high - estimate.value
+    if abs(above - below) < 0.001:
+        return f"{estimate.value:.3f} ±{estimate.ci95:.3f}"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def results_lines(results: Sequence[SetResult]) -> list[str]:

@@ -8,10 +8,9 @@ are any (`answer_text`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
 from agentrl.rewards import answers, math_equivalence
 from agentrl.rewards.extraction import answer_text, last_boxed
@@ -62,17 +61,26 @@ def math(sample: Sample) -> float:
 
 def _texts(sample: Sample) -> list[str]:
     """Return the accepted answers."""
-    label = sample.label
-    labels: Sequence[Any] = label if isinstance(label, list | tuple) else [label]
+    check_label(sample.label, sample.prompt_id)
+    return [str(answer) for answer in (sample.label if isinstance(sample.label, list | tuple) else [sample.label])]
+
+
+def check_label(label: object, prompt_id: str) -> None:
+    """Check that a label is one that the functions of this module compare with.
+
+    Raises:
+        ValueError: it is not; the message has it.
+    """
+    labels: Sequence[object] = label if isinstance(label, list | tuple) else [label]
     if not labels or not all(_is_answer(answer) for answer in labels):
+        names = f", such as data.label_key=….{next(iter(label))}" if isinstance(label, Mapping) and label else ""
         raise ValueError(
-            f"the label of {sample.prompt_id} is {label!r}; this reward needs a text, a number, or a list of them "
-            "(data.label_key names the column)"
+            f"the label of {prompt_id} is {label!r:.200}; this reward needs a text, a number, or a list of them "
+            f"(data.label_key names the column{names})"
         )
-    return [str(answer) for answer in labels]
 
 
-def _is_answer(value: Any) -> bool:
+def _is_answer(value: object) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
 
 

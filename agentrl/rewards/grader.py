@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
+from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
 from agentrl.core.registry import REWARDS, names, reward_function
+from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Failure, FailureKind, Rollout
 from agentrl.core.user_code import describe, user_error
 from agentrl.obs.waiting import waiting
+from agentrl.rewards import builtin
 from agentrl.rewards.function_runner import FunctionRunner
 from agentrl.rewards.sample import Sample
 
@@ -142,6 +146,36 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
         raise ConfigError(
             f"reward.function={reward.function} compares with the right answer: set data.label_key to its column"
         )
+
+
+def label_warning(reward: RewardConfig, data: DataConfig) -> str:
+    """Return a warning if the user's function reads ``sample.label``, and no column of the data files is the label; else ""."""
+    from_files = data.path is not None or data.eval_path is not None
+    if reward.function is None or not from_files or data.label_key is not None:
+        return ""
+    code = getattr(inspect.unwrap(reward_function(reward.function)), "__code__", None)
+    if code is None or "label" not in code.co_names:
+        return ""
+    return (
+        f"warning: reward.function={reward.function} reads the label, which is None: set data.label_key to its column"
+    )
+
+
+def check_labels(reward: RewardConfig, tasks: Iterable[Task]) -> None:
+    """Check that a reward function of agentrl can compare with the answers of tasks.
+
+    Raises:
+        ConfigError: an answer is no text and no number.
+    """
+    if reward.function is None or reward.function not in names(REWARDS):
+        return
+    if reward_function(reward.function).__module__ != builtin.__name__:
+        return
+    for task in tasks:
+        try:
+            builtin.check_label(task.answer, task.id)
+        except ValueError as error:
+            raise ConfigError(f"reward.function={reward.function}: {error}") from None
 
 
 def _is_number(value: Any) -> bool:

@@ -12,9 +12,12 @@ from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.engine_checks import check_context
 from agentrl.config.schema import Config
+from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.data.contents import split_contents
 from agentrl.data.file_tasks import TaskStream
+from agentrl.data.hub import is_dataset
+from agentrl.data.rows import check_file
 from agentrl.data.task_sources import (
     Split,
     TaskSources,
@@ -33,6 +36,7 @@ from agentrl.models.load import read_max_positions, read_routing
 from agentrl.models.reference_policy import check_frozen, check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.planner.training_summary import describe_memory, describe_training
+from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
 from agentrl.train.teachers import check_teachers
@@ -51,7 +55,7 @@ class Plan:
     warnings: list[str]
     """What is likely to be a mistake, with the key to set."""
     training: list[str] = field(default_factory=list)
-    """Lines on what is trained, and how; empty if the model is missing."""
+    """Lines on what is trained, and how; without a model only its name."""
     template: str = ""
     """One line on the chat template's effect on training; empty if the model is missing."""
     contents: dict[str, str] = field(default_factory=dict)
@@ -77,6 +81,9 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         UserError: with the value and the key to change.
     """
     unmet: list[str] = []
+    for name, source_config in config.by_source().items():
+        with errors_name_source(name):
+            _check_data_files(source_config.data)
     with _collect_missing(unmet):
         check_episodes(config)
     with _collect_missing(unmet):
@@ -98,8 +105,13 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_placement(config)
     model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
-    lines = [*_describe_sources(config, train), *_describe(config, model, sets, template)]
+    model_line = f"{'model':<13}{config.model.path}"
     warnings, training = [], []
+    if model is not None:
+        model_line += f" ({model}), {count_weights(model):,} weights"
+    if warning := shipped_policy_warning(config):
+        warnings.append(warning)
+    lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template)]
     if model is not None:
         critic = resolve_critic(config.algo, model)
         training = describe_training(config, model, critic)
@@ -107,10 +119,14 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         if not fetch:
             lines += describe_memory(config, model, critic)
         sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
-        warnings = learning_rate_warnings(config, *sizes)
+        warnings += learning_rate_warnings(config, *sizes)
+    warnings += [
+        warning for source in config.by_source().values() if (warning := label_warning(source.reward, source.data))
+    ]
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm.sft)}")
-    return Plan(lines, unmet, warnings, training, template, split_contents(config, train) if train else {})
+    contents = split_contents(config, train) if train else {}
+    return Plan(lines, unmet, warnings, [model_line, *training], template, contents)
 
 
 @contextmanager
@@ -119,6 +135,12 @@ def _collect_missing(unmet: list[str]) -> Iterator[None]:
         yield
     except MissingError as error:
         unmet += str(error).splitlines()
+
+
+def _check_data_files(data: DataConfig) -> None:
+    for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
+        if path is not None and not is_dataset(path.expanduser()):
+            check_file(path.expanduser(), key)
 
 
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
@@ -133,6 +155,8 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
                 raise ConfigError(
                     f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
                 )
+            split = splits[name]
+            check_labels(source_config.reward, split.sample(TRIED) if isinstance(split, TaskStream) else split)
     make_order(config, splits)
     return splits
 
@@ -183,6 +207,17 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
     return model
 
 
+def shipped_policy_warning(config: Config) -> str:
+    """Return a warning if the policy is that of agentrl's own task because ``model.path`` is not set; else ""."""
+    environments = {source.env.name for source in config.by_source().values()} - {EnvConfig().name}
+    if not environments or "path" in config.model.model_fields_set:
+        return ""
+    return (
+        f"warning: model.path is not set, so the policy is {config.model.path}, which agentrl ships for {EnvConfig().name} and "
+        f"which has read nothing else; set model.path to a model for {', '.join(sorted(environments))}"
+    )
+
+
 def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) -> list[str]:
     """Return warnings if the learning rate of the policy, of ``count`` weights, or of the critic is many times the usual."""
     rates = {"learner.optimizer": (config.learner.optimizer.lr, count)}
@@ -225,12 +260,10 @@ def _to_train_on(split: Split | None) -> str:
     return "not there yet" if split is None else f"{len(split)} to train on"
 
 
-def _describe(config: Config, model: Path | None, sets: list[EvalTasks] | None, template: str) -> list[str]:
+def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
-    where = f" ({model})" if model is not None else ""
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
-        "model": f"{config.model.path}{where}",
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
         + (", behind sglang-router" if sampler.router_kind.is_program else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "

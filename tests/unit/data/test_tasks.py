@@ -24,12 +24,14 @@ ALL: dict[str, Any] = {"label_key": "label", "metadata_key": "meta", "id_key": "
 def write(path: Path, rows: list[Any]) -> Path:
     if path.suffix == ".parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.name == "train.json":
+        path.write_text("\ufeff" + json.dumps(rows))
     else:
         path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     return path
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", "-lines.json", ".parquet"])
 def test_rows_become_tasks(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"train{suffix}", ROWS)
     tasks = read_tasks(path, DataConfig(**ALL))
@@ -42,6 +44,44 @@ def test_rows_become_tasks(tmp_path: Path, suffix: str) -> None:
     assert [task.id for task in plain] == [f"train{suffix}:1", f"train{suffix}:2"]
     assert plain[0].answer is None
     assert plain[0].metadata == {}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_name_with_dots_is_the_way_into_a_mapping(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "2?", "reward_model": {"ground_truth": "4", "style": {"name": "rule"}}, "a.b": "x"}]
+    path = write(tmp_path / f"train{suffix}", rows)
+    for streaming in (False, True):
+        for key, answer in {"reward_model.ground_truth": "4", "reward_model.style.name": "rule", "a.b": "x"}.items():
+            tasks = FileTasks(DataConfig(path=path, label_key=key, streaming=streaming))
+            stream = tasks.stream
+            [task] = stream.sample(1) if stream is not None else tasks.split("train")
+            assert task.answer == answer
+    with pytest.raises(
+        ConfigError, match=r"'reward_model\.truth' .* is missing; 'reward_model' has the keys: ground_truth"
+    ):
+        read_tasks(path, DataConfig(label_key="reward_model.truth"))
+    with pytest.raises(ConfigError, match=r"'prompt\.x' .* is missing"):
+        read_tasks(path, DataConfig(label_key="prompt.x"))
+
+
+def test_a_csv_file_has_texts(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    (tmp_path / "rows.csv").write_text(f'\ufeffprompt,label\n"2, or\n""3""?",4\n{long},\n', encoding="utf-8")
+    for streaming in (False, True):
+        data = DataConfig(path=tmp_path / "rows.csv", label_key="label", streaming=streaming)
+        stream = FileTasks(data).stream
+        tasks = stream.sample(2) if stream is not None else read_tasks(tmp_path / "rows.csv", data)
+        assert [task.prompt[0].content for task in tasks] == ['2, or\n"3"?', long]
+        assert [task.answer for task in tasks] == ["4", ""]
+    (tmp_path / "rows.csv").write_text("prompt,label\na,b,c\n")
+    with pytest.raises(ConfigError, match=r"rows\.csv, row 1 .* has more values than there are columns"):
+        read_tasks(tmp_path / "rows.csv", DataConfig())
+    (tmp_path / "rows.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"rows\.json, row 1 .* must be a JSON object, and is '1'"):
+        read_tasks(tmp_path / "rows.json", DataConfig())
+    (tmp_path / "rows.json").write_text("[{]")
+    with pytest.raises(ConfigError, match=r"rows\.json is not a \.json file, or is damaged"):
+        read_tasks(tmp_path / "rows.json", DataConfig())
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -121,10 +161,10 @@ def test_rows_that_do_not_fit(tmp_path: Path, rows: list[Any], options: dict[str
 def test_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.eval_path=.*no such file"):
         FileTasks(DataConfig(eval_path=tmp_path / "none.jsonl"))
-    csv = tmp_path / "train.csv"
-    csv.write_text("prompt\nx\n")
-    with pytest.raises(ConfigError, match=r"from \.jsonl and \.parquet files, not from '\.csv'"):
-        read_tasks(csv, DataConfig())
+    text = tmp_path / "train.txt"
+    text.write_text("prompt\nx\n")
+    with pytest.raises(ConfigError, match=r"from \.jsonl, \.json, \.csv, \.parquet files, not from '\.txt'"):
+        read_tasks(text, DataConfig())
     broken = tmp_path / "train.parquet"
     broken.write_text("no parquet")
     with pytest.raises(ConfigError, match=r"eval\.path=.*is not a parquet file"):

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.evaluation.intervals import Z95, Estimate, clustered_error, estimate, pass_at_k, pass_ks, wilson
+from agentrl.evaluation.table import format_estimate
 
 VALUES = st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3))
 PROMPTS = st.lists(st.lists(VALUES, min_size=1, max_size=5), min_size=2, max_size=8)
@@ -82,7 +83,7 @@ def test_asking_the_same_again_makes_nothing_more_certain(prompts: list[list[flo
 @given(prompts=PROMPTS, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
 def test_the_interval_moves_and_grows_with_the_values(prompts: list[list[float]], scale: float, shift: float) -> None:
     moved = [[scale * value + shift for value in values] for values in prompts]
-    assume(all(any(value not in (0.0, 1.0) for values in some for value in values) for some in (prompts, moved)))
+    assume(all(any(not 0 <= value <= 1 for values in some for value in values) for some in (prompts, moved)))
     before, after = estimate(prompts), estimate(moved)
     assert after.value == pytest.approx(scale * before.value + shift, abs=1e-6)
     assert after.ci95 == pytest.approx(scale * (before.ci95 or 0.0), abs=1e-6)
@@ -112,9 +113,36 @@ def test_rates_with_one_sample_get_wilsons_interval_and_others_do_not() -> None:
     assert (rate.low, rate.high) == wilson(4, 4)
     assert rate.ci95 == pytest.approx(1.0 - wilson(4, 4)[0]), "the farther end"
     assert estimate([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]) == estimate([[1.0], [0.0], [0.0]]), "samples that all agree"
-    several = estimate([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    assert several.ci95 == pytest.approx(Z95 * clustered_error([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
-    assert estimate([[0.5], [1.0]]).ci95 == pytest.approx(Z95 * 0.25)
+    assert estimate([[0.5], [3.0]]).ci95 == pytest.approx(Z95 * 1.25)
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(0, 1).map(lambda value: round(value, 2)), min_size=1, max_size=5), min_size=2, max_size=8
+    )
+)
+def test_the_interval_of_values_from_0_to_1_is_in_0_to_1(prompts: list[list[float]]) -> None:
+    result = estimate(prompts)
+    assert result.low is not None
+    assert result.high is not None
+    assert 0.0 <= result.low <= result.value + 1e-12
+    assert result.value - 1e-12 <= result.high <= 1.0
+    assert result.high > result.low or len({value for values in prompts for value in values}) == 1
+
+
+def test_with_many_values_the_interval_of_a_rate_is_that_of_the_clustered_error() -> None:
+    prompts = [[1.0, 0.0, 1.0, 1.0]] * 300 + [[1.0, 1.0, 1.0, 0.0], [0.0] * 4] * 100
+    result = estimate(prompts)
+    half = Z95 * clustered_error(prompts)
+    assert (result.low, result.high) == pytest.approx((result.value - half, result.value + half), abs=1e-3)
+
+
+def test_what_is_not_equally_far_from_both_ends_is_shown_as_an_interval() -> None:
+    assert format_estimate(estimate([[0.0]] * 4)) == "0.000 [0.000, 0.490]"
+    assert format_estimate(estimate([[0.0] * 3, [0.0], [0.0], [0.0]])) == "0.000 [0.000, 0.490]"
+    assert format_estimate(estimate([[0.5], [3.0]])) == "1.750 ±2.450"
+    assert format_estimate(estimate([[1.0], [0.0]])) == "0.500 ±0.405"
+    assert format_estimate(estimate([[1.0]])) == "1.000"
 
 
 def test_one_prompt_has_a_mean_and_no_interval() -> None:

@@ -117,7 +117,7 @@ def test_the_table_has_a_column_a_set_and_intervals() -> None:
     assert "many" in head
     assert "[one]" in head
     [row] = [line for line in lines if "pass@4" in line]
-    assert "0.667 ±" in row
+    assert "0.667 [0.208, 0.939]" in row
     assert "–" in row, "the other set has one sample a prompt"
     assert any("hops=2" in line and "0.500 ±" in line for line in lines)
     assert any("tasks x samples" in line and "3 x 4" in line for line in lines)
@@ -127,6 +127,6 @@ def test_the_table_has_a_column_a_set_and_intervals() -> None:
 def test_a_line_a_set_for_the_log() -> None:
     named = SetResult(choice("x"), compute_metrics(ONE), ONE)
     plain = SetResult(choice(""), compute_metrics(ONE), ONE)
-    assert results_lines([named])[0].startswith("x  reward 0.667 ±")
-    assert results_lines([plain])[0].startswith("reward 0.667 ±")
+    assert results_lines([named])[0].startswith("x  reward 0.667 [0.208, 0.939]")
+    assert results_lines([plain])[0].startswith("reward 0.667 [0.208, 0.939]")
     assert metrics_to_dict(named.metrics)["prompts"] == 3

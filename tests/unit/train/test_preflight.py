@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.config.load import load_config
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import count_parameters
-from agentrl.train.preflight import learning_rate_warnings
+from agentrl.train.preflight import Plan, learning_rate_warnings, plan_run
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,36 @@ def test_a_learning_rate_for_a_small_policy_is_named_for_a_large_model(
     if usual is not None:
         assert f"learner.optimizer.lr={lr:g}" in warnings[0]
         assert f"set learner.optimizer.lr={usual}" in warnings[0]
+
+
+def plan(folder: Path, *settings: str) -> Plan:
+    """Return the plan of a run on one row of data."""
+    (folder / "rows.jsonl").write_text('{"prompt": "2?", "m": {"label": "2"}}\n')
+    (folder / "score.py").write_text("def score(sample):\n    return float(sample.label == sample.final)\n")
+    return plan_run(load_config(None, ["env.name=single_turn", f"data.path={folder}/rows.jsonl", *settings]))
+
+
+def test_the_model_is_named_and_one_that_nobody_chose_is_warned_of(tmp_path: Path) -> None:
+    reward = ["reward=exact_match", "data.label_key=m.label"]
+    default = plan(tmp_path, *reward)
+    assert any(re.fullmatch(r"model +multihop-warm \(/.*\), 1,869,760 weights", line) for line in default.training)
+    assert "warning: model.path is not set, so the policy is multihop-warm" in default.warnings[0]
+    assert "set model.path to a model for single_turn" in default.warnings[0]
+    assert plan(tmp_path, *reward, "model.path=multihop-warm").warnings == []
+    assert plan_run(load_config(None, ["tasks.name=multihop"])).warnings == []
+
+
+def test_labels_are_judged_before_the_start(tmp_path: Path) -> None:
+    model = "model.path=multihop-warm"
+    for keys, message in (
+        (["data.path=none.jsonl", "reward=exact_match"], r"data\.path=none\.jsonl: there is no such file"),
+        (["data.label_key=m", "reward=exact_match"], r"reward\.function=exact_match: the label of rows\.jsonl:1 is \{"),
+        (["data.label_key=m.x", "reward=exact_match"], r"'m' has the keys: label"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan(tmp_path, model, *keys)
+    [warning] = plan(tmp_path, model, f"reward={tmp_path}/score.py:score").warnings
+    assert "reads the label, which is None: set data.label_key" in warning
 
 
 def test_weights_are_counted_from_the_headers(tmp_path: Path) -> None:
