@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from conformance.adapters import Adapters, Policies, two_policies
+from requires import requires
 
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import launch_embedded
 
-pytest.importorskip("peft")
+pytestmark = requires("peft")
 
 
 @pytest.fixture(scope="module")

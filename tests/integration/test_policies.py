@@ -12,6 +12,7 @@ import pytest
 import torch
 from agentrl_envs.kuhn_poker.tree import KuhnTree
 from engine_tiny import reference_logprobs
+from requires import requires
 from shared_runs import ONE_THREAD, Services, agentrl, here
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.self_play.best_response import Strategy, exploitability, legal_actions
 
-pytest.importorskip("peft")
+pytestmark = requires("peft")
 WORDS = [
     *ONE_THREAD,
     "env.name=solver_critic",

@@ -16,9 +16,10 @@ from agentrl.config.recorded import check_fixed, recorded_keys
 from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.learner.fsdp.weights import is_adapter
 from tests.algo_config import make_algo
+from tests.requires import requires
 from tests.unit.learner.learners import make_batch, models, tensors
 
-pytest.importorskip("peft")
+pytestmark = requires("peft")
 LENGTHS = [20, 12, 30]
 ROUNDING = 1e-5
 """Relative difference of products with merged weights and with adapters."""

@@ -13,9 +13,10 @@ from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import CheckpointError, LearnerError
 from agentrl.models.load import load_model
 from agentrl.models.peft_folder import read_peft, write_peft
+from tests.requires import requires
 from tests.unit.learner.learners import make_batch, make_rows, tensors
 
-pytest.importorskip("peft")
+pytestmark = requires("peft")
 LORA = {"rank": 4, "alpha": 8}
 BOTH = LORA | {"policies": ["first", "second"]}
 LENGTHS = [20, 12, 30]

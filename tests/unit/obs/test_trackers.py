@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-import wandb
+from deadlines import wait_until
 
 from agentrl.core.errors import MissingError
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
@@ -85,6 +85,8 @@ def test_tensorboard_gets_metrics_and_text(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> None:
+    import wandb
+
     notes: list[str] = []
     before = set(psutil.Process().children(recursive=True))
     ids = []
@@ -99,8 +101,7 @@ def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> Non
             log.write(step, {"train/reward": step / 4})
             log.samples(step, [rollout(step)])
         ended = int(time.time())
-        while int(time.time()) == ended:  # its folders are named by the second
-            time.sleep(0.02)
+        wait_until(lambda ended=ended: int(time.time()) > ended)  # its folders are named by the second
     assert ids[0] == ids[1] == (tmp_path / ours.ID_FILE).read_text().strip()
     assert len(list(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}"))) == 2
     first, second = (path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")))
