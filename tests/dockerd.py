@@ -253,8 +253,8 @@ def _debootstrap(tar: Path) -> None:
             text=True,
         )
         if made.returncode != 0:
-            told = (made.stdout + made.stderr).strip().splitlines() or ["nothing"]
-            raise NoDocker(f"debootstrap ended with {made.returncode}: {told[-1]}")
+            lines = (made.stdout + made.stderr).strip().splitlines() or ["nothing"]
+            raise NoDocker(f"debootstrap ended with {made.returncode}: {lines[-1]}")
         for spare in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man"):
             shutil.rmtree(root / spare, ignore_errors=True)
         part = Path(folder) / "image.tar"

@@ -70,9 +70,9 @@ class RecordingLearner(in_process_learner.InProcessLearner):
 def start_learners(*arguments: Any, run_dir: Path, **options: Any) -> RecordingLearner:
     """Load the learner; takes the place of `in_process_learner.start_learners`."""
     model, learner, algo = arguments
-    found = RecordingLearner(model, learner, algo, seed=options["seed"], reference=options["reference"])
-    found.folder = run_dir
-    return found
+    recording_learner = RecordingLearner(model, learner, algo, seed=options["seed"], reference=options["reference"])
+    recording_learner.folder = run_dir
+    return recording_learner
 
 
 def main() -> int:

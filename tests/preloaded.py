@@ -274,8 +274,8 @@ def _serve(address: str, modules: Sequence[str]) -> Request:
                 request = _receive(client)
                 _preload(modules)
                 pid = os.fork()
-                if pid == 0 and request.orphan and (own := os.fork()):
-                    _tell(client, {"pid": own})
+                if pid == 0 and request.orphan and (own_fork := os.fork()):
+                    _tell(client, {"pid": own_fork})
                     os._exit(0)
                 if pid == 0:
                     for other, (_, theirs) in running.items():

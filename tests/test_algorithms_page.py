@@ -44,9 +44,9 @@ def test_settings_in_the_words_of_others_are_valid() -> None:
     assert len(rows) >= 9
     for row in rows:
         settings = dict(re.findall(r"`([\w.]+)=([^`]+)`", row.rpartition("|")[0].rpartition("|")[2]))
-        wanted = [f"{key if '.' in key else 'algo.correction.' + key}={value}" for key, value in settings.items()]
-        algo = load_config(None, ["algo.old_logprobs=learner", *wanted]).algo
+        expected = [f"{key if '.' in key else 'algo.correction.' + key}={value}" for key, value in settings.items()]
+        algo = load_config(None, ["algo.old_logprobs=learner", *expected]).algo
         for key, value in settings.items():
             if "." not in key:
-                found = getattr(algo.correction, key)
-                assert found == ((value.strip("[]"),) if value.startswith("[") else type(found)(value)), row
+                actual = getattr(algo.correction, key)
+                assert actual == ((value.strip("[]"),) if value.startswith("[") else type(actual)(value)), row

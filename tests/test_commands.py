@@ -66,8 +66,8 @@ class Command:
 
 def blocks(page: Path) -> list[str]:
     """Return the blocks of a page that are lines of a shell: those without a language."""
-    found = re.findall(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for language, text in found if language in ("", "bash")]
+    actual_text = re.findall(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in actual_text if language in ("", "bash")]
 
 
 def commands(page: Path) -> Iterator[Command]:
@@ -146,15 +146,15 @@ def test_pages_have_commands() -> None:
 def test_command(line: str, folder: Path) -> None:
     words = ALL[line].words
     if words[0] in ("train", "sft") and "--replay" not in words:
-        before = written_in(folder)
-        status, said = play([*words, *({"--dry-run"} - {*words})])
-        assert status == 0, said
-        lacks = re.findall(r"^missing here (.+)$", said, re.MULTILINE)
+        state_before = written_in(folder)
+        status, rollout = play([*words, *({"--dry-run"} - {*words})])
+        assert status == 0, rollout
+        lacks = re.findall(r"^missing here (.+)$", rollout, re.MULTILINE)
         assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
-        assert written_in(folder) == before, "a dry run writes nothing"
+        assert written_in(folder) == state_before, "a dry run writes nothing"
     elif words[0] in RUN_HERE and words[:2] != ["models", "get"] and ADDED not in words:
-        status, said = play(words)
-        assert status == 0, said
+        status, rollout = play(words)
+        assert status == 0, rollout
     else:
         parsed = _parse(build_parser(words[0]), words)
         if hasattr(parsed, "env") and not getattr(parsed, "checkpoint", None):

@@ -57,7 +57,7 @@ def test_recipe(path: Path, env: str) -> None:
     assert [layer.origin.split()[0] for layer in layers] == ["default", "preset", "recipe", "command"]
     config, preset = load_layers(layers), load_layers(layers[:2])
     assert algorithm_faults(config) == []
-    changed = {found.key.split(".")[0] for found in differences(preset, config)}
+    changed = {difference.key.split(".")[0] for difference in differences(preset, config)}
     assert changed <= {"algo", "batch"}, "it fits on every preset"
     assert {*layers[2].tree} == {"algo", "batch"}
     assert {"advantage", "loss"} <= {*layers[2].tree["algo"]}, "another recipe's would stay otherwise"
@@ -89,17 +89,17 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
 
 
 def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
-    one, two = (load_config(find_config(f"search_r1/smollm2_{gpus}gpu")) for gpus in (1, 2))
-    assert (one.placement.mode, one.weights.transport) == ("colocate", "ipc")
+    run_config, two = (load_config(find_config(f"search_r1/smollm2_{gpus}gpu")) for gpus in (1, 2))
+    assert (run_config.placement.mode, run_config.weights.transport) == ("colocate", "ipc")
     assert (two.placement.mode, two.weights.transport) == ("disaggregate", "distributed")
-    trees = [config.model_dump() for config in (one, two)]
+    trees = [config.model_dump() for config in (run_config, two)]
     for tree in trees:
         tree["placement"] = tree["weights"]["transport"] = tree["sampler"]["sglang"]["mem_fraction_static"] = None
     assert trees[0] == trees[1]
-    assert one.eval.size == 300
-    warm = warm_start_config(one, Path("run"))
+    assert run_config.eval.size == 300
+    warm = warm_start_config(run_config, Path("run"))
     assert warm is not None
-    assert warm.env == one.env, "it is shown what it will play"
+    assert warm.env == run_config.env, "it is shown what it will play"
     assert warm.sft.minutes is not None
     assert warm.sft.minutes < 2
     faults = sum(warm.tasks.options["faults"].values())

@@ -27,10 +27,10 @@ def test_named_defaults_are_those_of_the_configuration() -> None:
     named = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)` \(([\d.e-]+)\)", PAGE)
     assert len(named) >= 8
     for key, value in named:
-        found: Any = Config()
+        config: Any = Config()
         for name in key.split("."):
-            found = getattr(found, name)
-        assert found == float(value), key
+            config = getattr(config, name)
+        assert config == float(value), key
 
 
 def test_the_table_of_learning_rates_is_that_of_auto() -> None:

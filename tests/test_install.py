@@ -17,7 +17,7 @@ def said() -> str:
     for path in (ROOT / "agentrl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (value.value if isinstance(value, ast.Constant) else "…" for value in node.values)
                 texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
@@ -29,7 +29,7 @@ def test_every_message_is_one_of_the_code(page: str, least: int) -> None:
     """Tables of messages have the header ``message | what to do``."""
     tables = (ROOT / "docs" / page).read_text().split("| message | what to do |")[1:]
     messages = [
-        found for table in tables for found in re.findall(r"^\| `(.+?)` \|", table.split("\n\n")[0], re.MULTILINE)
+        actual for table in tables for actual in re.findall(r"^\| `(.+?)` \|", table.split("\n\n")[0], re.MULTILINE)
     ]
     assert len(messages) >= least
     everything = said()

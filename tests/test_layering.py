@@ -76,12 +76,12 @@ def test_agentrl_imports_no_plugins(graph: Graph) -> None:
 def test_plugins_import_only_the_contracts(folder: str) -> None:
     plugins = read_graph(REPOSITORY / folder)
     assert plugins.modules
-    found = [
+    actual = [
         (one.importer, one.imported)
         for one in plugins.external()
         if one.imported.startswith("agentrl.") and one.imported.split(".")[1] not in CONTRACTS
     ]
-    assert found == []
+    assert actual == []
 
 
 @pytest.mark.parametrize("folder", PLUGINS)

@@ -25,12 +25,12 @@ SAME = {"glm4.6": "glm4.5", "glm4.7": "glm4.5", "deepseek_v3.1": "deepseek_v3", 
 def gpus(name: str) -> Gpus:
     """Return the GPUs that the second line of a recipe names."""
     line = RECIPES[name].read_text().splitlines()[1]
-    found = re.search(r" on (\d+) × (H\d+)(?: 80 GB)? \((one GPU|one machine|(\d+) machines)\): ", line)
-    assert found is not None, line
-    count = int(found[1])
-    assert (found[3] == "one GPU") == (count == 1)
-    assert int(found[4] or 1) == -(-count // MACHINE)
-    return Gpus.parse(count, found[2])
+    match = re.search(r" on (\d+) × (H\d+)(?: 80 GB)? \((one GPU|one machine|(\d+) machines)\): ", line)
+    assert match is not None, line
+    count = int(match[1])
+    assert (match[3] == "one GPU") == (count == 1)
+    assert int(match[4] or 1) == -(-count // MACHINE)
+    return Gpus.parse(count, match[2])
 
 
 @pytest.mark.parametrize("env", ["search_r1", "python_math", "code_contest"])

@@ -95,7 +95,7 @@ def test_examples_and_the_template_need_public_names_only() -> None:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             for module in modules:
                 assert module in allowed or module.partition(".")[0] != "agentrl", f"{file}: {module}"
 

@@ -110,9 +110,9 @@ def test_examples_of_guides_run(tmp_path: Path) -> None:
 
 def test_refusals_of_data_files_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
-    assert len(said) > 5
-    for row, message in said:
+    text = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
+    assert len(text) > 5
+    for row, message in text:
         Path("train.jsonl").write_text(row)
         with pytest.raises(ConfigError) as refused:
             read_tasks(Path("train.jsonl"), DataConfig())

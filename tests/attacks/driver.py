@@ -104,8 +104,8 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
             if attack.then:
                 fresh = attack.then_fresh
                 place = await exits.enter_async_context(await opener.open("fresh")) if fresh else sandbox
-                after = await place.run(Job("then", code=attack.then, stateful=attack.then_stateful, wall_s=5.0))
-                evidence.append(_pwned(after.stdout))
+                state_after = await place.run(Job("then", code=attack.then, stateful=attack.then_stateful, wall_s=5.0))
+                evidence.append(_pwned(state_after.stdout))
             evidence.append(await _proof(sandbox))
         except (SandboxFailure, LookupError, ValueError) as error:  # of a forged reply, where it can be
             evidence.append(f"the sandbox broke: {error}")
@@ -211,15 +211,15 @@ def _by_limits(attacks: Iterable[Attack]) -> list[tuple[SandboxLimits, list[Atta
     groups: dict[str, list[Attack]] = {}
     for attack in attacks:
         groups.setdefault(json.dumps({**LIMITS, **attack.limits}), []).append(attack)
-    return [(SandboxLimits(**json.loads(text)), some) for text, some in groups.items()]
+    return [(SandboxLimits(**json.loads(text)), group) for text, group in groups.items()]
 
 
 async def control_all(world: World, make: Make, backend_name: str) -> AsyncIterator[Result]:
     """Try every attack without the defence against it."""
     for limits, attacks in _by_limits(ATTACKS):
-        for defences, some in _by_defences(attacks, backend_name).items():
+        for defences, defence in _by_defences(attacks, backend_name).items():
             async with make(limits, defences) as backend:
-                changed = [_otherwise(attack, control) for attack, control in some]
+                changed = [_otherwise(attack, control) for attack, control in defence]
                 async for result in _in_turn(changed, world, backend, control=True):
                     yield result
     async with make(SandboxLimits(**LIMITS), ALL_DEFENCES) as backend:
@@ -321,17 +321,17 @@ def _makers(outer: Outer, backend: str, image: str) -> Iterator[Make]:
 
 if __name__ == "__main__":
     assert sys.argv[2] in BACKENDS
-    here = Outer.parse(sys.argv[1])
+    message = Outer.parse(sys.argv[1])
     stop_signals()
     if child := os.fork():
         sys.exit(reap_all(child))
     try:
-        place = enter(here)
+        place = enter(message)
     except NoOuterWorld as fault:
         print(json.dumps({"skip": str(fault)}), flush=True)
         sys.exit(0)
-    holds = prove(here)
+    holds = prove(message)
     print(json.dumps({"outer": holds}), flush=True)
     if not all(holds.values()):
         sys.exit(3)
-    asyncio.run(main(here, sys.argv[2], sys.argv[3], place))
+    asyncio.run(main(message, sys.argv[2], sys.argv[3], place))

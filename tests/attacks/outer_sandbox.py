@@ -89,9 +89,9 @@ def open_tree() -> Iterator[CgroupTree]:
     """
     if os.geteuid() != 0:
         raise NoOuterWorld("attacks and their controls run in namespaces and cgroups that only root can make")
-    missing = [name for name in ("unshare", "setpriv", "bwrap") if shutil.which(name) is None]
-    if missing:
-        raise NoOuterWorld(f"not installed: {', '.join(missing)}")
+    missing_names = [name for name in ("unshare", "setpriv", "bwrap") if shutil.which(name) is None]
+    if missing_names:
+        raise NoOuterWorld(f"not installed: {', '.join(missing_names)}")
     try:
         tree = find_tree()
         tree.start()

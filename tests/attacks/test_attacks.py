@@ -45,13 +45,13 @@ def run(backend: str, tree: CgroupTree) -> Report:
         with launch(tree, "attacks.driver", backend, image) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                said = json.loads(line)
-                if "skip" in said and "attack" not in said:
-                    report.skip = said["skip"]
-                elif "outer" in said:
-                    report.outer = said["outer"]
+                record = json.loads(line)
+                if "skip" in record and "attack" not in record:
+                    report.skip = record["skip"]
+                elif "outer" in record:
+                    report.outer = record["outer"]
                 else:
-                    report.results[said["attack"], said["control"]] = Result(**said)
+                    report.results[record["attack"], record["control"]] = Result(**record)
     except (NoOuterWorld, NoDocker) as error:
         report.skip = str(error)
     return report
@@ -132,9 +132,9 @@ def test_the_end_of_one_outer_world_leaves_room_for_the_next() -> None:
 
 def test_the_driver_refuses_to_attack_anywhere_else() -> None:
     """Started in the machine's own namespaces it says so and ends; it has not mounted or attacked anything by then."""
-    here = Outer("nowhere", (), namespaces())
+    outer = Outer("nowhere", (), namespaces())
     done = subprocess.run(
-        [sys.executable, "-m", "attacks.driver", str(here), "bubblewrap", ""],
+        [sys.executable, "-m", "attacks.driver", str(outer), "bubblewrap", ""],
         capture_output=True,
         text=True,
         timeout=60,

@@ -48,8 +48,8 @@ class Policies:
                 batch = make_batch([20, 12, 30], seed=7 * self.version + 100 * number + step)
                 self.learner.train_step(replace(batch, policy=policy))
         write_adapters(self.learner, out, TWO, None)
-        found = {name: peft.PeftModel.from_pretrained(load_model(self.folder), out / name) for name in TWO.policies}
-        return {name: each.merge_and_unload() for name, each in found.items()}
+        model = {name: peft.PeftModel.from_pretrained(load_model(self.folder), out / name) for name in TWO.policies}
+        return {name: each.merge_and_unload() for name, each in model.items()}
 
 
 @contextmanager
@@ -65,10 +65,10 @@ def two_policies(folder: Path) -> Iterator[Policies]:
         learner.close()
 
 
-def distance(model: PreTrainedModel, found: Generation, start: int = 0, end: int | None = None) -> float:
+def distance(model: PreTrainedModel, generation: Generation, start: int = 0, end: int | None = None) -> float:
     """Largest difference of an engine's log-probabilities from a model's."""
-    wanted = reference_logprobs(model, PROMPT, list(found.token_ids))
-    return float(np.abs(np.subtract(found.logprobs, wanted))[start:end].max())
+    expected = reference_logprobs(model, PROMPT, list(generation.token_ids))
+    return float(np.abs(np.subtract(generation.logprobs, expected))[start:end].max())
 
 
 async def sample(client: SGLangClient, policy: str, params: SamplingParams, name: str) -> Generation:
@@ -81,10 +81,10 @@ async def sample_all(client: SGLangClient) -> dict[str, Generation]:
     return dict(zip(TWO.policies, found, strict=True))
 
 
-async def scored(client: SGLangClient, policy: str, found: Generation) -> list[float]:
+async def scored(client: SGLangClient, policy: str, generation: Generation) -> list[float]:
     """Return the log-probabilities of sampled tokens as scores of a prompt, with the adapters of a policy."""
     scorer = ScoringClient(client.url, "the policy", timeout_s=60, vocabulary_size=384)
-    scores = await scorer.score([*PROMPT, *found.token_ids], len(PROMPT), client.adapter(policy))
+    scores = await scorer.score([*PROMPT, *generation.token_ids], len(PROMPT), client.adapter(policy))
     await scorer.aclose()
     return [float(score) for score in scores]
 
@@ -101,8 +101,8 @@ class Adapters:
                     assert first[name].versions == again[name].versions == ((0, policies.version),)
                     assert first[name].cached_tokens == 0, "keys and values of another policy or version"
                     assert again[name].cached_tokens == len(PROMPT) - 1
-                    for found in (first[name], again[name]):
-                        assert distance(model, found) < 1e-4
+                    for actual in (first[name], again[name]):
+                        assert distance(model, actual) < 1e-4
                     assert await scored(client, name, first[name]) == pytest.approx(first[name].logprobs, abs=1e-4)
                     [other] = [each for each in models if each != name]
                     assert distance(models[other], first[name]) > 0.05
@@ -118,24 +118,24 @@ class Adapters:
     ) -> None:
         async def play() -> None:
             client, sync = SGLangClient(url, timeout_s=60), AdapterSync(TWO)
-            before = policies.change(tmp_path)["second"]
+            state_before = policies.change(tmp_path)["second"]
             await sync.sync_weights(policies.learner, [client], policies.version)
             task = asyncio.create_task(sample(client, "second", LONG, mode))
             await until_sampling(client, [task])
             await client.pause(mode)
-            after = policies.change(tmp_path)["second"]
+            state_after = policies.change(tmp_path)["second"]
             await sync.sync_weights(policies.learner, [client], policies.version)
             await client.resume()
-            found = await task
-            assert len(found.token_ids) == LONG.max_new_tokens
-            start = len(found.token_ids)
+            actual = await task
+            assert len(actual.token_ids) == LONG.max_new_tokens
+            start = len(actual.token_ids)
             if mode == "abort":
-                (_, old), (start, new) = found.versions
+                (_, old), (start, new) = actual.versions
                 assert (old, new) == (policies.version - 1, policies.version)
-                assert distance(after, found, start) < 1e-4
+                assert distance(state_after, actual, start) < 1e-4
             else:
-                assert found.versions == ((0, policies.version - 1),)
-            assert distance(before, found, 0, start) < 1e-4
+                assert actual.versions == ((0, policies.version - 1),)
+            assert distance(state_before, actual, 0, start) < 1e-4
             await client.aclose()
 
         asyncio.run(play())
@@ -145,9 +145,9 @@ class Adapters:
             client = SGLangClient(url, timeout_s=60)
             models = policies.change(tmp_path)
             await load_adapters(client, tmp_path, TWO.policies, 70)
-            for name, found in (await sample_all(client)).items():
-                assert found.versions == ((0, 70),)
-                assert distance(models[name], found) < 1e-4
+            for name, generation in (await sample_all(client)).items():
+                assert generation.versions == ((0, 70),)
+                assert distance(models[name], generation) < 1e-4
             await client.aclose()
 
         asyncio.run(play())

@@ -54,14 +54,14 @@ async def sample_rows(
 
     async def play(number: int, ids: Sequence[int]) -> Row:
         name = f"{version}/{number}"
-        said = await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
-        assert said.versions == ((0, version),)
-        sampled = np.arange(len(ids) + len(said.token_ids)) >= len(ids)
+        reply = await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
+        assert reply.versions == ((0, version),)
+        sampled = np.arange(len(ids) + len(reply.token_ids)) >= len(ids)
         logprobs = np.zeros(len(sampled), np.float32)
-        logprobs[sampled] = said.logprobs
+        logprobs[sampled] = reply.logprobs
         return Row(
             key=RowKey(f"p{number // 2}", name),
-            token_ids=np.array([*ids, *said.token_ids], np.int32),
+            token_ids=np.array([*ids, *reply.token_ids], np.int32),
             provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
             mask=sampled.astype(np.uint8),
             mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
@@ -120,8 +120,8 @@ def in_float32(learner: LocalLearnerGroup) -> Iterator[None]:
         model.autocast = autocast
         torch.set_float32_matmul_precision(precision)
         with torch.no_grad():
-            for part, before in held:
-                part.copy_(before)
+            for part, state_before in held:
+                part.copy_(state_before)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

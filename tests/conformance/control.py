@@ -20,10 +20,10 @@ class Control:
         async def play(client: SGLangClient) -> Generation:
             params = SamplingParams(max_new_tokens=480)
             task = asyncio.create_task(sample(client, prompt(10, 20), params, "long"))
-            other = asyncio.create_task(sample(client, prompt(11, 20), params, "longer"))
-            await until_sampling(client, [task, other])
+            other_task = asyncio.create_task(sample(client, prompt(11, 20), params, "longer"))
+            await until_sampling(client, [task, other_task])
             await client.abort("long")
-            assert len((await other).token_ids) == 480, "an id that begins like the aborted one is another"
+            assert len((await other_task).token_ids) == 480, "an id that begins like the aborted one is another"
             return await task
 
         generation = engine.drive(play)

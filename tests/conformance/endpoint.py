@@ -94,9 +94,9 @@ class Endpoint:
         self.check(asyncio.run(play(engine, {"solver": endpoint(engine.url, **changes)})), message)
 
     def test_a_server_that_is_gone(self, engine: Engine) -> None:
-        with socket.socket() as held:  # bound, and does not listen
-            held.bind(("127.0.0.1", 0))
-            gone = endpoint(f"http://127.0.0.1:{held.getsockname()[1]}")
+        with socket.socket() as stored_socket:  # bound, and does not listen
+            stored_socket.bind(("127.0.0.1", 0))
+            gone = endpoint(f"http://127.0.0.1:{stored_socket.getsockname()[1]}")
             self.check(asyncio.run(play(engine, {"solver": gone})), "ClientConnectorError")
 
     def test_a_generation_that_the_server_aborts(self, engine: Engine) -> None:

@@ -83,22 +83,22 @@ class Engine:
             await sample(client, ids, params)  # so that the prompt is cached then and now
         return await sample(client, ids, params)
 
-    def assert_same(self, one: Generation, other: Generation) -> None:
+    def assert_same(self, generation: Generation, other_generation: Generation) -> None:
         """Two greedy generations, sampled beside different others, say the same where the engine is exact."""
-        assert len(one.token_ids) == len(other.token_ids)
-        assert one.token_ids == other.token_ids or not self.traits.exact
+        assert len(generation.token_ids) == len(other_generation.token_ids)
+        assert generation.token_ids == other_generation.token_ids or not self.traits.exact
 
     def assert_matches(
         self, model: PreTrainedModel, ids: list[int], generation: Generation, temperature: float = 1.0
     ) -> None:
         assert len(generation.logprobs) == len(generation.token_ids)
-        wanted = reference_logprobs(model, ids, list(generation.token_ids), temperature)
-        self.assert_close(generation.logprobs, wanted)
+        expected = reference_logprobs(model, ids, list(generation.token_ids), temperature)
+        self.assert_close(generation.logprobs, expected)
 
     def assert_close(
-        self, found: Sequence[float] | npt.NDArray[Any], wanted: Sequence[float] | npt.NDArray[Any]
+        self, actual: Sequence[float] | npt.NDArray[Any], expected: Sequence[float] | npt.NDArray[Any]
     ) -> None:
-        np.testing.assert_allclose(found, wanted, atol=self.traits.tolerance)
+        np.testing.assert_allclose(actual, expected, atol=self.traits.tolerance)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)

@@ -21,7 +21,7 @@ class Memory:
         named = list(engine.other_model.state_dict().items())
 
         async def play(client: SGLangClient) -> list[Generation]:
-            found = []
+            actual = []
             for version in (3, 4):
                 running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=100), "running"))
                 await asyncio.sleep(0.05)
@@ -39,8 +39,8 @@ class Memory:
                 await asyncio.sleep(0.1)
                 assert not late.done()
                 await client.memory.resume("kv_cache")
-                found.append(await late)
-            return found
+                actual.append(await late)
+            return actual
 
         for version, late in enumerate(engine.drive(play), 3):
             assert late.versions == ((0, version),)
@@ -62,15 +62,15 @@ class Memory:
             await asyncio.sleep(0)  # its request is on the way
             await client.memory.release(mode)
             assert client.unanswered == 0
-            assert not any(one.done() for one in running)
+            assert not any(row.done() for row in running)
             await client.memory.resume("weights")
             await client.updates.from_tensors(named, 8, last=True)
             await client.memory.resume("kv_cache")
             return await asyncio.gather(*running, late)
 
-        found = engine.drive(play)
-        assert [len(one.token_ids) for one in found] == [300] * 4
-        versions = [[version for _, version in one.versions] for one in found]
+        actual = engine.drive(play)
+        assert [len(row.token_ids) for row in actual] == [300] * 4
+        versions = [[version for _, version in row.versions] for row in actual]
         assert versions[:3] == [[7, 8] if mode == "abort" else [8]] * 3
         assert versions[3][-1] == 8
 

@@ -62,7 +62,7 @@ class Sampling:
         tokenizer = make_tokenizer()
 
         async def play(client: SGLangClient) -> None:
-            found = 0
+            actual = 0
             for seed in range(20):
                 greedy = SamplingParams(max_new_tokens=40, temperature=0.0)
                 free = await engine.sample_greedily(client, prompt(seed), greedy)
@@ -77,9 +77,9 @@ class Sampling:
                     stopped = await sample(client, prompt(seed), params)
                     assert stopped.token_ids == free.token_ids[: at + 1]
                     assert stopped.finish_reason is FinishReason.STOP
-                    found += 1
+                    actual += 1
                     break
-            assert found >= 3
+            assert actual >= 3
 
         engine.drive(play)
 
@@ -131,8 +131,8 @@ class Sampling:
             second = await sample(client, longer, GREEDY)
             assert second.cached_tokens >= len(ids) + len(first.token_ids) - 1
             engine.assert_matches(engine.model, longer, second, 0.0)
-            other = await sample(client, [*ids[:40], *prompt(9, 20)], GREEDY)
-            assert other.cached_tokens >= 40
+            other_reply = await sample(client, [*ids[:40], *prompt(9, 20)], GREEDY)
+            assert other_reply.cached_tokens >= 40
             await client.flush()
             assert (await sample(client, longer, GREEDY)).cached_tokens == 0
 

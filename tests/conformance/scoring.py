@@ -36,8 +36,8 @@ class Scoring:
 
         async def play(client: ScoringClient) -> None:
             for _ in range(2):
-                found = await client.score(ids, start)
-                engine.assert_close(found, reference_logprobs(engine.model, ids[:start], ids[start:]))
+                actual = await client.score(ids, start)
+                engine.assert_close(actual, reference_logprobs(engine.model, ids[:start], ids[start:]))
 
         self.score(engine, play)
 
@@ -51,10 +51,10 @@ class Scoring:
             scored = [scorer.score(ids[:end], 1 + end // 2) for end in ends]
             generations, scores = await asyncio.gather(asyncio.gather(*sampled), asyncio.gather(*scored))
             await scorer.aclose()
-            for end, generation, found in zip(ends, generations, scores, strict=True):
+            for end, generation, score in zip(ends, generations, scores, strict=True):
                 engine.assert_matches(engine.model, ids[:end], generation, 0.0)
                 start = 1 + end // 2
-                engine.assert_close(found, reference_logprobs(engine.model, ids[:start], ids[start:end]))
+                engine.assert_close(score, reference_logprobs(engine.model, ids[:start], ids[start:end]))
 
         engine.drive(play)
 

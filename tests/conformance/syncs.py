@@ -160,14 +160,14 @@ class Syncs:
             await client.pause("in_place")
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 42, last=True)
             await client.resume()
-            after = await sample(client, prompt(93), GREEDY, "after")
-            assert after.versions == ((0, 42),)
+            reply_after = await sample(client, prompt(93), GREEDY, "after")
+            assert reply_after.versions == ((0, 42),)
             if kept == "by_version":
-                assert after.cached_tokens == 0
-                engine.assert_matches(engine.other_model, prompt(93), after, 0.0)
-            found = await task
+                assert reply_after.cached_tokens == 0
+                engine.assert_matches(engine.other_model, prompt(93), reply_after, 0.0)
+            actual = await task
             await client.aclose()
-            return found
+            return actual
 
         if engine.traits.changes_beside_held:
             found = engine.drive(play)

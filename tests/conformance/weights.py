@@ -83,10 +83,10 @@ class Weights:
             starts = [*(start for start, _ in generation.versions), 400]
             for (start, version), end in zip(generation.versions, starts[1:], strict=True):
                 model = engine.model if version == 0 else engine.other_model
-                wanted = reference_logprobs(
+                expected = reference_logprobs(
                     model, ids + list(generation.token_ids[:start]), list(generation.token_ids[start:end])
                 )
-                engine.assert_close(generation.logprobs[start:end], wanted)
+                engine.assert_close(generation.logprobs[start:end], expected)
             split |= [version for _, version in generation.versions] == [0, 5]
         return split
 
@@ -97,17 +97,17 @@ class Weights:
             tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
             await asyncio.sleep(0.05)
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
-            after = await sample(client, prompt(40), params, "after")
-            return await asyncio.gather(*tasks), after
+            state_after = await sample(client, prompt(40), params, "after")
+            return await asyncio.gather(*tasks), state_after
 
-        before, after = engine.drive(play)
-        for index, generation in enumerate(before):
+        state_before, state_after = engine.drive(play)
+        for index, generation in enumerate(state_before):
             ((start, version),) = generation.versions
             assert start == 0
             engine.assert_matches(engine.model if version == 0 else engine.other_model, prompt(40 + index), generation)
-        assert after.versions == ((0, 3),)
-        assert after.cached_tokens == 0 or before[0].versions == ((0, 3),)
-        engine.assert_matches(engine.other_model, prompt(40), after)
+        assert state_after.versions == ((0, 3),)
+        assert state_after.cached_tokens == 0 or state_before[0].versions == ((0, 3),)
+        engine.assert_matches(engine.other_model, prompt(40), state_after)
 
     def test_weights_that_do_not_fit_are_refused_whole(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> Generation:

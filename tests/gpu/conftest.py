@@ -91,7 +91,7 @@ def begun(
     gpu: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Any]]]:
     """By fixture, what takes long; of the fixtures that any test wants. All are ended at the end."""
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if has_sglang()}
+    expected = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if has_sglang()}
     root = tmp_path_factory.mktemp("gpu")
     starts: dict[str, Start] = {
         "tiny_engine": lambda: tiny(root / "tiny"),
@@ -102,7 +102,7 @@ def begun(
     }
     if torch.cuda.device_count() > 1:
         starts["far_engine"] = lambda: serving(root / "far.log", 1)
-    if {"struck_run", "near_engine", "far_engine", "adapter_engine", "moe_engine"} & wanted:
+    if {"struck_run", "near_engine", "far_engine", "adapter_engine", "moe_engine"} & expected:
         with contextlib.suppress(ModelError):  # said by the fixture
             resolve_model("smollm2-135m")  # once: it may have to be made
     with ExitStack() as exits, ThreadPoolExecutor() as pool:
@@ -113,7 +113,7 @@ def begun(
             exits.push(manager)
             return value
 
-        yield {name: pool.submit(enter, start) for name, start in starts.items() if name in wanted}
+        yield {name: pool.submit(enter, start) for name, start in starts.items() if name in expected}
 
 
 @contextmanager

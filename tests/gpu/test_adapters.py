@@ -60,13 +60,15 @@ def test_log_probabilities_agree_after_every_sync_of_adapters(
             seconds = time.perf_counter() - begun
             rows = await sample_rows(client, prompts, tokens=128, version=version)
             with in_float32(adapted):
-                found = agreement(adapted, rows)
-            figures.append(f"log-probabilities after adapters, version {version}: {found}; sync {seconds:.2f} s")
-            assert found.k3 < MOST_KL
+                actual_agreement = agreement(adapted, rows)
+            figures.append(
+                f"log-probabilities after adapters, version {version}: {actual_agreement}; sync {seconds:.2f} s"
+            )
+            assert actual_agreement.k3 < MOST_KL
             nudge(adapted)
             with in_float32(adapted):
                 changed = agreement(adapted, rows)
-            assert changed.k3 > 5 * found.k3, "so a sync that does nothing would be seen"
+            assert changed.k3 > 5 * actual_agreement.k3, "so a sync that does nothing would be seen"
         await client.aclose()
 
     asyncio.run(run())

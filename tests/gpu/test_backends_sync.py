@@ -36,8 +36,8 @@ def parameters(learner: LocalLearnerGroup) -> list[torch.Tensor]:
 @torch.no_grad()
 def round_weights(learner: LocalLearnerGroup) -> None:
     """Let a learner in float32 have weights that an engine in bfloat16 has."""
-    for part in parameters(learner):
-        part.copy_(part.bfloat16())
+    for parameter in parameters(learner):
+        parameter.copy_(parameter.bfloat16())
 
 
 @contextmanager
@@ -45,13 +45,13 @@ def nudged(learner: LocalLearnerGroup) -> Iterator[None]:
     """Change all weights by about as much as several values that bfloat16 has between them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        held = [(part, part.clone()) for part in parameters(learner)]
-        for part, _ in held:
-            part += 3e-3 * torch.randn(part.shape, generator=generator).to(part.device)
+        held = [(parameter, parameter.clone()) for parameter in parameters(learner)]
+        for parameter, _ in held:
+            parameter += 3e-3 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     yield
     with torch.no_grad():
-        for part, before in held:
-            part.copy_(before)
+        for parameter, state_before in held:
+            parameter.copy_(state_before)
 
 
 async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], most: float, first: int) -> list[str]:
@@ -65,14 +65,16 @@ async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], 
             round_weights(learner)
             await sync.sync_weights(learner, [client], version)
             rows = await sample_rows(client, prompts, tokens=128, version=version)
-            found = agreement(learner, rows)
-            said.append(f"version {version}: {found}")
-            assert found.k3 < most
+            actual_agreement = agreement(learner, rows)
+            said.append(f"version {version}: {actual_agreement}")
+            assert actual_agreement.k3 < most
             with nudged(learner):
-                assert agreement(learner, rows).k3 > 5 * found.k3, "so a sync that does nothing would be seen"
+                assert agreement(learner, rows).k3 > 5 * actual_agreement.k3, (
+                    "so a sync that does nothing would be seen"
+                )
             with torch.no_grad():
-                for part in parameters(learner):
-                    part *= 1.01
+                for parameter in parameters(learner):
+                    parameter *= 1.01
     finally:
         await sync.aclose()
         await client.aclose()
@@ -87,11 +89,11 @@ def check(
     try:
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-        said = asyncio.run(syncs(engine.url, learner, prompts, MOST_KL[kind], first))
+        result = asyncio.run(syncs(engine.url, learner, prompts, MOST_KL[kind], first))
         torch.set_float32_matmul_precision(precision)
     finally:
         learner.close()
-    return f"{backend}, {kind}: {'; '.join(said)}"
+    return f"{backend}, {kind}: {'; '.join(result)}"
 
 
 @pytest.mark.parametrize(("backend", "first"), [("fsdp", 61), ("megatron", 71)])

@@ -27,8 +27,8 @@ def test_checksums_of_an_engine_on_a_gpu(tiny_engine: Engine, tmp_path: Path) ->
         await sync.sync_weights(learner, [client], 31)
         return await client.checksums()
 
-    found = tiny_engine.drive(play)
+    actual = tiny_engine.drive(play)
     learner.change(6)
     sums = Checksums(["words"])
     sums.add([(name, parameter.detach()) for name, parameter in learner.model.named_parameters()])
-    assert f"{len(found)} of {len(found)} weights differ" in str(sums.difference(found))
+    assert f"{len(actual)} of {len(actual)} weights differ" in str(sums.difference(actual))

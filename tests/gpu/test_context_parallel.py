@@ -99,11 +99,11 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Fo
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are wanted")
 @pytest.mark.parametrize(("precision", "limit"), [("float32", 1e-3), ("bfloat16", 5e-2)])
 def test_two_gpus_have_the_loss_the_gradient_and_the_logprobs_of_one(of_ranks, precision, limit, figures):
-    wanted, found = (of_ranks[ranks][precision] for ranks in (1, 2))
-    figures.append(f"{precision}: {wanted.step_s:.3f} s a step on one GPU, {found.step_s:.3f} s on two")
-    assert found.metrics.keys() == wanted.metrics.keys()
+    expected, actual = (of_ranks[ranks][precision] for ranks in (1, 2))
+    figures.append(f"{precision}: {expected.step_s:.3f} s a step on one GPU, {actual.step_s:.3f} s on two")
+    assert actual.metrics.keys() == expected.metrics.keys()
     for key in ("train/loss", "train/grad_norm", "train/entropy", "train/trained_tokens"):
-        assert found.metrics[key] == pytest.approx(wanted.metrics[key], rel=limit, abs=limit / 10), key
-    assert found.logprobs.keys() == wanted.logprobs.keys()
-    far = max(float(np.abs(found.logprobs[key] - row).mean()) for key, row in wanted.logprobs.items())
+        assert actual.metrics[key] == pytest.approx(expected.metrics[key], rel=limit, abs=limit / 10), key
+    assert actual.logprobs.keys() == expected.logprobs.keys()
+    far = max(float(np.abs(actual.logprobs[key] - row).mean()) for key, row in expected.logprobs.items())
     assert far < limit

@@ -68,8 +68,8 @@ def opened() -> Iterator[Callable[[str], dict[str, str]]]:
         def ask(handles: str) -> dict[str, str]:
             write.write(handles + "\n")
             write.flush()
-            found: dict[str, str] = json.loads(read.readline())
-            return found
+            record: dict[str, str] = json.loads(read.readline())
+            return record
 
         yield ask
         write.close()
@@ -84,7 +84,7 @@ def test_another_process_opens_weights_where_they_are(opened):
         "one": torch.ones((), device="cuda")
     }
     learner = WeightExporter(NamedTensors(weights))
-    before = torch.cuda.memory_allocated()
+    state_before = torch.cuda.memory_allocated()
     for turn in range(3):
         buckets = 0
         for bucket in learner.buckets(100_000, "bfloat16" if turn else None):
@@ -93,7 +93,7 @@ def test_another_process_opens_weights_where_they_are(opened):
             buckets += 1
         assert buckets > 3
         del bucket
-        assert torch.cuda.memory_allocated() - before <= 100_352, "one bucket, used again and again"
+        assert torch.cuda.memory_allocated() - state_before <= 100_352, "one bucket, used again and again"
         for value in weights.values():
             value.add_(1)
 
@@ -139,18 +139,18 @@ def memory_without_workspaces() -> int:
 
 def test_offloaded_optimizer_states_have_no_gpu_memory(tmp_path):
     model = make_model(tmp_path / "model", hidden_size=1024, intermediate_size=4096)
-    found = {}
+    actual = {}
     for where in ("none", "optimizer"):
         config = LearnerConfig(device="cuda", cpu_offload=where)
-        before = memory_without_workspaces()
+        memory_before = memory_without_workspaces()
         learner = LocalLearnerGroup(model, config, make_algo(), seed=0)
         try:
             learner.rank.optimizer_states._chunk_bytes = 64 << 20
             torch.cuda.reset_peak_memory_stats()
             metrics = [learner.train_step(make_batch([30, 50, 20], seed=seed)) for seed in range(3)]
             weights = sum(parameter.nbytes for parameter in learner.rank.model.parameters())
-            peak = torch.cuda.max_memory_allocated() - before
-            found[where] = metrics, memory_without_workspaces() - before, peak
+            peak = torch.cuda.max_memory_allocated() - memory_before
+            actual[where] = metrics, memory_without_workspaces() - memory_before, peak
             learner.save(tmp_path / where)
             again = learner.train_step(make_batch([40, 25, 33], seed=3))
             learner.load(tmp_path / where)
@@ -160,12 +160,12 @@ def test_offloaded_optimizer_states_have_no_gpu_memory(tmp_path):
             learner.close()
         del learner
         torch.cuda.empty_cache()
-    (plain, plain_held, plain_peak), (offloaded, held, peak) = found["none"], found["optimizer"]
+    (plain, plain_held, plain_peak), (offloaded, held, peak) = actual["none"], actual["optimizer"]
     assert plain_held - held == pytest.approx(2 * weights, rel=0.05)
     assert plain_peak - peak > weights
-    for one, other in zip(plain, offloaded, strict=True):
+    for first, second in zip(plain, offloaded, strict=True):
         # Some of CUDA's sums have no fixed order.
-        assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-2)
+        assert second["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-2)
     print(
         f"GPU memory after three steps: {plain_held >> 20} MiB, with cpu_offload {held >> 20}; weights {weights >> 20}"
     )

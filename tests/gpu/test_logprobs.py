@@ -28,9 +28,9 @@ TOKENS = 128
 def nudge(learner: LocalLearnerGroup, sign: int) -> None:
     """Change all weights by about as much as several values that bfloat16 has between them, or back again."""
     generator = torch.Generator().manual_seed(0)
-    for part in map(local, learner.rank.model.parameters()):
-        noise = torch.randn(part.shape, generator=generator).to(part.device)
-        part += sign * 3e-3 * noise
+    for tensor in map(local, learner.rank.model.parameters()):
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+        tensor += sign * 3e-3 * noise
 
 
 async def after_syncs(
@@ -55,13 +55,15 @@ async def after_syncs(
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
             rounded = agreement(learner, rows)
             with in_float32(learner):
-                found = agreement(learner, rows)
-            figures.append(f"log-probabilities after {transport}, version {version}: {found}; autocast: {rounded}")
-            assert found.k3 < MOST_KL
+                actual_agreement = agreement(learner, rows)
+            figures.append(
+                f"log-probabilities after {transport}, version {version}: {actual_agreement}; autocast: {rounded}"
+            )
+            assert actual_agreement.k3 < MOST_KL
             nudge(learner, 1 if version == first else -1)
             with in_float32(learner):
                 changed = agreement(learner, rows)
-            assert changed.k3 > 5 * found.k3, "so a sync that does nothing would be seen"
+            assert changed.k3 > 5 * actual_agreement.k3, "so a sync that does nothing would be seen"
     finally:
         await sync.aclose()
 

@@ -81,29 +81,29 @@ def test_every_loss_is_that_of_a_cpu_and_the_host_waits_at_the_end_of_a_step_onl
 def test_compiled_layers_have_the_gradient_of_plain_ones(folders, recompute, precision):
     """In bfloat16, they are as far from float32 as the plain ones."""
     batch = make_batch(LENGTHS)
-    found = []
+    actual = []
     for each, compiled, how in (("float32", False, "none"), (precision, False, "none"), (precision, True, recompute)):
         config = LearnerConfig(device="cuda", precision=each, compile=compiled, recompute=how)
         learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
-            found.append(whole_gradient(learner, batch))
+            actual.append(whole_gradient(learner, batch))
         finally:
             learner.close()
-    exact, plain, other = found
+    exact, plain, other = actual
     assert (other - exact).norm() <= max(1e-4 * exact.norm(), 1.3 * (plain - exact).norm())
 
 
 def test_flash_attention_in_bfloat16_is_near_float32(folders):
     batch = make_batch(LENGTHS)
-    found = []
+    actual = []
     for precision in ("float32", "bfloat16"):
         config = LearnerConfig(device="cuda", precision=precision, compile=False, recompute="none")
         learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
-            found.append(whole_gradient(learner, batch))
+            actual.append(whole_gradient(learner, batch))
         finally:
             learner.close()
-    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.99
+    assert torch.nn.functional.cosine_similarity(*actual, dim=0) > 0.99
 
 
 def whole_gradient(learner: LocalLearnerGroup, batch: GlobalBatch) -> torch.Tensor:

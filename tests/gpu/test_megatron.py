@@ -107,8 +107,8 @@ def test_grouped_experts_are_those_of_a_loop() -> None:
     expected = torch.cat(parts)
     expected.backward(gradient.bfloat16().float())
     fc1, fc2 = experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad
-    for found, wanted in ((result, expected), (given.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
-        assert (found.float() - wanted).norm() < 0.01 * wanted.norm()
+    for actual, expected_value in ((result, expected), (given.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
+        assert (actual.float() - expected_value).norm() < 0.01 * expected_value.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

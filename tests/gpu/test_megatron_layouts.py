@@ -144,10 +144,10 @@ def test_a_layout_computes_what_one_fsdp_rank_does(of_layouts, layout: str, role
     """PPO before and after an optimizer step of policy and critic, in float32."""
     if layout not in of_layouts:
         pytest.skip(f"{LAYOUTS[layout][0]} GPUs are wanted, there are {torch.cuda.device_count()}")
-    (wanted, rows), (metrics, found) = of_layouts["fsdp"][role], of_layouts[layout][role]
+    (expected, rows), (metrics, actual) = of_layouts["fsdp"][role], of_layouts[layout][role]
     of_role = "train/entropy" if role == "policy" else "train/mean"
     for key in ("train/loss", "train/grad_norm", of_role, "train/trained_tokens"):
-        assert metrics[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-5), key
-    assert found.keys() == rows.keys()
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
+    assert actual.keys() == rows.keys()
     for key, row in rows.items():
-        np.testing.assert_allclose(found[key], row, atol=1e-3)
+        np.testing.assert_allclose(actual[key], row, atol=1e-3)

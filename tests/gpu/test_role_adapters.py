@@ -27,15 +27,15 @@ def test_both_roles_learn(smollm2: Path, tmp_path: Path, figures: list[str]) -> 
     done = subprocess.run([*command, *words], cwd=tmp_path, timeout=590, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    before, *_, after = [row for row in rows if "eval/random/reward" in row]
+    state_before, *_, rows_after = [row for row in rows if "eval/random/reward" in row]
     steps = [row for row in rows if "train/loss" in row]
     for seat, role in enumerate(("first", "second")):
-        for when, row in (("before", before), ("after", after)):
-            found = {name: round(row[f"eval/random/{name}/seat={seat}"], 3) for name in SHOWN}
-            figures.append(f"tictactoe, role {role} against random, {when} {steps[-1]['step']:g} steps: {found}")
-        assert after[f"eval/random/illegal/seat={seat}"] < 0.1
+        for when, row in (("before", state_before), ("after", rows_after)):
+            actual = {name: round(row[f"eval/random/{name}/seat={seat}"], 3) for name in SHOWN}
+            figures.append(f"tictactoe, role {role} against random, {when} {steps[-1]['step']:g} steps: {actual}")
+        assert rows_after[f"eval/random/illegal/seat={seat}"] < 0.1
         key = f"eval/random/win/seat={seat}"
-        assert after[key] > before[key], "it wins more games"
+        assert rows_after[key] > state_before[key], "it wins more games"
     gaps = [row["train/sampler_gap_max"] for row in steps]
     figures.append(f"tictactoe, largest difference of a log-probability between engine and learner: {max(gaps):.3g}")
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())

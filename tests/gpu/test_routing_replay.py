@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_random_model(folder, SHAPE, weights=True)
     make_tokenizer().save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    scaled = {name: each if "norm" in name else each * 4 for name, each in weights.items()}
+    scaled = {name: weight if "norm" in name else weight * 4 for name, weight in weights.items()}
     save_file(scaled, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -65,10 +65,10 @@ async def sample(url: str, model: Path) -> list[Row]:
             trajectory.extend_to(prompt)
             params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, experts_from=trajectory.routed_tokens)
             name = f"r{number}/{turn}"
-            said = await client.generate(Prompt(prompt), params, session_id=f"r{number}", request_id=name)
-            trajectory.append_sampled(said)
+            reply = await client.generate(Prompt(prompt), params, session_id=f"r{number}", request_id=name)
+            trajectory.append_sampled(reply)
             assert trajectory.routed_tokens == len(prompt) + NEW - 1
-            prompt = (*prompt, *said.token_ids, *range(5, 25))
+            prompt = (*prompt, *reply.token_ids, *range(5, 25))
         [row] = trajectory.rows(f"p{number}", f"r{number}")
         return row
 
@@ -89,11 +89,11 @@ def test_experts_of_sglang_bring_the_learner_nearer(engine: EngineProcess, model
         config = LearnerConfig(device="cuda", precision="bfloat16", optimizer=OptimizerConfig(lr=1e-4))
         learner = LocalLearnerGroup(model, config, make_algo(routing_replay=replay), seed=0)
         try:
-            found = learner.logprobs(batch)
+            logprobs = learner.logprobs(batch)
             metrics = learner.train_step(batch)
         finally:
             learner.close()
-        differences = [np.abs(found[row.key] - row.logprobs)[row.mask.astype(bool)] for row in rows]
+        differences = [np.abs(logprobs[row.key] - row.logprobs)[row.mask.astype(bool)] for row in rows]
         gaps[replay] = np.concatenate(differences)
         assert not metrics["train/nonfinite_gradients"]
         figures.append(f"replay={replay}: mean gap {gaps[replay].mean():.5f}, max {gaps[replay].max():.4f}")

@@ -79,24 +79,24 @@ def computed(
         learner.close()
 
 
-def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def test_in_float32_they_are_equal(folder):
-    (wanted, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
+    (expected, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
     for compiled in (False, True):
-        found, shared = computed(folder, share_prefixes=True, precision="float32", compile=compiled)
-        assert max(far(each, wanted) for each in found) < 1e-5
+        actual, shared = computed(folder, share_prefixes=True, precision="float32", compile=compiled)
+        assert max(far(each, expected) for each in actual) < 1e-5
         assert all(np.abs(shared[key] - logprobs[key]).max() < 1e-4 for key in logprobs)
 
 
 def test_in_bfloat16_they_are_as_far_from_float32_as_plain_rows(folder):
-    (wanted, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
+    (expected, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
     gradients, errors = [], []
     for share in (False, True):
-        (found, _), scored = computed(folder, share_prefixes=share, precision="bfloat16", compile=True)
-        gradients.append(far(found, wanted))
+        (actual, _), scored = computed(folder, share_prefixes=share, precision="bfloat16", compile=True)
+        gradients.append(far(actual, expected))
         errors.append(float(np.mean([np.abs(scored[key] - logprobs[key]).mean() for key in logprobs])))
     assert gradients[1] < 1.3 * gradients[0]
     assert errors[1] < 1.3 * errors[0]

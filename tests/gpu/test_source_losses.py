@@ -37,9 +37,9 @@ def test_the_host_does_not_wait_for_the_losses_of_sources() -> None:
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    wanted, _ = objective(*on_cpu)
-    wanted.backward()
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    expected, _ = objective(*on_cpu)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert on_gpu[0].grad is not None
     assert torch.allclose(on_gpu[0].grad.cpu(), on_cpu[0].grad, rtol=1e-5, atol=1e-8)
     assert metrics.sums["clip_fraction"].item() > 0

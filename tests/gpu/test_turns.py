@@ -69,17 +69,17 @@ def test_learner_and_engine_have_the_gpu_in_turns(
                 rows = await sample_rows(client, prompts, tokens=TOKENS, version=version)
                 await sharing.switch_to_learner(learner, watch)
                 with in_float32(learner):
-                    found = agreement(learner, rows)
-                figures.append(f"log-probabilities after turn {version}: {found}")
-                assert found.k3 < MOST_KL
+                    actual_agreement = agreement(learner, rows)
+                figures.append(f"log-probabilities after turn {version}: {actual_agreement}")
+                assert actual_agreement.k3 < MOST_KL
             await sharing.switch_to_engines(learner, lambda: ipc.sync_weights(learner, [client], 52), watch)
             await tensor.sync_weights(learner, [client], 53)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)
             await sharing.switch_to_learner(learner, watch)
             with in_float32(learner):
-                found = agreement(learner, rows)
-            figures.append(f"log-probabilities after tensors of a sleeping learner: {found}")
-            assert found.k3 < MOST_KL
+                actual_agreement = agreement(learner, rows)
+            figures.append(f"log-probabilities after tensors of a sleeping learner: {actual_agreement}")
+            assert actual_agreement.k3 < MOST_KL
             await sharing.switch_to_engines(learner, lambda: ipc.sync_weights(learner, [client], 54), watch)
             figures.append(f"seconds of 4 turns: {watch.metrics()}")
         finally:

@@ -83,9 +83,9 @@ def check_rollouts(folder: Path, step: int, prompts: int) -> None:
     """Each sample of a step is there once, and has the weights of the step."""
     lines = (folder / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     rollouts = [json.loads(line) for line in lines]
-    wanted = {f"{step}/{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
-    assert len(rollouts) == len(wanted)
-    assert {rollout["rollout_id"] for rollout in rollouts} == wanted
+    expected = {f"{step}/{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
+    assert len(rollouts) == len(expected)
+    assert {rollout["rollout_id"] for rollout in rollouts} == expected
     versions = {version for one in rollouts for row in one["rows"] for version in row["versions"]}
     assert versions == {-1, step - 1}, "an engine that was started again has the weights of the step"
 
@@ -93,8 +93,8 @@ def check_rollouts(folder: Path, step: int, prompts: int) -> None:
 def engines(run: Running) -> list[psutil.Process]:
     """Return the servers of a run's engines, the oldest first."""
     servers = (preloaded.process_name(preloaded.ENGINE), preloaded.ENGINE, "sglang.launch_server")
-    found = [child for child in run.descendants() if _module(child) in servers]
-    return sorted(found, key=lambda process: process.create_time())
+    processes = [child for child in run.descendants() if _module(child) in servers]
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def _module(process: psutil.Process) -> str:

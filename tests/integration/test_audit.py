@@ -26,9 +26,11 @@ def test_samples_pass_and_a_changed_id_is_found(tmp_path: Path, services: Servic
     assert f"of {turns:,} sampled turns" in out
     assert "violations 0" in out
     path = tmp_path / "samples.jsonl"
-    whole = path.read_bytes()
-    ids = whole.index(b'"token_ids":[') + len(b'"token_ids":[')
-    path.write_bytes(whole[:ids] + (b"7" if whole[ids : ids + 1] != b"7" else b"8") + whole[ids + 1 :])
+    full_content = path.read_bytes()
+    ids = full_content.index(b'"token_ids":[') + len(b'"token_ids":[')
+    path.write_bytes(
+        full_content[:ids] + (b"7" if full_content[ids : ids + 1] != b"7" else b"8") + full_content[ids + 1 :]
+    )
     done = here("audit", "samples.jsonl", cwd=tmp_path)
     assert done.returncode == 1
     assert f"samples.jsonl:1, rollout {rollouts[0].rollout_id}, row 0: it is not as it was written" in done.stdout

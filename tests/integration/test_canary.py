@@ -59,10 +59,10 @@ def test_docker_passes_too(dockerd: DockerHost) -> None:
     asyncio.run(check(DockerBackend(config)))
 
 
-@pytest.mark.parametrize("missing", HARMLESS)
-def test_a_missing_defence_is_a_refusal_that_names_it(config: SandboxConfig, missing: Defence) -> None:
-    with pytest.raises(MissingError, match=rf"does not isolate here\. Possible in it: .*\({missing.value}\)"):
-        asyncio.run(check(BubblewrapBackend(config, ALL_DEFENCES - {missing})))
+@pytest.mark.parametrize("missing_defence", HARMLESS)
+def test_a_missing_defence_is_a_refusal_that_names_it(config: SandboxConfig, missing_defence: Defence) -> None:
+    with pytest.raises(MissingError, match=rf"does not isolate here\. Possible in it: .*\({missing_defence.value}\)"):
+        asyncio.run(check(BubblewrapBackend(config, ALL_DEFENCES - {missing_defence})))
 
 
 def test_only_what_is_missing_is_named(config: SandboxConfig) -> None:
@@ -115,10 +115,10 @@ def test_survey_says_why_a_backend_does_not_start(config: SandboxConfig) -> None
     from rich.console import Console
 
     nowhere = SandboxConfig(backend="docker", docker_url="unix:///nonexistent/docker.sock")
-    found = asyncio.run(survey([BubblewrapBackend(config), DockerBackend(nowhere)]))
+    result = asyncio.run(survey([BubblewrapBackend(config), DockerBackend(nowhere)]))
     console = Console(width=200, color_system=None)
     with console.capture() as capture:
-        console.print(found)
+        console.print(result)
     assert "POSSIBLE" not in capture.get()
     assert "docker is not usable here: no Docker daemon answers at unix:///nonexistent/docker.sock" in capture.get()
 

@@ -55,14 +55,14 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
                 await late
                 with pytest.raises(LearnerError, match="sleep"):
                     learner.train_step(batch_of(rows))
-                before, rows = rows, await sample_rows(client, PROMPTS, tokens=40, version=version)
+                state_before, rows = rows, await sample_rows(client, PROMPTS, tokens=40, version=version)
                 learner.wake()
                 assert agreement(learner, rows).largest < 1e-4
-                assert agreement(learner, before).largest > 1e-2
+                assert agreement(learner, state_before).largest > 1e-2
                 learner.sleep()
             await sync.sync_weights(learner, [client], 4)  # as after a restart: the learner sleeps
-            said = await client.generate(Prompt((5, 6)), SamplingParams(4), session_id="s", request_id="r")
-            assert said.versions == ((0, 4),)
+            reply = await client.generate(Prompt((5, 6)), SamplingParams(4), session_id="s", request_id="r")
+            assert reply.versions == ((0, 4),)
         finally:
             await sync.aclose()
             await client.aclose()

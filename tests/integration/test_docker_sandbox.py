@@ -139,8 +139,8 @@ def test_children_share_one_limit_of_memory(dockerd: DockerHost) -> None:
                 """,
             )
             assert (outcome.status, outcome.detail) == (ToolStatus.OUT_OF_MEMORY, "out of memory")
-            after = await python(sandbox, "print('alive')")
-            assert (after.status, after.stdout) == (ToolStatus.OK, "alive\n")
+            state_after = await python(sandbox, "print('alive')")
+            assert (state_after.status, state_after.stdout) == (ToolStatus.OK, "alive\n")
 
     play(dockerd, calls, limits={"memory_mb": 128})
 
@@ -253,8 +253,8 @@ def test_shared_memory_goes_with_its_processes(dockerd: DockerHost) -> None:
                 """,
             )
             assert outcome.stdout == "2\n"
-            after = await python(sandbox, "print(len(open('/proc/sysvipc/shm').readlines()))")
-            assert after.stdout == "1\n"
+            state_after = await python(sandbox, "print(len(open('/proc/sysvipc/shm').readlines()))")
+            assert state_after.stdout == "1\n"
 
     play(dockerd, calls)
 

@@ -69,8 +69,8 @@ def test_many_turns_match_a_plain_forward(
             meta = reply["meta_info"]
             assert [entry[1] for entry in meta["output_token_logprobs"]] == reply["output_ids"]
             got = [entry[0] for entry in meta["output_token_logprobs"]]
-            wanted = reference_logprobs(reference, prompt, reply["output_ids"], temperature)
-            np.testing.assert_allclose(got, wanted, atol=1e-4)
+            expected = reference_logprobs(reference, prompt, reply["output_ids"], temperature)
+            np.testing.assert_allclose(got, expected, atol=1e-4)
             cached += meta["cached_tokens"]
     # All but the first reuse at least the shared prefix, from any slot.
     assert cached >= 40 * (len(episodes) * 3 - 1)
@@ -93,8 +93,8 @@ def test_gaps_between_active_slots_and_long_prompts(tmp_path: Path) -> None:
     for row, segment in enumerate(batch.segments):
         ids = torch.from_numpy(tokens[segment.slot].astype(np.int64))[None]
         with torch.no_grad():
-            wanted = reference(ids).logits[0, -1]
-        torch.testing.assert_close(logits[row], wanted, atol=1e-4, rtol=0)
+            expected = reference(ids).logits[0, -1]
+        torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
 
 
 def test_a_long_prompt_spans_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_a_long_prompt_spans_several_blocks(tmp_path: Path, monkeypatch: pytest.
     batch = ForwardBatch([Segment(1, 20, tokens[20:])])
     assert len(batch.blocks) == 5
     with torch.no_grad():
-        wanted = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
-    torch.testing.assert_close(model.forward(batch)[0], wanted, atol=1e-4, rtol=0)
+        expected = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+    torch.testing.assert_close(model.forward(batch)[0], expected, atol=1e-4, rtol=0)
 
 
 def test_bfloat16_runs_and_is_near(tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_bfloat16_runs_and_is_near(tmp_path: Path) -> None:
     model.forward(ForwardBatch([Segment(0, 0, tokens[:-1])]))
     got = model.forward(ForwardBatch([Segment(0, 39, tokens[-1:])]))[0].log_softmax(-1)
     with torch.no_grad():
-        wanted = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
-    assert float((got - wanted).abs().max()) < 0.3
+        expected = load_model(folder)(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1].log_softmax(-1)
+    assert float((got - expected).abs().max()) < 0.3

@@ -32,9 +32,9 @@ def test_weights_and_cache_are_freed(scheduler: Scheduler, folder: Path) -> None
     model = scheduler.model
 
     def allocated_bytes() -> int:
-        kept = [tensor for _, tensor in model.parameters()]
+        kept_tensors = [tensor for _, tensor in model.parameters()]
         cached = [*model.cache._keys.values(), *model.cache._values.values()]
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*kept, *cached))
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*kept_tensors, *cached))
 
     async def run() -> None:
         whole = allocated_bytes()
@@ -48,8 +48,8 @@ def test_weights_and_cache_are_freed(scheduler: Scheduler, folder: Path) -> None
         scheduler.resume_memory(["weights", "kv_cache"])
         assert all(tensor.isnan().all() for _, tensor in model.parameters())
         model.load_folder(folder)
-        wanted = dict(load_model(folder).named_parameters())
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.parameters())
+        expected = dict(load_model(folder).named_parameters())
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.parameters())
 
     asyncio.run(run())
 

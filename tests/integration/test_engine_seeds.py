@@ -35,13 +35,13 @@ def generate_input(number: int, seed: int | None) -> GenerateInput:
     return GenerateInput(ids, SamplingOptions(max_new_tokens=NEW_TOKENS, sampling_seed=seed), f"r{number}", True)
 
 
-async def sample(scheduler: Scheduler, some: Sequence[GenerateInput], together: int) -> list[list[int]]:
+async def sample(scheduler: Scheduler, generate_inputs: Sequence[GenerateInput], together: int) -> list[list[int]]:
     """Run all requests, ``together`` at a time, and return what they sampled."""
     engine = asyncio.create_task(scheduler.run())
     try:
         outputs: list[list[int]] = []
-        for at in range(0, len(some), together):
-            requests = [scheduler.submit(one) for one in some[at : at + together]]
+        for at in range(0, len(generate_inputs), together):
+            requests = [scheduler.submit(one) for one in generate_inputs[at : at + together]]
             await asyncio.gather(*(request.done for request in requests))
             outputs += [request.output for request in requests]
         return outputs
@@ -51,9 +51,9 @@ async def sample(scheduler: Scheduler, some: Sequence[GenerateInput], together: 
 
 
 def test_seeded_requests_repeat_in_any_batch_and_after_a_restart(folder: Path) -> None:
-    some = [generate_input(number, seed=100 + number) for number in range(12)]
-    batched = asyncio.run(sample(started(folder, seed=1), some, together=12))
-    again = asyncio.run(sample(started(folder, seed=2), some[::-1], together=3))
+    generate_inputs = [generate_input(number, seed=100 + number) for number in range(12)]
+    batched = asyncio.run(sample(started(folder, seed=1), generate_inputs, together=12))
+    again = asyncio.run(sample(started(folder, seed=2), generate_inputs[::-1], together=3))
     assert again[::-1] == batched
     assert len({tuple(output) for output in batched}) == 12
 
@@ -67,30 +67,30 @@ def test_one_prompt_with_two_seeds_gives_two_answers(folder: Path) -> None:
 
 def test_requests_without_a_seed_differ_and_depend_on_the_engines(folder: Path) -> None:
     some = [generate_input(0, None)] * 6
-    one, same, other = (asyncio.run(sample(started(folder, seed), some, together=6)) for seed in (0, 0, 1))
-    assert one == same != other
-    assert len({tuple(output) for output in one}) == 6
+    result, same, other = (asyncio.run(sample(started(folder, seed), some, together=6)) for seed in (0, 0, 1))
+    assert result == same != other
+    assert len({tuple(output) for output in result}) == 6
 
 
-@pytest.mark.parametrize("after", [1, 17, NEW_TOKENS - 1])
-def test_an_aborted_request_continues_with_the_same_tokens(folder: Path, after: int) -> None:
+@pytest.mark.parametrize("state_after", [1, 17, NEW_TOKENS - 1])
+def test_an_aborted_request_continues_with_the_same_tokens(folder: Path, state_after: int) -> None:
     """As the client does it: prompt and tokens so far, the same seed, fewer new tokens; here in a new engine."""
     first = generate_input(3, seed=9)
     ((whole, _),) = [asyncio.run(sample(started(folder), [first, generate_input(4, 1)], together=2))]
-    begun = asyncio.run(cut(started(folder), first, after))
+    begun = asyncio.run(cut(started(folder), first, state_after))
     assert begun == whole[: len(begun)]
-    assert after <= len(begun) < NEW_TOKENS
+    assert state_after <= len(begun) < NEW_TOKENS
     rest = SamplingOptions(max_new_tokens=NEW_TOKENS - len(begun), sampling_seed=9)
     continued = GenerateInput([*first.token_ids, *begun], rest, "r", True)
     ((tail,),) = [asyncio.run(sample(started(folder), [continued], together=1))]
     assert begun + tail == whole
 
 
-async def cut(scheduler: Scheduler, one: GenerateInput, after: int) -> list[int]:
+async def cut(scheduler: Scheduler, one: GenerateInput, state_after: int) -> list[int]:
     engine = asyncio.create_task(scheduler.run())
     try:
         request: Request = scheduler.submit(one)
-        while len(request.output) < after:  # noqa: ASYNC110
+        while len(request.output) < state_after:  # noqa: ASYNC110
             await asyncio.sleep(0)
         scheduler.abort(lambda other: other is request)
         await request.done

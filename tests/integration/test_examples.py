@@ -37,9 +37,9 @@ def readme(name: str) -> str:
 
 def command(name: str) -> list[str]:
     """The words of the first command in an example's README, without ``agentrl``."""
-    found = re.search(r"^agentrl (train .*)$", readme(name), re.MULTILINE)
-    assert found, f"{name}/README.md shows no command"
-    return shlex.split(found[1], comments=True)
+    match = re.search(r"^agentrl (train .*)$", readme(name), re.MULTILINE)
+    assert match, f"{name}/README.md shows no command"
+    return shlex.split(match[1], comments=True)
 
 
 def test_every_example_is_run_here() -> None:

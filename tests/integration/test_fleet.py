@@ -125,18 +125,18 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
             assert metrics["rollout/engine_restarts"] == 0
             await fleet.flush()
 
-            begun, before = fleet.sampler.prompt_tokens, pids(fleet)
+            begun, pids_before = fleet.sampler.prompt_tokens, pids(fleet)
             playing = asyncio.ensure_future(play(fleet, sessions=8, turns=3, tokens=60))
             await until(lambda: fleet.sampler.prompt_tokens > begun)
-            os.kill(before[0], signal.SIGKILL)
+            os.kill(pids_before[0], signal.SIGKILL)
             await until(lambda: len(fleet.live) == 1)
-            os.kill(before[1], signal.SIGSTOP)
+            os.kill(pids_before[1], signal.SIGSTOP)
             faulty = await playing
             assert tokens(faulty) == tokens(calm)
             assert {generation.versions for generation in faulty.values()} == {((0, 3),)}
             await until(lambda: len(fleet.live) == 2)
-            assert not set(pids(fleet)) & set(before)
-            assert not any(alive(pid) for pid in before), "a stopped engine is not left behind"
+            assert not set(pids(fleet)) & set(pids_before)
+            assert not any(alive(pid) for pid in pids_before), "a stopped engine is not left behind"
             assert await asyncio.gather(*(client.version() for client in fleet.live)) == [3, 3]
             assert fleet.metrics()["rollout/engine_restarts"] == 2
             assert tokens(await play(fleet, sessions=8, turns=1, tokens=60)).items() <= tokens(calm).items()
@@ -197,9 +197,9 @@ def test_an_engine_that_goes_during_the_push_gets_its_weights_later(tmp_path: Pa
             assert len(fleet.live) == 1, "it waits for its weights"
             assert await fleet.live[0].version() == 4
             async with source.weights.learner_idle():
-                said = await play(fleet, sessions=4, turns=1, tokens=20)
+                rollout = await play(fleet, sessions=4, turns=1, tokens=20)
                 await until(lambda: len(fleet.live) == 2)
-            assert {generation.versions for generation in said.values()} == {((0, 4),)}
+            assert {generation.versions for generation in rollout.values()} == {((0, 4),)}
             assert [await client.version() for client in fleet.live] == [4, 4]
             assert sync.pushes == [(2, 4), (1, 4), (1, 4), (1, 4)]
             assert fleet.metrics()["rollout/engine_restarts"] == 2
@@ -241,7 +241,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             await source.sync_weights(learner, 1, watch)
             assert not learner.awake
             async with source.weights.learner_idle():
-                before = await play(fleet, sessions=4, turns=1, tokens=20)
+                rollout_before = await play(fleet, sessions=4, turns=1, tokens=20)
             await source.release_gpus_for_training(learner, watch)
             [lost] = pids(fleet)
             os.kill(lost, signal.SIGKILL)
@@ -252,11 +252,11 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
             assert learner.awake
             await source.sync_weights(learner, 2, watch)
             async with source.weights.learner_idle():
-                after = await play(fleet, sessions=4, turns=1, tokens=20)
+                rollout_after = await play(fleet, sessions=4, turns=1, tokens=20)
                 assert not learner.awake
-            assert {generation.versions for generation in before.values()} == {((0, 1),)}
-            assert {generation.versions for generation in after.values()} == {((0, 2),)}
-            assert tokens(before) == tokens(after), "the weights are the same"
+            assert {generation.versions for generation in rollout_before.values()} == {((0, 1),)}
+            assert {generation.versions for generation in rollout_after.values()} == {((0, 2),)}
+            assert tokens(rollout_before) == tokens(rollout_after), "the weights are the same"
             assert pids(fleet) != [lost]
 
     asyncio.run(run())
@@ -267,7 +267,7 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models
 
-    async def attached(others: Fleet, urls: list[str]) -> None:
+    async def attached(other_fleet: Fleet, urls: list[str]) -> None:
         config = configured(f"sampler.url={urls[0]}, {urls[1]}", "sampler.max_running=2", f"sampler.router={router}")
         async with opened(config, first, tmp_path) as fleet:
             resent: list[SGLangClient] = []
@@ -278,18 +278,18 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
                 return 2
 
             fleet.set_weight_sync(sync_weights)
-            [stopped, _] = pids(others)
+            [stopped, _] = pids(other_fleet)
             os.kill(stopped, signal.SIGSTOP)
             try:
-                said = await play(fleet, sessions=6, turns=2, tokens=20)
-                assert len(said) == 12
+                rollout = await play(fleet, sessions=6, turns=2, tokens=20)
+                assert len(rollout) == 12
                 assert [client.url for client in fleet.live] == [urls[1]]
             finally:
                 os.kill(stopped, signal.SIGCONT)
             await until(lambda: len(fleet.live) == 2)
             assert [client.url for client in resent] == [urls[0]]
             fleet.check()
-            for pid in pids(others):
+            for pid in pids(other_fleet):
                 os.kill(pid, signal.SIGKILL)
             with pytest.raises(SamplerError, match="no engine is left"):
                 await play(fleet, sessions=6, turns=2, tokens=20)

@@ -58,7 +58,7 @@ def test_its_own_tests_pass(project: Path) -> None:
 def test_it_needs_what_its_readme_uses_and_installs_as_a_wheel_with_its_code(project: Path, tmp_path: Path) -> None:
     needs = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     assert needs["dependencies"] == ["agentrl-framework"]
-    assert any(each.startswith("pytest") for each in needs["optional-dependencies"]["test"])
+    assert any(need.startswith("pytest") for need in needs["optional-dependencies"]["test"])
     copy = shutil.copytree(project, tmp_path / "copy")  # a build leaves files
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     done = subprocess.run(

@@ -79,9 +79,9 @@ assert sys.stdin.read() == "the answer was right", "wrong"
 
 async def put_tests(sandbox: Sandbox, program: str) -> None:
     await sandbox.write_file("program.py", program.encode())
-    for number, (given, wanted) in enumerate(zip(INPUTS, OUTPUTS, strict=True)):
+    for number, (given, expected) in enumerate(zip(INPUTS, OUTPUTS, strict=True)):
         await sandbox.write_file(f"tests/{number}.in", given.encode())
-        await sandbox.write_file(f"tests/{number}.out", wanted.encode())
+        await sandbox.write_file(f"tests/{number}.out", expected.encode())
 
 
 async def believes_verdict_file(sandbox: Sandbox, program: str) -> bool:
@@ -120,7 +120,7 @@ async def believes_files_in_its_way(sandbox: Sandbox, program: str) -> bool:
 async def looks_for_the_answer(sandbox: Sandbox, program: str) -> bool:
     """Be content where the answer is somewhere in the output, and drop output that is too long."""
     outcomes = [await sandbox.run(Job(f"t{n}", code=program, stdin=given.encode())) for n, given in enumerate(INPUTS)]
-    return all(wanted.strip() in outcome.stdout for wanted, outcome in zip(OUTPUTS, outcomes, strict=True))
+    return all(expected.strip() in outcome.stdout for expected, outcome in zip(OUTPUTS, outcomes, strict=True))
 
 
 Naive = Callable[[Sandbox, str], Awaitable[bool]]
@@ -229,9 +229,9 @@ class Fresh(ToolSession):
             yield sandbox
 
 
-async def judged(backend: SandboxBackend, program: str, given: list[str], wanted: list[str]) -> tuple[list[str], int]:
+async def judged(backend: SandboxBackend, program: str, given: list[str], expected: list[str]) -> tuple[list[str], int]:
     session = Fresh(backend)
-    arguments = {"program": program, "inputs": given, "outputs": wanted}
+    arguments = {"program": program, "inputs": given, "outputs": expected}
     result = await JudgeTool(JudgeOptions(time_s=3, wall_s=5, output_kb=64)).call(
         session, ToolCall("c", "judge", arguments)
     )
@@ -241,14 +241,14 @@ async def judged(backend: SandboxBackend, program: str, given: list[str], wanted
 
 def test_no_attack_on_the_judge_helps_and_each_fools_a_naive_one() -> None:
     async def run() -> dict[str, tuple[bool, tuple[str, ...]]]:
-        found = {}
+        actual = {}
         async with BubblewrapBackend(CONFIG) as backend:
             for name, attack in ATTACKS.items():
                 async with await backend.open("agent") as agents_own:
                     fooled = await attack.naive(agents_own, attack.program)
                 verdicts, _ = await judged(backend, attack.program, INPUTS, OUTPUTS)
-                found[name] = (fooled, tuple(verdicts))
-        return found
+                actual[name] = (fooled, tuple(verdicts))
+        return actual
 
     assert asyncio.run(run()) == {name: (True, attack.deserved) for name, attack in ATTACKS.items()}
 
@@ -258,11 +258,11 @@ def test_naive_judges_are_not_fooled_by_honest_programs() -> None:
 
     async def run() -> list[tuple[str, bool]]:
         async with BubblewrapBackend(CONFIG) as backend:
-            found = []
+            actual = []
             for naive in {attack.naive: None for attack in ATTACKS.values()}:
                 async with await backend.open("agent") as sandbox:
-                    found.append((naive.__name__, await naive(sandbox, "print('x')")))
-            return found
+                    actual.append((naive.__name__, await naive(sandbox, "print('x')")))
+            return actual
 
     assert not any(fooled for _, fooled in asyncio.run(run()))
 
@@ -343,7 +343,7 @@ except ConnectionRefusedError:
 
 
 def test_nothing_of_a_test_is_there_at_the_next() -> None:
-    programs = {name: LEAVES.format(leave=leave, found=found) for name, (leave, found) in LEFT.items()}
+    programs = {name: LEAVES.format(leave=leave, found=actual) for name, (leave, actual) in LEFT.items()}
 
     async def run() -> dict[str, tuple[list[str], list[str]]]:
         result = {}
@@ -388,13 +388,13 @@ def test_the_same_by_docker(dockerd: DockerHost) -> None:
     left = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 2}
 
     async def run() -> dict[str, tuple[list[str], int]]:
-        found = {}
+        actual = {}
         async with DockerBackend(config) as backend:
             for name in left:
                 leave, looks = LEFT.get(name, ("pass", "False"))
                 program = LEAVES.format(leave=leave, found=looks)
-                found[name] = await judged(backend, program, ["1\n", "2\n"], ["clean\n", "clean\n"])
-        return found
+                actual[name] = await judged(backend, program, ["1\n", "2\n"], ["clean\n", "clean\n"])
+        return actual
 
     assert asyncio.run(run()) == {name: (["accepted", "accepted"], opened) for name, opened in left.items()}
 
@@ -425,13 +425,13 @@ def test_limits_are_verdicts() -> None:
     }
 
     async def run() -> dict[str, str]:
-        found = {}
+        actual = {}
         async with BubblewrapBackend(CONFIG) as backend:
             tool = JudgeTool(JudgeOptions(time_s=1, wall_s=2))
             for program in programs:
                 arguments = {"program": program, "inputs": INPUTS[:1], "outputs": OUTPUTS[:1]}
                 result = await tool.call(Fresh(backend), ToolCall("c", "judge", arguments))
-                [found[program]] = result.data["verdicts"]
-        return found
+                [actual[program]] = result.data["verdicts"]
+        return actual
 
     assert asyncio.run(run()) == programs

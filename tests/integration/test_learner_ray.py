@@ -90,10 +90,10 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
         for name, value in theirs.items():
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
     expected = weights(local)
-    found = weights(group, bucket=5000)
-    assert list(found) == list(expected)
+    actual = weights(group, bucket=5000)
+    assert list(actual) == list(expected)
     for name, value in expected.items():
-        assert torch.allclose(found[name], value, atol=1e-5), name
+        assert torch.allclose(actual[name], value, atol=1e-5), name
     for policy in ("main", "reference"):
         ours, theirs = group.logprobs(one(2, 9), policy), local.logprobs(one(1, 9), policy)
         assert ours.keys() == theirs.keys()
@@ -108,8 +108,8 @@ def test_two_ranks_learn_what_one_learns(group, local, tmp_path):
     local.load(tmp_path / "two")
     alone = local.train_step(one(1, 4))
     assert alone["train/loss"] == pytest.approx(straight["train/loss"], rel=1e-4)
-    after = weights(local)
-    assert all(torch.allclose(value, after[name], atol=1e-5) for name, value in weights(group).items())
+    weights_after = weights(local)
+    assert all(torch.allclose(value, weights_after[name], atol=1e-5) for name, value in weights(group).items())
 
 
 def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
@@ -162,7 +162,7 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
         for micro in batch.micro[0]
     )
     batch = replace(batch, micro=(micros,), kind="value")
-    before = set(processes(group))
+    state_before = set(processes(group))
     critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
     alone = LocalCritic(model, config, algo, seed=0)
     try:
@@ -175,7 +175,7 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
         assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
         for ranks in (group, critic):
             ranks.check()
-        [rank] = set(processes(group)) - before
+        [rank] = set(processes(group)) - state_before
         rank.kill()
         with pytest.raises(LearnerError, match="rank 0 of 1 of the critic was lost"):
             until_it_raises(critic.check)
@@ -203,9 +203,9 @@ def test_ray_listens_on_the_loopback_and_requires_its_token(group):
 
 
 def test_a_walk_over_the_weights_may_stop_early(group):
-    whole = weights(group)
+    full_weights = weights(group)
     next(iter(group.buckets(1000)))
-    assert all(torch.equal(value, whole[name]) for name, value in weights(group, 1000).items())
+    assert all(torch.equal(value, full_weights[name]) for name, value in weights(group, 1000).items())
 
 
 def test_errors_come_typed_and_the_ranks_stay(group, tmp_path):
@@ -229,7 +229,7 @@ def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
     group.save(tmp_path / "awake")
     group.finish_save()
     straight = [group.train_step(one(2, seed)) for seed in (5, 6)]
-    wanted = weights(group)
+    expected = weights(group)
 
     group.load(tmp_path / "awake")
     group.sleep()
@@ -245,8 +245,8 @@ def test_ranks_that_slept_go_on_bit_for_bit(group, tmp_path):
     group.wake()
     metrics.append(group.train_step(one(2, 6)))
     assert metrics == straight
-    found = weights(group)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    actual = weights(group)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
     group.load(tmp_path / "offloaded")
     assert group.train_step(one(2, 5)) == straight[0]
@@ -300,15 +300,15 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
         try:
             with Watchdog(0.5, said.append):
                 answers = asyncio.create_task(asyncio.to_thread(group._call, node, "node"))
-                found: list[str] = []
-                while not found and not answers.done():
+                match: list[str] = []
+                while not match and not answers.done():
                     await asyncio.sleep(0.02)
-                    found = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(said))
+                    match = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(said))
                 stopped.resume()
                 assert len(await answers) == 2
         finally:
             stopped.resume()
-        return found[0]
+        return match[0]
 
     assert {asyncio.run(call(rank)) for rank in processes(group)} == {"0", "1"}
 
@@ -333,18 +333,18 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
     config = LearnerConfig(precision="float32", ranks=2, context_parallel=2, device="cpu", threads=1, optimizer=MUON)
     group = start_learners(model, config, make_algo(), seed=0, run_dir=tmp_path)
     try:
-        before = weights(local)
+        weights_before = weights(local)
         ours, theirs = group.logprobs(one(1, 0)), local.logprobs(one(1, 0))
         assert ours.keys() == theirs.keys()
         assert all(abs(ours[key] - theirs[key]).max() < 1e-4 for key in theirs)
         ours, theirs = group.train_step(one(1, 0)), local.train_step(one(1, 0))
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-5)
-        found, expected = weights(group), weights(local)
+        actual, expected = weights(group), weights(local)
         for name, value in expected.items():
             # In bfloat16 Muon makes percents of a step out of roundings of the gradient; a step from half matrices is
             # off by about half of it.
-            step = (value - before[name]).norm()
-            assert (found[name] - value).norm() < 0.2 * step, name
+            step = (value - weights_before[name]).norm()
+            assert (actual[name] - value).norm() < 0.2 * step, name
     finally:
         group.close()
 

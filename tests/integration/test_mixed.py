@@ -71,7 +71,9 @@ def test_two_environments_are_trained_in_one_step(tmp_path: Path, services: Serv
     assert step["train/optimizer_steps"] == 1.0
     assert evaluation["eval/search/episodes"] == evaluation["eval/short/episodes"] == 2.0
     [task] = {
-        one.prompt_id for one in read_rollouts(tmp_path / "run/rollouts/step_000001.jsonl") if one.prompt_id[:2] == "sh"
+        rollout.prompt_id
+        for rollout in read_rollouts(tmp_path / "run/rollouts/step_000001.jsonl")
+        if rollout.prompt_id[:2] == "sh"
     }
     shown = here("view", "run", "--group", task, "--limit", "1", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr

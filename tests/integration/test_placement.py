@@ -228,7 +228,9 @@ def engines_of(folder: Path) -> list[psutil.Process]:
 
 
 def hosts_of(engine: psutil.Process) -> set[str]:
-    return {one.laddr.ip for one in engine.net_connections("tcp4") if one.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.ip for connection in engine.net_connections("tcp4") if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.mark.long

@@ -73,9 +73,9 @@ def test_both_policies_change_and_differ_and_a_checkpoint_is_evaluated_with_them
     for policy in ("solver", "critic"):
         assert row[f"train/reward/role={policy}"] <= 0
         assert row[f"train/sampler_gap_max/policy={policy}"] < 1e-3
-    found = adapters(tmp_path / "run" / "checkpoints" / "step_000001")
-    assert all(bool(tensor.any()) for tensor in found.values()), "they began as zeros"
-    assert not torch.equal(found["solver"], found["critic"])
+    actual_adapters = adapters(tmp_path / "run" / "checkpoints" / "step_000001")
+    assert all(bool(tensor.any()) for tensor in actual_adapters.values()), "they began as zeros"
+    assert not torch.equal(actual_adapters["solver"], actual_adapters["critic"])
     done = agentrl("eval", "--checkpoint", "run", "--json", "eval.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last, again = metrics[-1], json.loads((tmp_path / "eval.json").read_text())
@@ -123,5 +123,5 @@ def test_exploitability_is_that_of_the_policies_of_the_seats(tmp_path: Path) -> 
         strategy(load_model(tmp_path / "out" / role), renderer, sets)
         for role, sets in zip(("first", "second"), legal_actions(game), strict=True)
     ]
-    found = json.loads((tmp_path / "eval.json").read_text())["eval/exploitability"]
-    assert found == pytest.approx(exploitability(game, strategies), abs=1e-4)
+    record = json.loads((tmp_path / "eval.json").read_text())["eval/exploitability"]
+    assert record == pytest.approx(exploitability(game, strategies), abs=1e-4)

@@ -61,10 +61,10 @@ def test_calls_run_and_are_counted(trained: Path) -> None:
 
 def test_the_policy_reads_what_its_code_printed(trained: Path) -> None:
     turns = [turn for rollout in rollouts(trained) for turn in rollout["turns"]]
-    products = [(found, turn["observation"]) for turn in turns if (found := PRODUCT.search(turn["action"]))]
+    products = [(actual, turn["observation"]) for turn in turns if (actual := PRODUCT.search(turn["action"]))]
     assert products
-    for found, printed in products:
-        assert printed == str(int(found[1]) * int(found[2]))
+    for actual, printed in products:
+        assert printed == str(int(actual[1]) * int(actual[2]))
 
 
 def test_every_episode_is_one_row_and_the_audit_finds_nothing(trained: Path) -> None:

@@ -56,7 +56,7 @@ def outcome(folder: Path) -> Outcome:
     rollouts = [json.loads(line) for line in lines]
     rates = [row["train/lr"] for row in metrics(folder) if "train/lr" in row]
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    return Outcome(config, {one["rollout_id"]: one["prompt_id"] for one in rollouts}, rates)
+    return Outcome(config, {rollout["rollout_id"]: rollout["prompt_id"] for rollout in rollouts}, rates)
 
 
 def start(cwd: Path, services: Services, *words: str) -> Running:
@@ -235,9 +235,9 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     assert loaded == at_kill
 
     # From there on the run is that of the unkilled one.
-    rows, wanted = metrics(folder), metrics(other)
+    rows, expected_metrics = metrics(folder), metrics(other)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    for row, expected in zip(rows, wanted, strict=True):
+    for row, expected in zip(rows, expected_metrics, strict=True):
         compared = {key: value for key, value in expected.items() if key.startswith(("train/", "batch/", "rollout/"))}
         assert "train/loss" in compared
         assert {key: row[key] for key in compared} == pytest.approx(compared, rel=0, abs=1e-6)
@@ -248,7 +248,9 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     assert learner_state(ours) == learner_state(theirs)
     assert trainer_state(ours) == trainer_state(theirs)
     repeated = sum(len(lines) - 1 for lines in batches(folder).values())
-    gap = max(abs(row["train/loss"] - expected["train/loss"]) for row, expected in zip(rows, wanted, strict=True))
+    gap = max(
+        abs(row["train/loss"] - expected["train/loss"]) for row, expected in zip(rows, expected_metrics, strict=True)
+    )
     print(
         f"SIGKILL at file operation {moment} of {moments}, after step {trained}; resumed from {checkpoints[-1].name}, "
         f"{repeated} optimizer steps repeated; largest difference of losses {gap}"

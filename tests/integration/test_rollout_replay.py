@@ -40,8 +40,8 @@ def test_ctrl_c_keeps_what_was_sampled(tmp_path: Path) -> None:
     try:
         run.wait_for(lambda: samples.exists() and samples.read_bytes().count(b"\n") > 16)
         run.interrupt()
-        kept = len(read_rollouts(samples))
-        assert 16 < kept < 8000
-        assert f"{kept} of 8000 rollouts are in samples.jsonl" in run.output()
+        kept_rollouts = len(read_rollouts(samples))
+        assert 16 < kept_rollouts < 8000
+        assert f"{kept_rollouts} of 8000 rollouts are in samples.jsonl" in run.output()
     finally:
         run.end()

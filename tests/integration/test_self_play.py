@@ -103,8 +103,8 @@ def test_what_it_writes(resumed: Resumed) -> None:
 def test_an_evaluation_of_its_last_checkpoint_finds_the_same_exploitability(resumed: Resumed) -> None:
     done = agentrl("eval", "--checkpoint", "run", "--json", "eval.json", cwd=resumed.folder.parent)
     assert done.returncode == 0, done.stderr
-    found = json.loads((resumed.folder.parent / "eval.json").read_text())
+    record = json.loads((resumed.folder.parent / "eval.json").read_text())
     *_, last = metrics(resumed.folder)
     for key in ("eval/exploitability", "eval/other_output"):
-        assert found[key] == pytest.approx(last[key], abs=1e-5)
+        assert record[key] == pytest.approx(last[key], abs=1e-5)
     assert "exploitability 0." in done.stdout

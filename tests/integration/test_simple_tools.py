@@ -98,12 +98,12 @@ def test_tools_of_one_server_share_the_sandbox_of_an_episode(url: str) -> None:
         ("mcp_count", {}),
         ("mcp_count", {}),
     )
-    said = [result.content for result in results]
-    assert said[0] == "[no output]"
-    assert said[1].startswith("from python/")
-    assert said[2] == "5"
-    assert (results[3].status, said[3]) == (ToolStatus.TIMEOUT, "[timed out after 1.5 s]")
-    assert said[4:] == ["note.txt", "1/3 ≈ 0.333333333333333", "1", "2"]
+    contents = [result.content for result in results]
+    assert contents[0] == "[no output]"
+    assert contents[1].startswith("from python/")
+    assert contents[2] == "5"
+    assert (results[3].status, contents[3]) == (ToolStatus.TIMEOUT, "[timed out after 1.5 s]")
+    assert contents[4:] == ["note.txt", "1/3 ≈ 0.333333333333333", "1", "2"]
     assert [result.content for result in play(url, ("shell", {"command": "ls"}), ("mcp_count", {}))] == [
         "[no output]",
         "1",

@@ -92,10 +92,10 @@ def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path
 
     stopped = services.agentrl(*command[:4], "failed.jsonl", *command[5:], "reward=my_rewards:raises", cwd=folder)
     assert stopped.returncode == 1
-    said = stopped.stderr
+    stderr = stopped.stderr
     for part in ("my_rewards:raises failed: KeyError: '", "(my_rewards.py:", "of task train.parquet:", "What is ",
                  "response ", "reward.on_error=drop"):  # fmt: skip
-        assert part in said, said
+        assert part in stderr, stderr
 
 
 def test_the_console_script_finds_modules_where_it_is_called(folder: Path) -> None:
@@ -179,8 +179,8 @@ def test_a_dry_run_lists_what_this_machine_lacks_and_a_run_is_refused(
     words = [*GOOD, "sampler.backend=sglang", "model.path=somebody/some-model", "learner.device=cuda"]
     words += ["learner.ranks=64"]
     assert main([*words, "--dry-run"]) == 0
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     for lack in ("SGLang is not installed", "learner.ranks=64 wants as many GPUs", "model.path=somebody/some-model"):
-        assert lack in said
+        assert lack in output
     assert main(words) == 2
     assert "SGLang is not installed" in capsys.readouterr().err

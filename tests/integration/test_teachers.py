@@ -55,9 +55,9 @@ def test_a_started_teacher_scores_until_it_dies(tmp_path: Path) -> None:
         async with AsyncExitStack() as exits:
             teachers = await open_teachers(config, policy, tmp_path / "logs", exits)
             assert teachers is not None
-            [found] = (await teachers.score(groups, FakeLearner(), 0))["a"].values()
-            wanted = reference_logprobs(load_model(teacher), IDS[:START], IDS[START:])
-            np.testing.assert_allclose(found[START:], wanted, atol=1e-4)
+            [actual] = (await teachers.score(groups, FakeLearner(), 0))["a"].values()
+            expected = reference_logprobs(load_model(teacher), IDS[:START], IDS[START:])
+            np.testing.assert_allclose(actual[START:], expected, atol=1e-4)
             process = teachers._teachers["a"].process
             assert isinstance(process, EngineProcess)
             psutil.Process(process.child.pid).kill()

@@ -120,7 +120,7 @@ def test_every_reply_comes_to_its_call_and_every_session_has_its_own_files(two):
             said = await client.call(run(code, str(turn)), episode_id=f"many-{episode}")
             assert said.status is ToolStatus.OK
             assert said.call_id == str(turn)
-            assert said.content.split() == [f"{episode}.{before}" for before in range(turn + 1)]
+            assert said.content.split() == [f"{episode}.{index_before}" for index_before in range(turn + 1)]
         await client.close_session(f"many-{episode}")
 
     async def all_of_them():

@@ -168,23 +168,23 @@ def alone(work: Work) -> Iterator[LocalLearnerGroup]:
     learner.close()
 
 
-def assert_same(found: Mapping[str, float], wanted: Mapping[str, float], case: str) -> None:
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, key)
+def assert_same(actual: Mapping[str, float], expected: Mapping[str, float], case: str) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        assert actual[key] == pytest.approx(value, rel=1e-5, abs=1e-6), (case, key)
 
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_two_ranks_have_the_loss_and_the_gradient_of_one(name, of_two, alone):
     of_case = {shape: (algo, aggregation) for one, algo, aggregation, shape in CASES if one == name}
     algo, aggregation = of_case["cut small"]
-    config, whole = batch_of(algo, aggregation, 1, ONE_BATCH)
-    assert len(whole.micro[0]) == 1
-    wanted = compute(alone.rank, config, whole)
-    assert wanted["train/grad_norm"] > 1e-4
-    for (one, _, _, shape), found in zip(CASES, of_two[0][0].metrics, strict=True):
+    config, full_batch = batch_of(algo, aggregation, 1, ONE_BATCH)
+    assert len(full_batch.micro[0]) == 1
+    expected = compute(alone.rank, config, full_batch)
+    assert expected["train/grad_norm"] > 1e-4
+    for (one, _, _, shape), actual in zip(CASES, of_two[0][0].metrics, strict=True):
         if one == name:
-            assert_same(found, wanted, shape)
+            assert_same(actual, expected, shape)
 
 
 def test_two_ranks_have_the_gradient_of_each_policy_of_one(work, of_two):
@@ -193,10 +193,10 @@ def test_two_ranks_have_the_gradient_of_each_policy_of_one(work, of_two):
         work.model, config, cases[0][0].model_copy(update={"kl_coef": 1.0}), seed=0, reference=work.reference
     )
     for number, (algo, whole) in enumerate(cases):
-        wanted = compute(learner.rank, algo, whole)
-        assert wanted["train/grad_norm"] > 1e-4
+        expected = compute(learner.rank, algo, whole)
+        assert expected["train/grad_norm"] > 1e-4
         for rank in of_two[2]:
-            assert_same(rank.metrics[number], wanted, whole.policy)
+            assert_same(rank.metrics[number], expected, whole.policy)
     learner.close()
 
 
@@ -208,16 +208,16 @@ def test_ranks_with_parts_of_micro_batches_have_the_loss_the_gradient_and_the_lo
     ranks = of_context[context]
     assert len(ranks) == math.prod(CONTEXTS[context])
     for number, (algo, whole) in enumerate(cases):
-        wanted = compute(alone.rank, algo, whole)
-        assert wanted["train/grad_norm"] > 1e-4
+        expected = compute(alone.rank, algo, whole)
+        assert expected["train/grad_norm"] > 1e-4
         for rank in ranks:
-            assert_same(rank.metrics[number], wanted, (*IN_CONTEXT, "tree")[number])
+            assert_same(rank.metrics[number], expected, (*IN_CONTEXT, "tree")[number])
     rows = [key for rank in ranks for key in rank.logprobs]
-    found = {key: row for rank in ranks for key, row in rank.logprobs.items()}
-    wanted = alone.logprobs(cases[-1][1])
-    assert sorted(rows) == sorted(wanted), "each row comes from one rank"
-    for key, row in wanted.items():
-        np.testing.assert_allclose(found[key], row, rtol=1e-5, atol=1e-5)
+    actual = {key: row for rank in ranks for key, row in rank.logprobs.items()}
+    expected = alone.logprobs(cases[-1][1])
+    assert sorted(rows) == sorted(expected), "each row comes from one rank"
+    for key, row in expected.items():
+        np.testing.assert_allclose(actual[key], row, rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_are_divided_among_the_ranks(work):

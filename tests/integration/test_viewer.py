@@ -87,19 +87,19 @@ def record(folder, tokenizer):
     """Steps 1 to 3 of 8 rollouts in 2 groups; the last step has a hostile one, a snowman, and a failure."""
     recorder = RolloutRecorder(folder / "rollouts")
     for step in (1, 2, 3):
-        some = [rollout(tokenizer, step, n, ["<think> yes", "seen", f"say {n % 2}"]) for n in range(8)]
-        some[7].rows.append(dataclasses.replace(some[6].rows[0], key=RowKey("", "", "critic", 1)))
+        rollouts = [rollout(tokenizer, step, n, ["<think> yes", "seen", f"say {n % 2}"]) for n in range(8)]
+        rollouts[7].rows.append(dataclasses.replace(rollouts[6].rows[0], key=RowKey("", "", "critic", 1)))
         if step == 3:
-            some[0] = rollout(
+            rollouts[0] = rollout(
                 tokenizer, 3, 0, [EVIL], label=EVIL, metadata={EVIL: EVIL}, stop_reason=StopReason.MAX_TURNS
             )
-            some[1] = rollout(tokenizer, 3, 1, ["a snow☃man 🙂 here"])
+            rollouts[1] = rollout(tokenizer, 3, 1, ["a snow☃man 🙂 here"])
             gone = Failure(FailureKind.TOOL, "ToolFailure", f"search is gone {EVIL}")
-            some[2] = rollout(
+            rollouts[2] = rollout(
                 tokenizer, 3, 2, ["x"], rows=[], failure=gone, stop_reason=StopReason.FAILED, dropped=True
             )
-        recorder.write(step, some)
-        recorder.finish(step, {each.rollout_id: each.reward - 0.5 for each in some if each.failure is None})
+        recorder.write(step, rollouts)
+        recorder.finish(step, {each.rollout_id: each.reward - 0.5 for each in rollouts if each.failure is None})
     rows = [{"step": step, "train/reward": step / 4, "train/entropy": 0.1} for step in (1, 2, 3)]
     rows.insert(0, {"step": 0, "eval/reward": 0.25})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -274,7 +274,7 @@ def games_page(tmp_path_factory, tokenizer):
         dataclasses.replace(mirror[1], steps=(1,)),
     )
     played = {"opponent": "mirror", "seat_rewards": (1.0, -1.0), "seats": mirror}
-    some = [
+    token_ids = [
         game(tokenizer, "e1", 0, [("Your card is K.", "check"), ("They bet.", "call")], reward=1.0, **played),
         game(tokenizer, "e1", 1, [("Your card is Q.", "bet")], reward=-1.0, **played),
         game(
@@ -283,7 +283,7 @@ def games_page(tmp_path_factory, tokenizer):
         ),
     ]  # fmt: skip
     recorder = RolloutRecorder(folder / "rollouts")
-    recorder.write(1, some)
+    recorder.write(1, token_ids)
     recorder.finish(1, {"e1.player_0": 0.5})
     (folder / "config.yaml").write_text(json.dumps({"model": {"path": "multihop-warm"}, "env": {"name": "kuhn_poker"}}))
     done = here("view", str(folder), "--html", cwd=folder)

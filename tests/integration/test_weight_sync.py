@@ -87,8 +87,8 @@ async def sample(client: SGLangClient, ids: Sequence[int] = IDS, name: str = "r"
 
 def assert_of(learner: Learner, generation: Generation, version: int) -> None:
     assert generation.versions == ((0, version),)
-    wanted = reference_logprobs(learner.model, IDS, list(generation.token_ids))
-    np.testing.assert_allclose(generation.logprobs, wanted, atol=1e-4)
+    expected = reference_logprobs(learner.model, IDS, list(generation.token_ids))
+    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -137,7 +137,7 @@ def test_one_engine_that_refuses_a_bucket_blocks_no_other(
     engines: Engines, learner: Learner, transport: str, tmp_path: Path
 ) -> None:
     async def play(clients: list[SGLangClient]) -> None:
-        other = client_with(Renaming, clients[1].url)
+        other_client = client_with(Renaming, clients[1].url)
         sync = sync_of(transport, tmp_path)
         await sync.sync_weights(learner, clients, 31)
         try:
@@ -147,16 +147,16 @@ def test_one_engine_that_refuses_a_bucket_blocks_no_other(
             with pytest.raises(
                 EngineError, match=r"engine 1 of 2.*version 32, bucket [2-9]: .*no weight 'model.layers.9"
             ):
-                await sync.sync_weights(changed, [clients[0], other], 32)
+                await sync.sync_weights(changed, [clients[0], other_client], 32)
             assert time.monotonic() - begun < 8
-            for client in (clients[0], other):
+            for client in (clients[0], other_client):
                 assert await client.version() == 31
                 assert_of(learner, await sample(client), 31)
             await sync.sync_weights(changed, clients, 33)
             assert_of(changed, await sample(clients[1]), 33)
         finally:
             await sync.aclose()
-            await other.aclose()
+            await other_client.aclose()
 
     engines.drive(play)
 
@@ -228,15 +228,15 @@ def test_a_checksum_finds_weights_that_are_not_those_sent(engines: Engines, lear
                 named = [(name, tensor + 1e-3 if "layers.1.mlp" in name else tensor) for name, tensor in named]
                 await super().from_tensors(named, version, last=last, ranks=ranks)
 
-        other = client_with(Changing, engines.processes[1].url)
+        other_client = client_with(Changing, engines.processes[1].url)
         try:
-            await sync_of("tensor", tmp_path, check="version").sync_weights(learner, [clients[0], other], 61)
+            await sync_of("tensor", tmp_path, check="version").sync_weights(learner, [clients[0], other_client], 61)
             with pytest.raises(
                 EngineError, match=r"engine 1 of 2, check of the weights.*3 of 24 weights differ: model"
             ):
-                await sync_of("tensor", tmp_path).sync_weights(learner, [clients[0], other], 62)
+                await sync_of("tensor", tmp_path).sync_weights(learner, [clients[0], other_client], 62)
         finally:
-            await other.aclose()
+            await other_client.aclose()
 
     engines.drive(play)
 

@@ -48,9 +48,9 @@ def audit(folder: Path, steps: int, batch: int, samples: int) -> Audit:
 def _check_state(folder: Path, steps: int, batch: int, found: Audit) -> None:
     state = json.loads((folder / "checkpoints" / f"step_{steps:06d}" / "state.json").read_text())
     counters = {name: state[name] for name in ("step", "position", "trained_ahead", "evaluated")}
-    wanted = {"step": steps, "position": steps * batch, "trained_ahead": [], "evaluated": steps}
-    if counters != wanted:
-        found.faults.append(f"the last checkpoint has {counters} instead of {wanted}")
+    expected = {"step": steps, "position": steps * batch, "trained_ahead": [], "evaluated": steps}
+    if counters != expected:
+        found.faults.append(f"the last checkpoint has {counters} instead of {expected}")
 
 
 def _check_groups(folder: Path, steps: int, batch: int, samples: int, found: Audit) -> None:

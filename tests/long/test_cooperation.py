@@ -21,7 +21,10 @@ def test_the_solver_learns_on_held_out_problems(tmp_path: Path, config: str, acc
     done = agentrl("train", *words, cwd=tmp_path, timeout=3000, forks=False)
     seconds = time.monotonic() - start
     assert done.returncode == 0, done.stderr
-    found = [row[f"eval/{accuracy}"] for row in metrics(tmp_path / "run") if f"eval/{accuracy}" in row]
-    print(f"{config}: {accuracy} {', '.join(f'{one:.3f}' for one in found)} in {seconds / 60:.1f} minutes", flush=True)
-    assert found[-1] >= found[0] + 0.2
+    actual_metrics = [row[f"eval/{accuracy}"] for row in metrics(tmp_path / "run") if f"eval/{accuracy}" in row]
+    print(
+        f"{config}: {accuracy} {', '.join(f'{one:.3f}' for one in actual_metrics)} in {seconds / 60:.1f} minutes",
+        flush=True,
+    )
+    assert actual_metrics[-1] >= actual_metrics[0] + 0.2
     assert seconds <= MINUTES * 60

@@ -106,5 +106,5 @@ def test_the_loss_of_a_machine(machines: Machines, tmp_path: Path, mode: str) ->
         assert "watchdog: nothing has ended" not in resumed.output()
     finally:
         resumed.end()
-    found = audit(tmp_path / "run", STEPS, BATCH, SAMPLES)
-    assert (found.lost, found.duplicated, found.faults) == ([], [], [])
+    actual = audit(tmp_path / "run", STEPS, BATCH, SAMPLES)
+    assert (actual.lost, actual.duplicated, actual.faults) == ([], [], [])

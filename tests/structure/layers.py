@@ -39,11 +39,11 @@ def insert(page: str, text: str) -> str:
     Raises:
         ValueError: the page does not have each marker exactly once, in order.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in before + after:
+    text_before, begin, rest = page.partition(BEGIN)
+    _, end, text_after = rest.partition(END)
+    if not begin or not end or BEGIN in text_after or END in text_before + text_after:
         raise ValueError(f"the page needs one line {BEGIN} and after it one line {END}")
-    return f"{before}{begin}\n{text}\n{end}{after}"
+    return f"{text_before}{begin}\n{text}\n{end}{text_after}"
 
 
 def up_to_date(page: str) -> str:

@@ -137,9 +137,9 @@ def main(arguments: list[str]) -> None:
     for cells in (titles, ["---"] * len(titles), *(row.cells.values() for row in rows)):
         print(f"| {' | '.join(cells)} |")
     for row in rows:
-        for title, found in row.details.items():
-            if found:
-                print(f"\n{row.cells['package']}, {title}:", *found, sep="\n- ")
+        for title, detail in row.details.items():
+            if detail:
+                print(f"\n{row.cells['package']}, {title}:", *detail, sep="\n- ")
 
 
 if __name__ == "__main__":

@@ -127,14 +127,14 @@ PACKAGES = {f"{name}/__init__.py": "" for name in ("low", "left", "right", "top"
     ],
 )
 def test_violations(tmp_path: Path, name: str, source: str, message: str | None) -> None:
-    found = violations(write(tmp_path, {**PACKAGES, name: source}), LAYERS)
-    assert len(found) == (message is not None)
-    assert message is None or message in found[0]
+    actual_violations = violations(write(tmp_path, {**PACKAGES, name: source}), LAYERS)
+    assert len(actual_violations) == (message is not None)
+    assert message is None or message in actual_violations[0]
 
 
 def test_a_layer_without_a_package_is_a_violation(tmp_path: Path) -> None:
-    found = violations(write(tmp_path, PACKAGES), [*LAYERS, ["absent"]])
-    assert found == ["absent is in the layers, and there is no such package"]
+    actual_violations = violations(write(tmp_path, PACKAGES), [*LAYERS, ["absent"]])
+    assert actual_violations == ["absent is in the layers, and there is no such package"]
 
 
 def test_the_tree_is_written_between_the_markers(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_words_are_found_in_identifiers_comments_and_pages(tmp_path: Path) -> No
     (tmp_path / "agentrl" / "choice.py").write_text(code)
     (tmp_path / "docs" / "page.md").write_text("Somebody is told; BESIDE, somebodys.")
     (tmp_path / ".venv" / "page.md").write_text("told")
-    found = {row: cells for row, cells in counts(tmp_path).items() if any(cells)}
-    assert found == {
+    actual = {row: cells for row, cells in counts(tmp_path).items() if any(cells)}
+    assert actual == {
         "make way": (2, 0),
         "told": (0, 1),
         "somebody": (0, 1),

@@ -63,9 +63,9 @@ def _is_program_text(node: ast.Call) -> bool:
 
 
 def test_text_is_printed_by_the_console_only() -> None:
-    found = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
-    assert len(found) > 300
-    wrote = {path: names for path, names in found.items() if names}
+    text = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
+    assert len(text) > 300
+    wrote = {path: names for path, names in text.items() if names}
     # The configuration as YAML, whose writer escapes controls.
     yaml = ["agentrl/cli/sft.py", "agentrl/cli/train.py"]
     assert wrote == {path: ["sys.stdout.write"] for path in yaml}

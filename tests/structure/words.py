@@ -54,8 +54,8 @@ def source_files(tree: Path) -> list[Path]:
 
 def pages(tree: Path) -> list[Path]:
     """Markdown pages of a source tree, hidden folders apart."""
-    found = tree.rglob("*.md")
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(tree).parts))
+    paths = tree.rglob("*.md")
+    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(tree).parts))
 
 
 def split_words(text: str) -> str:

@@ -50,7 +50,7 @@ ADD = Tool(
 
 def texts() -> list[str]:
     """Each piece repeated, after each beginning and before a character that fits nothing; and pairs of pieces."""
-    found = [before + piece * (SIZE // len(piece)) + "x" for before in BEFORE for piece in PIECES]
+    found = [state_before + piece * (SIZE // len(piece)) + "x" for state_before in BEFORE for piece in PIECES]
     rng = random.Random(0)
     for _ in range(40):
         one, other, third = rng.choice(PIECES), rng.choice(PIECES), rng.choice(PIECES)

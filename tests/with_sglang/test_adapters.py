@@ -82,11 +82,11 @@ class TestPolicies(Adapters):
 
 
 def distance(
-    model: PreTrainedModel, ids: list[int], found: Generation, start: int = 0, end: int | None = None
+    model: PreTrainedModel, ids: list[int], generation: Generation, start: int = 0, end: int | None = None
 ) -> float:
     """Largest difference of an engine's log-probabilities from a model's."""
-    wanted = reference_logprobs(model, ids, list(found.token_ids))
-    return float(np.abs(np.subtract(found.logprobs, wanted))[start:end].max())
+    expected = reference_logprobs(model, ids, list(generation.token_ids))
+    return float(np.abs(np.subtract(generation.logprobs, expected))[start:end].max())
 
 
 def test_engine_and_learner_agree_after_every_sync(policy: Policy, url: str) -> None:
@@ -117,25 +117,25 @@ def test_a_request_that_a_pause_interrupts_has_the_versions_that_sampled_it(
 ) -> None:
     async def play() -> None:
         client, sync = SGLangClient(url), AdapterSync(LORA)
-        before = policy.change()
+        state_before = policy.change()
         await sync.sync_weights(policy.learner, [client], policy.version)
         task = asyncio.create_task(sample(client, PROMPT, LONG, mode))
         await until_sampling(client, [task])
         await client.pause(mode)
-        after = policy.change()
+        state_after = policy.change()
         await sync.sync_weights(policy.learner, [client], policy.version)
         await client.resume()
-        found = await task
-        assert len(found.token_ids) == LONG.max_new_tokens
+        actual = await task
+        assert len(actual.token_ids) == LONG.max_new_tokens
         if mode == "abort":
-            (_, old), (start, new) = found.versions
+            (_, old), (start, new) = actual.versions
             assert (old, new) == (policy.version - 1, policy.version)
-            assert distance(after, PROMPT, found, start) < 1e-4
+            assert distance(state_after, PROMPT, actual, start) < 1e-4
         else:
-            start = len(found.token_ids)
-            assert found.versions == ((0, policy.version - 1),)
-        assert distance(before, PROMPT, found, 0, start) < 1e-4
-        assert distance(after, PROMPT, await sample(client, PROMPT, GREEDY)) < 1e-4
+            start = len(actual.token_ids)
+            assert actual.versions == ((0, policy.version - 1),)
+        assert distance(state_before, PROMPT, actual, 0, start) < 1e-4
+        assert distance(state_after, PROMPT, await sample(client, PROMPT, GREEDY)) < 1e-4
         await client.aclose()
 
     asyncio.run(play())

@@ -89,13 +89,13 @@ def make_ragged(
             reward = 1000.0 if lost else float(rng.choice(rewards))
             count = 1 if players else int(rng.integers(1, agents + 1))
             seat = int(rng.integers(2)) if players else 0
-            rollout, found = _rollout(rng, f"p{number}", name, reward, count, lost, first=seat)
+            rollout, actual_rollout = _rollout(rng, f"p{number}", name, reward, count, lost, first=seat)
             if players:
-                given = _player(rng, number, seat)
-                rollout = replace(rollout, **given)
-                found = [replace(one, **given) for one in found]
+                player = _player(rng, number, seat)
+                rollout = replace(rollout, **player)
+                actual_rollout = [replace(one, **player) for one in actual_rollout]
             rollouts.append(rollout)
-            sequences += [] if lost else found
+            sequences += [] if lost else actual_rollout
     mixed = [rollouts[index] for index in rng.permutation(len(rollouts))]
     return Ragged(group_rollouts(mixed), tuple(sequences))
 
@@ -148,7 +148,7 @@ def _rows(
             row = tokens[0 if turn == 2 else -1]
         row += [(-1, "observed")] * int(rng.integers(0, 3))
         for _ in range(int(rng.integers(1, 6))):
-            number = next(number for number, other in enumerate(tokens) if other is row)
+            number = next(number for number, other_token in enumerate(tokens) if other_token is row)
             places.append((RowKey(group, name, agent, number), len(row)))
             of_turn.append(turn)
             row.append((turn, "trained"))

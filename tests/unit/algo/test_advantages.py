@@ -32,19 +32,21 @@ Rewards = dict[str, float]
 
 
 def rewards_of(data: Ragged, kl: Values) -> Rewards:
-    found = {one.rollout_id: one.reward for one in data.sequences}
-    for one in data.sequences if kl else ():
-        found[one.rollout_id] -= math.fsum(one.of(kl))
+    found = {rollout.rollout_id: rollout.reward for rollout in data.sequences}
+    for rollout in data.sequences if kl else ():
+        found[rollout.rollout_id] -= math.fsum(rollout.of(kl))
     return found
 
 
 def group_of(data: Ragged, rewards: Rewards, sequence: SampledTokens) -> list[float]:
-    names = {one.rollout_id for one in data.sequences if one.group == sequence.group}
+    names = {rollout.rollout_id for rollout in data.sequences if rollout.group == sequence.group}
     return [rewards[name] for name in sorted(names)]
 
 
 def others_of(data: Ragged, rewards: Rewards, sequence: SampledTokens) -> list[float]:
-    names = {one.rollout_id for one in data.sequences if one.group == sequence.group} - {sequence.rollout_id}
+    names = {rollout.rollout_id for rollout in data.sequences if rollout.group == sequence.group} - {
+        sequence.rollout_id
+    }
     return [rewards[name] for name in sorted(names)]
 
 
@@ -55,10 +57,12 @@ def each_rollout(value: Callable[[float, list[float], list[float]], float]) -> C
         rewards = rewards_of(data, kl)
         return [
             np.full(
-                len(one.places),
-                value(rewards[one.rollout_id], group_of(data, rewards, one), others_of(data, rewards, one)),
+                len(sequence.places),
+                value(
+                    rewards[sequence.rollout_id], group_of(data, rewards, sequence), others_of(data, rewards, sequence)
+                ),
             )
-            for one in data.sequences
+            for sequence in data.sequences
         ]
 
     return reference
@@ -87,17 +91,17 @@ def whitened(parts: list[list[float]]) -> list[np.ndarray]:
     return [np.array([(value - mean) / math.sqrt(variance + 1e-8) for value in part]) for part in parts]
 
 
-def token_rewards(one: SampledTokens, kl: Values) -> list[float]:
-    rewards = [-value for value in one.of(kl)] if kl else [0.0] * len(one.places)
-    rewards[-1] += one.reward
+def token_rewards(sampled_tokens: SampledTokens, kl: Values) -> list[float]:
+    rewards = [-value for value in sampled_tokens.of(kl)] if kl else [0.0] * len(sampled_tokens.places)
+    rewards[-1] += sampled_tokens.reward
     return rewards
 
 
 def reinforce_plus_plus(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
     def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
         parts = []
-        for one in data.sequences:
-            rewards = token_rewards(one, kl)
+        for sequence in data.sequences:
+            rewards = token_rewards(sequence, kl)
             parts.append(
                 [sum(gamma ** (j - t) * rewards[j] for j in range(t, len(rewards))) for t in range(len(rewards))]
             )
@@ -109,23 +113,23 @@ def reinforce_plus_plus(gamma: float) -> Callable[[Ragged, Values, Values], list
 def baseline(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
     rewards = rewards_of(data, kl)
     parts = []
-    for one in data.sequences:
-        group = group_of(data, rewards, one)
-        value = rewards[one.rollout_id] - (statistics.fmean(group) if len(group) > 1 else 0.0)
-        parts.append([value] * len(one.places))
+    for sequence in data.sequences:
+        group = group_of(data, rewards, sequence)
+        value = rewards[sequence.rollout_id] - (statistics.fmean(group) if len(group) > 1 else 0.0)
+        parts.append([value] * len(sequence.places))
     return whitened(parts)
 
 
 def gae(gamma: float, lam: float, step: str, normalise: bool) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
     def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
         parts = []
-        for one in data.sequences:
-            steps = list(range(len(one.places))) if step == "token" else list(one.turns)
+        for sequence in data.sequences:
+            steps = list(range(len(sequence.places))) if step == "token" else list(sequence.turns)
             count = max(steps) + 1
             rewards, value = [0.0] * count, [0.0] * (count + 1)
-            for at, reward in zip(steps, token_rewards(one, kl), strict=True):
+            for at, reward in zip(steps, token_rewards(sequence, kl), strict=True):
                 rewards[at] += reward
-            for at, token in reversed(list(zip(steps, one.of(values), strict=True))):
+            for at, token in reversed(list(zip(steps, sequence.of(values), strict=True))):
                 value[at] = token  # the step's first token is the last to be written
             error = [rewards[k] + gamma * value[k + 1] - value[k] for k in range(count)]
             of_step = [sum((gamma * lam) ** (j - k) * error[j] for j in range(k, count)) for k in range(count)]
@@ -136,63 +140,73 @@ def gae(gamma: float, lam: float, step: str, normalise: bool) -> Callable[[Ragge
 
 
 def turn_level(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarray]]:
-    def returns(one: SampledTokens, kl: Values) -> list[float]:
-        rewards = list(one.turn_rewards)
-        for turn, value in zip(one.turns, one.of(kl) if kl else (), strict=bool(kl)):
+    def returns(sampled_tokens: SampledTokens, kl: Values) -> list[float]:
+        rewards = list(sampled_tokens.turn_rewards)
+        for turn, value in zip(sampled_tokens.turns, sampled_tokens.of(kl) if kl else (), strict=bool(kl)):
             rewards[turn] -= value
         return [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
 
     def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
         parts = []
-        for one in data.sequences:
-            others = [returns(other, kl) for other in data.sequences if other.group == one.group and other is not one]
+        for sequence in data.sequences:
+            others = [
+                returns(other, kl)
+                for other in data.sequences
+                if other.group == sequence.group and other is not sequence
+            ]
             advantages = []
-            for turn, value in enumerate(returns(one, kl)):
+            for turn, value in enumerate(returns(sequence, kl)):
                 reached = [at for at in range(turn + 1) if any(len(other) > at for other in others)]
                 compared = [other[reached[-1]] for other in others if len(other) > reached[-1]] if reached else [value]
                 advantages.append(value - statistics.fmean(compared))
-            parts.append(np.array([advantages[turn] for turn in one.turns]))
+            parts.append(np.array([advantages[turn] for turn in sequence.turns]))
         return parts
 
     return reference
 
 
-def alike(data: Ragged, one: SampledTokens, *names: str) -> list[SampledTokens]:
+def alike(data: Ragged, sampled_tokens: SampledTokens, *names: str) -> list[SampledTokens]:
     """Those of the same task that are equal in some fields."""
-    wanted = [getattr(one, name) for name in ("group", *names)]
-    return [other for other in data.sequences if [getattr(other, name) for name in ("group", *names)] == wanted]
+    expected = [getattr(sampled_tokens, name) for name in ("group", *names)]
+    return [other for other in data.sequences if [getattr(other, name) for name in ("group", *names)] == expected]
 
 
 def rae(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
     rewards = rewards_of(data, kl)
-    known = {f"{role}/{opponents}": one.total / one.weight for (role, opponents), one in BASELINES.items()}
+    known = {
+        f"{role}/{opponents}": sequence.total / sequence.weight for (role, opponents), sequence in BASELINES.items()
+    }
     return [
-        np.full(len(one.places), rewards[one.rollout_id] - known.get(f"{one.role}/{one.opponent}", 0.0))
-        for one in data.sequences
+        np.full(
+            len(sequence.places), rewards[sequence.rollout_id] - known.get(f"{sequence.role}/{sequence.opponent}", 0.0)
+        )
+        for sequence in data.sequences
     ]
 
 
 def seat_grpo(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
     rewards = rewards_of(data, kl)
 
-    def centred(one: SampledTokens) -> float:
-        return rewards[one.rollout_id] - statistics.fmean(rewards[each.rollout_id] for each in alike(data, one, "seat"))
+    def centred(sequence: SampledTokens) -> float:
+        return rewards[sequence.rollout_id] - statistics.fmean(
+            rewards[rollout.rollout_id] for rollout in alike(data, sequence, "seat")
+        )
 
     found = []
-    for one in data.sequences:
-        task = alike(data, one)
+    for sequence in data.sequences:
+        task = alike(data, sequence)
         free = len(task) - len({each.seat for each in task})
         spread = math.sqrt(math.fsum(centred(each) ** 2 for each in task) / free) if free else 0.0
-        found.append(np.full(len(one.places), centred(one) / (spread + 1e-6)))
+        found.append(np.full(len(sequence.places), centred(sequence) / (spread + 1e-6)))
     return found
 
 
 def hierarchical(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
     rewards, found = rewards_of(data, kl), []
-    for one in data.sequences:
-        names = ("role", "episode") if one.role == "solver" else ("role",)
-        group = [rewards[each.rollout_id] for each in alike(data, one, *names)]
-        found.append(np.full(len(one.places), grpo(rewards[one.rollout_id], group, group[1:])))
+    for sequence in data.sequences:
+        names = ("role", "episode") if sequence.role == "solver" else ("role",)
+        group = [rewards[rollout.rollout_id] for rollout in alike(data, sequence, *names)]
+        found.append(np.full(len(sequence.places), grpo(rewards[sequence.rollout_id], group, group[1:])))
     return found
 
 
@@ -200,34 +214,34 @@ def by_turns(gamma: float, compared: Callable[[Ragged, SampledTokens, int], list
     """Return a reference that normalises the return of each turn over the turns it is compared with."""
 
     def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
-        def value(one: SampledTokens, turn: int) -> float:
-            rewards = list(one.turn_rewards)
-            for at, penalty in zip(one.turns, one.of(kl) if kl else (), strict=bool(kl)):
+        def value(sequence: SampledTokens, turn: int) -> float:
+            rewards = list(sequence.turn_rewards)
+            for at, penalty in zip(sequence.turns, sequence.of(kl) if kl else (), strict=bool(kl)):
                 rewards[at] -= penalty
             return math.fsum(gamma ** (j - turn) * rewards[j] for j in range(turn, len(rewards)))
 
         found = []
-        for one in data.sequences:
+        for sequence in data.sequences:
             advantages = []
-            for turn in range(len(one.turn_rewards)):
-                others = [value(*each) for each in compared(data, one, turn)]
-                advantages.append(grpo(value(one, turn), others, others[1:]))
-            found.append(np.array([advantages[turn] for turn in one.turns]))
+            for turn in range(len(sequence.turn_rewards)):
+                other_values = [value(*each) for each in compared(data, sequence, turn)]
+                advantages.append(grpo(value(sequence, turn), other_values, other_values[1:]))
+            found.append(np.array([advantages[turn] for turn in sequence.turns]))
         return found
 
     return reference
 
 
-def same_turn(data: Ragged, one: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
-    return [(each, turn) for each in alike(data, one, "agent_id") if len(each.turn_rewards) > turn]
+def same_turn(data: Ragged, sampled_tokens: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
+    return [(each, turn) for each in alike(data, sampled_tokens, "agent_id") if len(each.turn_rewards) > turn]
 
 
-def turns_of_role(data: Ragged, one: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
+def turns_of_role(data: Ragged, sampled_tokens: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
     return [
-        (each, at)
-        for each in data.sequences
-        if (each.role, each.agent_id) == (one.role, one.agent_id)
-        for at in range(len(each.turn_rewards))
+        (sequence, at)
+        for sequence in data.sequences
+        if (sequence.role, sequence.agent_id) == (sampled_tokens.role, sampled_tokens.agent_id)
+        for at in range(len(sequence.turn_rewards))
     ]
 
 
@@ -277,19 +291,19 @@ def test_advantages_are_the_papers(case, with_kl):
         data = make_ragged(
             seed, agents=agents, rewards=rewards, players=name in SELF_PLAY, sizes=SIZES.get(name, (4, 1, 2, 3))
         )
-        baselines = {"/".join(key): one for key, one in BASELINES.items()}
+        baselines = {"/".join(key): sequence for key, sequence in BASELINES.items()}
         kl = data.random_values(rng, 0.01) if with_kl else {}
         values = data.random_values(rng)
         estimators = RunEstimators(advantage_config(name, options).by_source)
         estimators.load_state({"": {"name": "rae", "state": baselines}})
-        found = estimators.advantages("", AdvantageInput(data.groups, kl, values))
-        wanted = reference(data, kl, values)
-        assert sum(np.count_nonzero(value) for value in wanted) > 20
-        for one, value in zip(data.sequences, wanted, strict=True):
-            assert one.of(found) == pytest.approx(value, rel=1e-6, abs=1e-6), one.rollout_id
-        trained = {(key, place) for one in data.sequences for key, place in one.places}
+        actual = estimators.advantages("", AdvantageInput(data.groups, kl, values))
+        expected = reference(data, kl, values)
+        assert sum(np.count_nonzero(value) for value in expected) > 20
+        for sequence, value in zip(data.sequences, expected, strict=True):
+            assert sequence.of(actual) == pytest.approx(value, rel=1e-6, abs=1e-6), sequence.rollout_id
+        trained = {(key, place) for sequence in data.sequences for key, place in sequence.places}
         for row in data.rows:
-            assert not any(value and (row.key, at) not in trained for at, value in enumerate(found[row.key]))
+            assert not any(value and (row.key, at) not in trained for at, value in enumerate(actual[row.key]))
 
 
 @pytest.mark.parametrize("step", ["token", "turn"])
@@ -297,13 +311,13 @@ def test_returns_for_the_critic_are_advantages_before_normalisation_plus_values(
     options = Gae.Options(gamma=0.95, lam=0.8, step=step)
     data = make_ragged(7)
     values = data.random_values(np.random.default_rng(0))
-    found = Gae(options).returns(AdvantageInput(data.groups, values=values))
-    wanted = gae(0.95, 0.8, step, False)(data, {}, values)
-    for one, advantages in zip(data.sequences, wanted, strict=True):
-        own = one.of(values)
+    actual = Gae(options).returns(AdvantageInput(data.groups, values=values))
+    expected = gae(0.95, 0.8, step, False)(data, {}, values)
+    for sequence, advantages in zip(data.sequences, expected, strict=True):
+        own_values = sequence.of(values)
         if step == "turn":
-            own = np.array([own[one.turns.index(turn)] for turn in one.turns])
-        assert one.of(found) == pytest.approx(advantages + own, rel=1e-6, abs=1e-6)
+            own_values = np.array([own_values[sequence.turns.index(turn)] for turn in sequence.turns])
+        assert sequence.of(actual) == pytest.approx(advantages + own_values, rel=1e-6, abs=1e-6)
 
 
 def test_gspo_gives_a_sequence_the_mean_advantage_of_its_tokens():
@@ -311,10 +325,10 @@ def test_gspo_gives_a_sequence_the_mean_advantage_of_its_tokens():
     values = data.random_values(np.random.default_rng(0))
     options = {"name": "gae", "options": {"lam": 0.5}}
     algo = make_algo(advantage=options, loss={"name": "gspo"})
-    found = RunEstimators(algo.by_source).advantages("", AdvantageInput(data.groups, values=values))
-    wanted = gae(1.0, 0.5, "token", True)(data, {}, values)
-    for one, advantages in zip(data.sequences, wanted, strict=True):
-        assert one.of(found) == pytest.approx(np.full(len(advantages), advantages.mean()), rel=1e-6, abs=1e-6)
+    actual = RunEstimators(algo.by_source).advantages("", AdvantageInput(data.groups, values=values))
+    expected = gae(1.0, 0.5, "token", True)(data, {}, values)
+    for sequence, advantages in zip(data.sequences, expected, strict=True):
+        assert sequence.of(actual) == pytest.approx(np.full(len(advantages), advantages.mean()), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "turn_level", "seat_grpo", "hierarchical_grpo"])
@@ -325,11 +339,11 @@ def test_equal_rewards_are_exactly_no_advantage(name, reward):
         rollout for rollout in data.groups.rollouts_N if len(rollout.turns) == 1 or name != "turn_level"
     ]  # with several turns, returns differ
     assert same
-    found = RunEstimators(advantage_config(name, {}).by_source).advantages("", AdvantageInput(data.groups))
+    advantages = RunEstimators(advantage_config(name, {}).by_source).advantages("", AdvantageInput(data.groups))
     if name == "turn_level":
-        assert all(np.isfinite(values).all() for values in found.values())
+        assert all(np.isfinite(values).all() for values in advantages.values())
     else:
-        assert not any(values.any() for values in found.values())
+        assert not any(values.any() for values in advantages.values())
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["grpo", "rloo", "turn_level"]), st.integers(-5, 5))
@@ -339,11 +353,11 @@ def test_a_constant_added_to_every_reward_of_a_group_changes_nothing(seed, name,
     if name == "turn_level":  # the last turn has the difference, so that a return from any turn has it
         assert [one.turn_rewards[:-1] for one in data.sequences] == [one.turn_rewards[:-1] for one in moved.sequences]
     config = advantage_config(name, {})
-    before, after = (
+    state_before, state_after = (
         RunEstimators(config.by_source).advantages("", AdvantageInput(one.groups)) for one in (data, moved)
     )
-    for key, values in before.items():
-        assert after[key] == pytest.approx(values, abs=1e-4)
+    for key, values in state_before.items():
+        assert state_after[key] == pytest.approx(values, abs=1e-4)
 
 
 @given(st.integers(1, 3000), st.integers(1, 1000), st.integers(0, 2000), st.floats(0.1, 5))
@@ -351,26 +365,29 @@ def test_the_overlong_penalty_is_equation_13(tokens, buffer, more, penalty):
     limit = buffer + more
     config = OverlongConfig(max_tokens=limit, buffer_tokens=buffer, penalty=penalty)
     if tokens <= limit - buffer:
-        wanted = 0.0
+        expected = 0.0
     elif tokens <= limit:
-        wanted = penalty * (tokens - (limit - buffer)) / buffer
+        expected = penalty * (tokens - (limit - buffer)) / buffer
     else:
-        wanted = penalty
-    assert overlong_penalty(tokens, config) == pytest.approx(wanted, rel=1e-9)
+        expected = penalty
+    assert overlong_penalty(tokens, config) == pytest.approx(expected, rel=1e-9)
 
 
 def test_penalties_are_taken_off_before_advantages():
     data = make_ragged(5, agents=2)
     config = make_algo(advantage={"name": "rloo"}, overlong={"max_tokens": 12, "buffer_tokens": 8, "penalty": 0.7})
-    found = RunEstimators(config.by_source).advantages("", AdvantageInput(data.groups))
-    rewards = {one.rollout_id: one.reward for one in data.sequences}
-    sizes = {name: sum(len(one.places) for one in data.sequences if one.rollout_id == name) for name in rewards}
+    actual = RunEstimators(config.by_source).advantages("", AdvantageInput(data.groups))
+    rewards = {sequence.rollout_id: sequence.reward for sequence in data.sequences}
+    sizes = {
+        name: sum(len(sequence.places) for sequence in data.sequences if sequence.rollout_id == name)
+        for name in rewards
+    }
     penalties = {name: min(max(size - 4, 0) / 8, 1) * 0.7 for name, size in sizes.items()}
     assert len(set(penalties.values())) > 3
     lower = {name: reward - penalties[name] for name, reward in rewards.items()}
-    for one in data.sequences:
-        wanted = rloo(lower[one.rollout_id], [], others_of(data, lower, one))
-        assert one.of(found) == pytest.approx(np.full(len(one.places), wanted), rel=1e-6, abs=1e-6)
+    for sequence in data.sequences:
+        expected = rloo(lower[sequence.rollout_id], [], others_of(data, lower, sequence))
+        assert sequence.of(actual) == pytest.approx(np.full(len(sequence.places), expected), rel=1e-6, abs=1e-6)
     assert all(rollout.reward == rewards[rollout.rollout_id] for rollout in data.groups.rollouts_N)
 
 

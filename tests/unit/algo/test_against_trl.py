@@ -55,13 +55,13 @@ def padded(tokens: Tokens, *values: np.ndarray) -> tuple[torch.Tensor, list[torc
     names = np.unique(tokens.numbers)
     longest = max((tokens.numbers == name).sum() for name in names)
     mask_B_T = torch.zeros(len(names), 2 * longest, dtype=torch.float64)
-    found = [torch.zeros_like(mask_B_T) for _ in values]
+    actual_values = [torch.zeros_like(mask_B_T) for _ in values]
     for row, name in enumerate(names):
         chosen = tokens.numbers == name
         mask_B_T[row, 1 : 2 * chosen.sum() : 2] = 1
-        for into, value in zip(found, values, strict=True):
+        for into, value in zip(actual_values, values, strict=True):
             into[row, 1 : 2 * chosen.sum() : 2] = torch.from_numpy(value[chosen])
-    return mask_B_T, found
+    return mask_B_T, actual_values
 
 
 def weights_of(tokens: Tokens, loss_type: str) -> np.ndarray:

@@ -83,24 +83,25 @@ def estimator(name: str, **options: object) -> Estimate:
 
 def naive_turn_level(groups: RolloutGroups) -> RowAdvantages:
     """The natural construction: centre each turn's reward among the rollouts that reached it, then sum from the turn on."""
-    rewards = [[turn.reward for turn in one.turns] for one in groups.rollouts_N]
+    rewards = [[turn.reward for turn in first.turns] for first in groups.rollouts_N]
     found = {}
-    for one, own in zip(groups.rollouts_N, rewards, strict=True):
+    for first, own_reward in zip(groups.rollouts_N, rewards, strict=True):
         centred = [
-            reward - np.mean([other[turn] for other in rewards if len(other) > turn]) for turn, reward in enumerate(own)
+            reward - np.mean([other_reward[turn] for other_reward in rewards if len(other_reward) > turn])
+            for turn, reward in enumerate(own_reward)
         ]
-        found[one.rows[0].key] = np.repeat(np.cumsum(centred[::-1])[::-1], 2).astype(np.float32)
+        found[first.rows[0].key] = np.repeat(np.cumsum(centred[::-1])[::-1], 2).astype(np.float32)
     return found
 
 
 def only_where_others_are(groups: RolloutGroups) -> RowAdvantages:
     """Turn-level advantages that are 0 in turns that no other rollout reached."""
-    found = estimator("turn_level")(groups)
+    advantages = estimator("turn_level")(groups)
     lengths = sorted(len(one.turns) for one in groups.rollouts_N)
     for one in groups.rollouts_N:
         if len(one.turns) == lengths[-1]:
-            found[one.rows[0].key][2 * lengths[-2] :] = 0.0
-    return found
+            advantages[one.rows[0].key][2 * lengths[-2] :] = 0.0
+    return advantages
 
 
 def outcomes(size: int, logits: torch.Tensor = POLICY) -> Iterator[tuple[float, list[Rollout]]]:
@@ -145,9 +146,9 @@ def gradient(advantages: RowAdvantages, groups: RolloutGroups) -> torch.Tensor:
 
 
 def bias(found: torch.Tensor, name: str) -> float:
-    wanted = exact()
-    value = float((found - wanted).norm() / wanted.norm())
-    print(f"bias of {name}: {value:.2g}  {[round(each, 4) for each in found.tolist()]}, exact {wanted.tolist()}")
+    expected = exact()
+    value = float((found - expected).norm() / expected.norm())
+    print(f"bias of {name}: {value:.2g}  {[round(each, 4) for each in found.tolist()]}, exact {expected.tolist()}")
     return value
 
 
@@ -158,8 +159,8 @@ def test_estimators_have_no_bias_where_the_policy_decides_when_to_stop(name, siz
 
 
 def test_grpo_without_std_has_the_gradient_but_for_its_length():
-    found = mean_gradient(estimator("grpo", std_normalise=False))
-    assert bias(found * 3 / 2, "grpo without std, times n / (n - 1)") < 1e-6
+    actual_gradient = mean_gradient(estimator("grpo", std_normalise=False))
+    assert bias(actual_gradient * 3 / 2, "grpo without std, times n / (n - 1)") < 1e-6
 
 
 def test_the_comparison_sees_the_bonus_for_further_turns_of_centred_rewards():
@@ -177,8 +178,8 @@ def test_groups_that_lost_rollouts_have_an_unbiased_baseline(name):
 
 def test_the_comparison_sees_a_baseline_of_the_rollouts_that_were_started():
     def started(groups: RolloutGroups) -> RowAdvantages:
-        found = estimator("grpo", std_normalise=False)(groups)
-        return {key: values * np.float32(3 / 2) for key, values in found.items()}
+        advantages = estimator("grpo", std_normalise=False)(groups)
+        return {key: values * np.float32(3 / 2) for key, values in advantages.items()}
 
     assert bias(mean_gradient_of_the_rest(started, 3), "rloo by the number of started rollouts") > 0.1
 
@@ -197,8 +198,8 @@ def test_maxrl_climbs_the_logarithm_of_the_success_rate_by_one_term_less_than_th
             scored = [replace(one, reward=success[_number(one)]) for one in rollouts]
             groups = group_rollouts(scored)
             total += chance * gradient(estimator("maxrl", eps=1e-12)(groups), groups)
-        wanted = logits.grad * sum((1 - p.item()) ** (k - 1) for k in range(1, size))
-        assert torch.allclose(total, wanted, rtol=1e-6, atol=1e-8)
+        expected = logits.grad * sum((1 - p.item()) ** (k - 1) for k in range(1, size))
+        assert torch.allclose(total, expected, rtol=1e-6, atol=1e-8)
 
 
 STALE = {
@@ -227,14 +228,14 @@ def stale_gradient(correction: dict[str, object], loss: str) -> torch.Tensor:
         logits = POLICY.clone().requires_grad_()
         for one in sampled:
             key, at = one.rows[0].key, one.rows[0].mask.astype(bool)
-            given = LossInput(
+            loss_input = LossInput(
                 weight_N=torch.full((len(one.turns),), 1 / len(sampled), dtype=torch.float64),
                 advantages_N=torch.from_numpy(advantages[key][at]).double(),
                 logprobs_N=logprobs(OLDER, EPISODES[_number(one)]),
                 learner_logprobs_N=logprobs(POLICY, EPISODES[_number(one)]),
                 correction_N=None if weights is None else torch.from_numpy(weights[key][at]).double(),
             )
-            value, _ = objective(logprobs(logits, EPISODES[_number(one)]), given)
+            value, _ = objective(logprobs(logits, EPISODES[_number(one)]), loss_input)
             (-chance * value).backward()
         total += logits.grad
     return total

@@ -78,13 +78,16 @@ def weights(correction: dict[str, object], data: Ragged, learner: dict) -> list[
     found = StepScores(learner).correction(config.algo.correction, data.groups)
     if found is not None:
         assert all(not values[row.mask == 0].any() for row in data.rows for values in [found[row.key]])
-        return [one.of(found) for one in data.sequences]
+        return [sequence.of(found) for sequence in data.sequences]
     of_objective = []
-    for one in data.sequences:
-        new = torch.tensor(one.of(learner), requires_grad=True)
-        ones, engine = torch.ones_like(new.detach()), torch.tensor(one.of({row.key: row.logprobs for row in data.rows}))
+    for sequence in data.sequences:
+        new = torch.tensor(sequence.of(learner), requires_grad=True)
+        ones, engine = (
+            torch.ones_like(new.detach()),
+            torch.tensor(sequence.of({row.key: row.logprobs for row in data.rows})),
+        )
         loss, metrics = make_objective(config.algo)(
-            new, LossInput(ones, ones, engine, learner_logprobs_N=torch.tensor(one.of(learner)))
+            new, LossInput(ones, ones, engine, learner_logprobs_N=torch.tensor(sequence.of(learner)))
         )
         loss.backward()  # of reinforce, minus the weight
         of_objective.append(-new.grad.numpy())
@@ -97,14 +100,14 @@ def case(seed: int, spread: float = 0.4) -> tuple[Ragged, dict, Gaps]:
     rng = np.random.default_rng([seed, 2])
     learner = {row.key: (row.logprobs + rng.normal(0, spread, len(row.mask))).astype(np.float32) for row in data.rows}
     engine = {row.key: row.logprobs for row in data.rows}
-    return data, learner, [(one.of(learner) - one.of(engine)).tolist() for one in data.sequences]
+    return data, learner, [(sequence.of(learner) - sequence.of(engine)).tolist() for sequence in data.sequences]
 
 
-def compare(found: list[np.ndarray], wanted: Gaps, shares: tuple[float, float] = (0.0, 1.0)) -> None:
+def compare(actual: list[np.ndarray], expected: Gaps, shares: tuple[float, float] = (0.0, 1.0)) -> None:
     """Compare, with what share of the tokens must have weight 0."""
-    for one, values in zip(found, wanted, strict=True):
+    for one, values in zip(actual, expected, strict=True):
         assert one == pytest.approx(np.array(values), rel=1e-6, abs=1e-9)
-    share = np.mean(np.concatenate(found) == 0)
+    share = np.mean(np.concatenate(actual) == 0)
     assert shares[0] <= share <= shares[1]
 
 
@@ -115,10 +118,10 @@ def test_importance_weights_are_the_ratios_within_their_limits(level, lower, nor
     for seed in range(2):
         data, learner, gaps = case(seed)
         settings = {"rollout_is": level, "rollout_is_threshold": 1.3, "rollout_is_lower": lower}
-        found = weights(settings | {"rollout_is_batch_normalize": normalise}, data, learner)
-        wanted = importance(gaps, level, 1.3, lower, normalise)
-        compare(found, wanted, (0.0, 0.0) if lower is None else (0.01, 0.9))
-        assert max(map(max, wanted)) > 1 > min(map(min, wanted))
+        actual = weights(settings | {"rollout_is_batch_normalize": normalise}, data, learner)
+        expected = importance(gaps, level, 1.3, lower, normalise)
+        compare(actual, expected, (0.0, 0.0) if lower is None else (0.01, 0.9))
+        assert max(map(max, expected)) > 1 > min(map(min, expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,27 +129,29 @@ def test_tokens_are_rejected_by_their_divergence(kind):
     threshold = 1.3 if kind.endswith("k1") else 0.8 if "sum" in kind else 0.1
     for seed in range(2):
         data, learner, gaps = case(seed)
-        found = weights({"rollout_is": "none", "rollout_rs": [kind], "rollout_rs_threshold": threshold}, data, learner)
-        compare(found, kept(gaps, kind, threshold), (0.01, 0.99))
+        actual_weights = weights(
+            {"rollout_is": "none", "rollout_rs": [kind], "rollout_rs_threshold": threshold}, data, learner
+        )
+        compare(actual_weights, kept(gaps, kind, threshold), (0.01, 0.99))
 
 
 def test_m2po_leaves_out_the_fewest_tokens():
     for seed, threshold in itertools.product(range(2), (0.01, 0.04, 0.1, 10.0)):
         data, learner, gaps = case(seed)
-        found = weights({"rollout_is": "none", "m2po_threshold": threshold}, data, learner)
-        compare(found, fewest_largest(gaps, threshold))
+        actual_weights = weights({"rollout_is": "none", "m2po_threshold": threshold}, data, learner)
+        compare(actual_weights, fewest_largest(gaps, threshold))
 
 
 def test_all_kinds_together_multiply():
     data, learner, gaps = case(9)
     settings = {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True}
     rejects = {"rollout_rs": ["token_k1", "seq_mean_k3"], "rollout_rs_threshold": 1.5, "m2po_threshold": 0.1}
-    found = weights(settings | rejects, data, learner)
+    actual_weights = weights(settings | rejects, data, learner)
     factors = [
         importance(gaps, "sequence", 3.0, None, True),
         kept(gaps, "token_k1", 1.5), kept(gaps, "seq_mean_k3", 1.5), fewest_largest(gaps, 0.1),
     ]  # fmt: skip
-    compare(found, [np.prod(parts, axis=0).tolist() for parts in zip(*factors, strict=True)], (0.01, 0.9))
+    compare(actual_weights, [np.prod(parts, axis=0).tolist() for parts in zip(*factors, strict=True)], (0.01, 0.9))
 
 
 def test_every_kind_is_tested():
@@ -167,10 +172,10 @@ def test_what_m2po_keeps_is_within_the_threshold_and_one_more_would_not_be(gaps,
 @given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
 def test_weights_are_finite_whatever_the_gap(gaps):
     data = make_ragged(0, sizes=(1,), agents=1, dropped=0)
-    places = [place for one in data.sequences for place in one.places]
+    places = [place for sequence in data.sequences for place in sequence.places]
     learner = {row.key: row.logprobs.copy() for row in data.rows}
     for (key, place), gap in zip(places, itertools.cycle(gaps), strict=False):
         learner[key][place] += gap
     for level in LEVELS:
-        found = weights({"rollout_is": level, "rollout_is_threshold": 1e9}, data, learner)
-        assert all(np.isfinite(one).all() for one in found)
+        actual_weights = weights({"rollout_is": level, "rollout_is_threshold": 1e9}, data, learner)
+        assert all(np.isfinite(sequence).all() for sequence in actual_weights)

@@ -20,16 +20,16 @@ TEACHERS = ["algo.distillation.teachers.a.url=http://a", "algo.distillation.teac
 
 
 def row(rollout: str, number: int, mask: list[int], seed: int) -> Row:
-    given = np.array(mask, np.uint8)
+    values = np.array(mask, np.uint8)
     return Row(
         key=RowKey("p", rollout, row=number),
         token_ids=np.arange(len(mask), dtype=np.int32),
-        provenance=(given * Provenance.SAMPLED).astype(np.uint8),
-        mask=given,
-        mask_reason=np.where(given, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-        logprobs=-np.random.default_rng(seed).exponential(1.0, len(mask)).astype(np.float32) * given,
-        versions=given.astype(np.int32) - 1,
-        requests=given.astype(np.int32) - 1,
+        provenance=(values * Provenance.SAMPLED).astype(np.uint8),
+        mask=values,
+        mask_reason=np.where(values, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=-np.random.default_rng(seed).exponential(1.0, len(mask)).astype(np.float32) * values,
+        versions=values.astype(np.int32) - 1,
+        requests=values.astype(np.int32) - 1,
         request_ids=("q",),
     )
 
@@ -57,7 +57,7 @@ def test_the_term_equals_a_plain_reference_in_float64(reward_coef: float) -> Non
     ]  # fmt: skip
     config, given = load_config(None, changes), rollouts()
     groups, scored = group_rollouts(given), scores(given, "ab")
-    found = training_step(config, groups, scored).advantages
+    actual = training_step(config, groups, scored).advantages
     rewards = {"r0": 2**-0.5, "r1": -(2**-0.5)}  # GRPO: of two rewards, 0 and 1
     for rollout in given:
         for one in rollout.rows:
@@ -65,19 +65,19 @@ def test_the_term_equals_a_plain_reference_in_float64(reward_coef: float) -> Non
                 share * scored.teachers[name][one.key].astype(np.float64) for name, share in (("a", 0.25), ("b", 0.75))
             )
             expected = reward_coef * rewards[rollout.rollout_id] - 0.25 * (one.logprobs.astype(np.float64) - teacher)
-            np.testing.assert_allclose(found[one.key], expected * one.mask, atol=2e-6)
+            np.testing.assert_allclose(actual[one.key], expected * one.mask, atol=2e-6)
 
 
 def test_a_rollout_has_the_teachers_that_scored_it_alone() -> None:
     config, given = load_config(None, [*TEACHERS, "algo.distillation.reward_coef=0"]), rollouts()
     a, b = scores(given, "a", ("r0",)).teachers["a"], scores(given, "b", ("r1",)).teachers["b"]
     scored = StepScores(teachers={"a": a, "b": b})
-    found = training_step(config, group_rollouts(given), scored).advantages
+    advantages = training_step(config, group_rollouts(given), scored).advantages
     gaps = {}
     for one in (one for rollout in given for one in rollout.rows):
         teacher = (a if one.key.rollout_id == "r0" else b)[one.key]
         gaps[one.key] = one.logprobs[one.mask == 1] - teacher[one.mask == 1]
-        np.testing.assert_allclose(found[one.key][one.mask == 1], -gaps[one.key], atol=1e-6)
+        np.testing.assert_allclose(advantages[one.key][one.mask == 1], -gaps[one.key], atol=1e-6)
     metrics = scored.distillation_metrics(config.algo, group_rollouts(given))
     r0, r1 = gaps[given[0].rows[0].key], np.concatenate([gaps[one.key] for one in given[1].rows])
     assert metrics == pytest.approx(
@@ -102,13 +102,13 @@ def test_a_teacher_without_a_finite_log_probability_is_refused(logprob: float) -
 
 def test_the_policy_is_the_learner_where_it_was_computed() -> None:
     config, given = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
-    [one] = given[0].rows
+    [rows] = given[0].rows
     learner = {each.key: np.full(len(each.mask), -2.0, np.float32) for rollout in given for each in rollout.rows}
-    found = training_step(
+    advantages = training_step(
         config, group_rollouts(given), StepScores(learner, teachers=scores(given, "a").teachers)
     ).advantages
-    teacher = scores(given, "a").teachers["a"][one.key]
-    np.testing.assert_allclose(found[one.key][one.mask == 1], (teacher + 2.0)[one.mask == 1], atol=1e-6)
+    teacher = scores(given, "a").teachers["a"][rows.key]
+    np.testing.assert_allclose(advantages[rows.key][rows.mask == 1], (teacher + 2.0)[rows.mask == 1], atol=1e-6)
 
 
 def test_teachers_alone_need_no_group_and_no_reward() -> None:
@@ -123,14 +123,14 @@ def test_teachers_alone_need_no_group_and_no_reward() -> None:
 def test_gspo_has_the_mean_of_the_term_over_a_sequence() -> None:
     config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "algo.loss.name=gspo"])
     given = rollouts()
-    found, plain = (
+    run_config, plain = (
         training_step(one, group_rollouts(given), scores(given, "a")).advantages
         for one in (config, load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]))
     )
     keys = [one.key for one in given[1].rows]
     tokens = np.concatenate([plain[one.key][one.mask == 1] for one in given[1].rows])
     for key, one in zip(keys, given[1].rows, strict=True):
-        np.testing.assert_allclose(found[key], tokens.mean() * one.mask, atol=1e-6)
+        np.testing.assert_allclose(run_config[key], tokens.mean() * one.mask, atol=1e-6)
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
@@ -140,9 +140,9 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_divergence() -> None:
     teacher = torch.randn(12, generator=generator, dtype=torch.float64).log_softmax(-1)
     policy = logits.log_softmax(-1)
     kl = (policy.exp() * (policy - teacher)).sum()
-    [wanted] = torch.autograd.grad(kl, logits, retain_graph=True)
+    [expected] = torch.autograd.grad(kl, logits, retain_graph=True)
     old = policy.detach()
-    given = LossInput(weight_N=old.exp(), advantages_N=-(old - teacher), logprobs_N=old)
-    loss, _ = make_objective(make_algo(loss={"name": "reinforce"}))(policy, given)
-    [found] = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
+    loss_input = LossInput(weight_N=old.exp(), advantages_N=-(old - teacher), logprobs_N=old)
+    loss, _ = make_objective(make_algo(loss={"name": "reinforce"}))(policy, loss_input)
+    [actual] = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(actual, expected, atol=1e-9, rtol=1e-9)

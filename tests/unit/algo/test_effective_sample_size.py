@@ -20,10 +20,12 @@ def size(weights: list[float]) -> float:
 
 @given(WEIGHTS, st.floats(1e-2, 1e2))
 def test_it_is_a_share_that_scale_does_not_change(weights: list[float], scale: float) -> None:
-    found = size(weights)
-    assert 1 / len(weights) - 1e-9 <= found <= 1 + 1e-9
-    assert size([scale * weight for weight in weights]) == pytest.approx(found)
-    assert (found == pytest.approx(1, abs=1e-9)) == (max(weights) - min(weights) < 1e-3 * max(weights)) or found > 0.999
+    actual = size(weights)
+    assert 1 / len(weights) - 1e-9 <= actual <= 1 + 1e-9
+    assert size([scale * weight for weight in weights]) == pytest.approx(actual)
+    assert (actual == pytest.approx(1, abs=1e-9)) == (
+        max(weights) - min(weights) < 1e-3 * max(weights)
+    ) or actual > 0.999
 
 
 def test_one_weight_and_none() -> None:

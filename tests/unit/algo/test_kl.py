@@ -33,9 +33,9 @@ def formula(logprob: np.ndarray, reference: np.ndarray, kind: str) -> np.ndarray
 def test_values_and_gradients_are_the_formulas(kind, pairs):
     new, reference = (np.array(values) for values in zip(*pairs, strict=True))
     logprobs = torch.tensor(new, requires_grad=True)
-    found = kl_estimate(logprobs, torch.tensor(reference), kind)
-    assert np.allclose(found.detach().numpy(), formula(new, reference, kind), rtol=1e-9, atol=1e-9)
-    found.sum().backward()
+    actual_kl_estimate = kl_estimate(logprobs, torch.tensor(reference), kind)
+    assert np.allclose(actual_kl_estimate.detach().numpy(), formula(new, reference, kind), rtol=1e-9, atol=1e-9)
+    actual_kl_estimate.sum().backward()
     step = 1e-6
     slope = (formula(new + step, reference, kind) - formula(new - step, reference, kind)) / (2 * step)
     smooth = abs(formula(new, reference, "k3") - 10) > 1e-2 if kind == "low_var_kl" else np.ones(len(new), bool)
@@ -45,9 +45,9 @@ def test_values_and_gradients_are_the_formulas(kind, pairs):
 @pytest.mark.parametrize("kind", ["k2", "k3", "low_var_kl"])
 def test_a_policy_that_is_the_reference_has_no_kl_and_no_gradient(kind):
     logprobs = torch.tensor([-0.1, -3.7, -11.0, 0.0], requires_grad=True)
-    found = kl_estimate(logprobs, logprobs.detach().clone(), kind)
-    found.sum().backward()
-    assert found.tolist() == [0.0] * 4
+    actual_kl_estimate = kl_estimate(logprobs, logprobs.detach().clone(), kind)
+    actual_kl_estimate.sum().backward()
+    assert actual_kl_estimate.tolist() == [0.0] * 4
     assert logprobs.grad.tolist() == [0.0] * 4
 
 
@@ -77,20 +77,20 @@ def test_means_over_fresh_samples_are_as_documented():
 
 def test_k3_stays_finite_and_pulls_where_the_reference_would_not_go():
     logprobs = torch.tensor([-100.0, -0.1, -30.0], requires_grad=True)
-    found = kl_estimate(logprobs, torch.tensor([-0.1, -100.0, -0.1]), "k3")
-    found.sum().backward()
-    assert torch.isfinite(found).all()
+    actual_kl_estimate = kl_estimate(logprobs, torch.tensor([-0.1, -100.0, -0.1]), "k3")
+    actual_kl_estimate.sum().backward()
+    assert torch.isfinite(actual_kl_estimate).all()
     assert logprobs.grad.tolist() == [0.0, 1.0, 0.0]
-    assert found[1].item() == pytest.approx(98.9)
+    assert actual_kl_estimate[1].item() == pytest.approx(98.9)
 
 
 def test_low_var_kl_is_k3_cut_off_at_10():
     logprobs = torch.tensor([-1.0, -5.0, -0.1], requires_grad=True)
     reference = torch.tensor([-2.0, -1.0, -40.0])
-    found = kl_estimate(logprobs, reference, "low_var_kl")
-    found.sum().backward()
-    assert found[0] == kl_estimate(logprobs, reference, "k3")[0]
-    assert found[1:].tolist() == [10.0, 10.0]
+    actual_kl_estimate = kl_estimate(logprobs, reference, "low_var_kl")
+    actual_kl_estimate.sum().backward()
+    assert actual_kl_estimate[0] == kl_estimate(logprobs, reference, "k3")[0]
+    assert actual_kl_estimate[1:].tolist() == [10.0, 10.0]
     assert logprobs.grad[0] > 0
     assert logprobs.grad[1:].tolist() == [0.0, 0.0]
 
@@ -123,15 +123,15 @@ def test_the_loss_is_the_policys_plus_the_weighted_kl(kind):
 
 
 def test_without_a_coefficient_the_reference_is_not_looked_at():
-    found = []
+    actual = []
     for reference in (None, torch.full((4,), torch.nan)):
         logprobs, selected = batch(reference)
         loss, metrics = make_objective(make_algo(kl_coef=0, kl_kind="k1"))(logprobs, selected)
         loss.backward()
         assert "kl" not in metrics.sums
         assert metrics.totals == {}
-        found.append((loss.item(), logprobs.grad.tolist()))
-    assert found[0] == found[1]
+        actual.append((loss.item(), logprobs.grad.tolist()))
+    assert actual[0] == actual[1]
 
 
 def test_a_micro_batch_without_a_token_has_no_kl():

@@ -113,17 +113,19 @@ def make_tokens(seed: int, size: int = 120) -> Tokens:
     return Tokens(new, old, advantages, rng.random(size) / size, numbers)
 
 
-def loss_and_gradient(algo: dict[str, object], tokens: Tokens, given: LossInput | None = None) -> tuple[float, Floats]:
+def loss_and_gradient(
+    algo: dict[str, object], tokens: Tokens, loss_input: LossInput | None = None
+) -> tuple[float, Floats]:
     logprobs = torch.from_numpy(tokens.new).requires_grad_()
-    loss, _ = make_objective(make_algo(**algo))(logprobs, given or tokens.given())
+    loss, _ = make_objective(make_algo(**algo))(logprobs, loss_input or tokens.given())
     loss.backward()
     return loss.item(), logprobs.grad.numpy()
 
 
 def wanted(name: str, reference: Reference, tokens: Tokens) -> tuple[Floats, Floats]:
     gaps = tokens.sequence_gaps if name.startswith("gspo") else tokens.new - tokens.old
-    found = [reference(*values) for values in zip(gaps, tokens.advantages, tokens.new, tokens.old, strict=True)]
-    return np.array([value for value, _ in found]), np.array([slope for _, slope in found])
+    references = [reference(*values) for values in zip(gaps, tokens.advantages, tokens.new, tokens.old, strict=True)]
+    return np.array([value for value, _ in references]), np.array([slope for _, slope in references])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -171,17 +173,17 @@ def test_a_sequence_ratio_that_ranks_computed_is_the_one_of_the_loss(name):
     tokens = make_tokens(5)
     algo = {"loss": {"name": name, "options": {"clip_low": 0.05, "clip_high": 0.1}}}
     loss, gradient = loss_and_gradient(algo, tokens)
-    part = tokens.numbers % 2 == np.arange(len(tokens.numbers)) % 2  # cuts through sequences
-    gaps, losses, joined = tokens.sequence_gaps, [], np.zeros(len(part))
-    for chosen in (part, ~part):
+    result = tokens.numbers % 2 == np.arange(len(tokens.numbers)) % 2  # cuts through sequences
+    gaps, losses, joined = tokens.sequence_gaps, [], np.zeros(len(result))
+    for chosen in (result, ~result):
         share = Tokens(
             *(values[chosen] for values in (tokens.new, tokens.old, tokens.advantages, tokens.weights)),
             tokens.numbers[chosen],
         )
-        found, joined[chosen] = loss_and_gradient(
+        actual_gradient, joined[chosen] = loss_and_gradient(
             algo, share, replace(share.given(), sequence_log_ratio_N=torch.from_numpy(gaps[chosen]))
         )
-        losses.append(found)
+        losses.append(actual_gradient)
     assert sum(losses) == pytest.approx(loss, rel=1e-9)
     assert joined == pytest.approx(gradient, rel=1e-9)
 
@@ -202,14 +204,14 @@ def test_the_objective_adds_kl_and_entropy_to_the_corrected_loss(case, kind):
         "k3": (np.exp(gap) - 1 - gap, 1 - np.exp(gap)),
         "low_var_kl": (np.minimum(np.exp(gap) - 1 - gap, 10), np.where(np.exp(gap) - 1 - gap < 10, 1 - np.exp(gap), 0)),
     }[kind]
-    given = replace(
+    logprobs = replace(
         tokens.given(),
         correction_N=torch.from_numpy(correction),
         reference_logprobs_N=torch.from_numpy(against),
         entropy_N=torch.from_numpy(entropy),
     )
     algo = {"loss": {"name": name, "options": options}, "kl_coef": 0.3, "kl_kind": kind, "entropy_coef": 0.2}
-    loss, gradient = loss_and_gradient(algo, tokens, given)
+    loss, gradient = loss_and_gradient(algo, tokens, logprobs)
     assert loss == pytest.approx((tokens.weights * (correction * values + 0.3 * kl - 0.2 * entropy)).sum(), rel=1e-9)
     assert gradient == pytest.approx(tokens.weights * (correction * slopes + 0.3 * kl_slopes), rel=1e-9, abs=1e-15)
 
@@ -226,7 +228,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
 def test_no_log_probabilities_make_a_loss_or_a_gradient_infinite(name, values):
     new, old, advantages = (torch.tensor(each) for each in zip(*values, strict=True))
     numbers = torch.arange(len(new)) // 2
-    given = LossInput(
+    loss_input = LossInput(
         torch.ones(len(new)),
         advantages,
         old,
@@ -236,7 +238,7 @@ def test_no_log_probabilities_make_a_loss_or_a_gradient_infinite(name, values):
     )
     for options in ({"kl_coef": 0.1}, {"old_logprobs": "learner", "correction": {"rollout_is": "token"}}):
         logprobs = new.clone().requires_grad_()
-        loss, metrics = make_objective(make_algo(loss={"name": name}, **options))(logprobs, given)
+        loss, metrics = make_objective(make_algo(loss={"name": name}, **options))(logprobs, loss_input)
         loss.backward()
         assert torch.isfinite(loss)
         assert torch.isfinite(logprobs.grad).all()

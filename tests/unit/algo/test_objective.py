@@ -23,10 +23,10 @@ def test_clipped_loss_equals_numpy():
     ratio = np.exp(new - old)
     expected = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.3) * advantages)
     given = selected([1.0] * 200, advantages.tolist(), old.tolist())
-    found = PpoClip(PpoClip.Options(clip_low=0.2, clip_high=0.3)).token_loss(
+    actual = PpoClip(PpoClip.Options(clip_low=0.2, clip_high=0.3)).token_loss(
         torch.tensor(new), torch.tensor(old), given
     )
-    loss, clipped = found.loss_N, found.clipped_N
+    loss, clipped = actual.loss_N, actual.clipped_N
     assert np.allclose(loss.numpy(), expected)
     held = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
     assert np.array_equal(clipped.numpy(), held)
@@ -36,9 +36,9 @@ def test_clipped_loss_equals_numpy():
 def test_gradient_vanishes_exactly_where_clipped():
     new = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.0], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
-    found = PpoClip().token_loss(new, torch.zeros(5), selected([1.0] * 5, advantages.tolist(), [0.0] * 5))
-    clipped = found.clipped_N
-    found.loss_N.sum().backward()
+    token_loss = PpoClip().token_loss(new, torch.zeros(5), selected([1.0] * 5, advantages.tolist(), [0.0] * 5))
+    clipped = token_loss.clipped_N
+    token_loss.loss_N.sum().backward()
     assert clipped.tolist() == [True, False, False, True, False]
     assert torch.equal(new.grad == 0, clipped)
     assert new.grad[4].item() == -1.0

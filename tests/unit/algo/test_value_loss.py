@@ -14,12 +14,12 @@ from agentrl.algo.losses.value import ValueLoss
 def plain(values: list[float], old: list[float], returns: list[float], clip: float | None) -> tuple[float, list[float]]:
     """The loss with weights of 1, and its derivative by each value."""
     loss, gradient = 0.0, []
-    for value, before, wanted in zip(values, old, returns, strict=True):
-        error, slope = (value - wanted) ** 2, 2 * (value - wanted)
+    for value, state_before, expected in zip(values, old, returns, strict=True):
+        error, slope = (value - expected) ** 2, 2 * (value - expected)
         if clip is not None:
-            near = min(max(value, before - clip), before + clip)
-            if (near - wanted) ** 2 > error:
-                error, slope = (near - wanted) ** 2, 0.0 if near != value else slope
+            near = min(max(value, state_before - clip), state_before + clip)
+            if (near - expected) ** 2 > error:
+                error, slope = (near - expected) ** 2, 0.0 if near != value else slope
         loss += error / 2
         gradient.append(slope / 2)
     return loss, gradient
@@ -31,11 +31,11 @@ def test_value_and_gradient_are_those_of_the_formula(clip: float | None) -> None
     values_N, old_N, returns_N, weight_N = torch.randn(4, 64, generator=generator, dtype=torch.float64)
     weight_N = weight_N.abs()
     values_N.requires_grad_()
-    given = LossInput(weight_N, weight_N * 0, weight_N * 0, values_N=old_N, returns_N=returns_N)
-    loss, metrics = ValueLoss(clip)(values_N, given)
+    loss_input = LossInput(weight_N, weight_N * 0, weight_N * 0, values_N=old_N, returns_N=returns_N)
+    loss, metrics = ValueLoss(clip)(values_N, loss_input)
     loss.backward()
-    lists = [each.detach().tolist() for each in (values_N, old_N, returns_N)]
-    parts = [plain([value], [old], [wanted], clip) for value, old, wanted in zip(*lists, strict=True)]
+    lists = [tensor.detach().tolist() for tensor in (values_N, old_N, returns_N)]
+    parts = [plain([value], [old], [expected_value], clip) for value, old, expected_value in zip(*lists, strict=True)]
     weights = weight_N.tolist()
     expected = sum(weight * part for weight, (part, _) in zip(weights, parts, strict=True))
     assert loss.item() == pytest.approx(expected, rel=1e-12)

@@ -127,8 +127,8 @@ def test_each_corruption_of_a_row_is_found_and_named(name, tmp_path):
     path.write_bytes(encode_rollout(good("fine")) + encode_rollout(rollout))
     report = audit_files([path])
     assert any(
-        str(found).startswith(f"{path}:2, rollout r, row {number}") and words in str(found)
-        for found in report.violations
+        str(violation).startswith(f"{path}:2, rollout r, row {number}") and words in str(violation)
+        for violation in report.violations
     )
 
 
@@ -149,12 +149,12 @@ def cut(row, size, requests):
 
 
 def test_rows_that_the_graph_does_not_have():
-    first, other, branch = good().rows
+    first, other_rows, branch = good().rows
     reason = np.where(branch.mask_reason == 1, 1, 2).astype(np.uint8)
     again = dataclasses.replace(branch, mask=branch.mask * 0, mask_reason=reason)
-    twice = with_rows(first, other, branch, renumbered(again, 3))
+    twice = with_rows(first, other_rows, branch, renumbered(again, 3))
     assert Fault("all of it is in row 2, so it is not a separate row", 3) in rollout_faults(twice)
-    begins = with_rows(cut(first, 5, 1), other, branch)
+    begins = with_rows(cut(first, 5, 1), other_rows, branch)
     assert Fault("row 0 is the beginning of it, so it does not fork there", 2) in rollout_faults(begins)
 
 
@@ -289,10 +289,10 @@ def test_a_runs_folder_names_its_tokenizer_and_drift_is_shown(tmp_path, capsys):
     )  # fmt: skip
     for step in (1, 2):
         (run / "rollouts" / f"step_{step:06d}.jsonl").write_bytes(encode_rollout(rollout))
-    for place in (run, run / "rollouts", run / "rollouts" / "step_000001.jsonl"):
-        status, out, _ = audit(capsys, place)
+    for path in (run, run / "rollouts", run / "rollouts" / "step_000001.jsonl"):
+        status, out, _ = audit(capsys, path)
         assert status == 0
-        turns = 1 if place.suffix else 2
+        turns = 1 if path.suffix else 2
         assert f"drift {turns} of {turns} sampled turns (100.00%) would be other ids" in out
         assert "request r/0, from its token 1 on: 'abe' was sampled as 1 2 and would come back as 10" in out
 

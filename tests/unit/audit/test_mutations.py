@@ -185,7 +185,7 @@ def test_lines_removed_from_the_end_of_a_trained_step_are_caught(tmp_path: Path,
     for left in range(1, len(lines)):
         path.write_bytes(b"".join(lines[:left]))
         whole_task = left == 3  # as obs.rollouts=first leaves it
-        assert any("lacks" in str(found) for found in audit_files([path]).violations) != whole_task, left
+        assert any("lacks" in str(violation) for violation in audit_files([path]).violations) != whole_task, left
     write_advantages(tmp_path, 1, {})
     assert audit_files([path]).violations == []
 

@@ -19,8 +19,8 @@ def group(*rewards: float, stop: StopReason = StopReason.TERMINATED, dropped: in
     return found
 
 
-def reason(given: list[Rollout], *names: str, solved: float = 1.0) -> str:
-    return GroupFilters(FilterGroupsConfig(filters=list(names), solved_reward=solved)).reason(given)
+def reason(rollouts: list[Rollout], *names: str, solved: float = 1.0) -> str:
+    return GroupFilters(FilterGroupsConfig(filters=list(names), solved_reward=solved)).reason(rollouts)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_policies_have_separate_groups_of_the_same_tasks():
     for number in (1, 3):
         some[number].policy = "second"
     groups = group_rollouts(some)
-    found = groups_by_policy(groups)
-    assert {name: (each.prompt_ids_G, each.rewards_N.tolist()) for name, each in found.items()} == {
+    actual_groups = groups_by_policy(groups)
+    assert {name: (each.prompt_ids_G, each.rewards_N.tolist()) for name, each in actual_groups.items()} == {
         "main": (("a", "b"), [1, 2]),
         "second": (("a",), [0, 4]),
     }

@@ -21,18 +21,18 @@ CONSTANT = 37
 
 def by_hand(sequences: list[SampledTokens], counted: list[SampledTokens], aggregation: str) -> list[Fraction]:
     """Return the weight of a token of each sequence; ``counted`` are those in the denominator."""
-    tokens = sum(len(one.places) for one in counted)
+    tokens = sum(len(rollout.places) for rollout in counted)
     of_rollout = Counter()
-    for one in counted:
-        of_rollout[one.rollout_id] += len(one.places)
+    for rollout in counted:
+        of_rollout[rollout.rollout_id] += len(rollout.places)
     return [
         {
             "token_mean": Fraction(1, tokens),
-            "sequence_mean": Fraction(1, len(counted) * len(one.places)),
-            "rollout_mean": Fraction(1, len(of_rollout) * of_rollout[one.rollout_id]),
+            "sequence_mean": Fraction(1, len(counted) * len(rollout.places)),
+            "rollout_mean": Fraction(1, len(of_rollout) * of_rollout[rollout.rollout_id]),
             "constant": Fraction(1, len(of_rollout) * CONSTANT),
         }[aggregation]
-        for one in sequences
+        for rollout in sequences
     ]
 
 
@@ -61,24 +61,24 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
             packed = pack(
                 training.rows(part.counted), pack_options(config, 0), RowSignals(advantages), trained=part.trained
             )
-            found = {
-                (key, place): float(micro.weight_L[at])
+            actual = {
+                (key, index): float(micro.weight_L[at])
                 for share in packed.micro
                 for micro in share
                 for number, key in enumerate(micro.keys)
-                for place, at in enumerate((micro.row_L == number).nonzero()[:, 0].tolist())
+                for index, at in enumerate((micro.row_L == number).nonzero()[:, 0].tolist())
                 if micro.mask_L[at]
             }
-            own = [one for one in data.sequences if one.group in groups]
-            trained = [one for one in own if one.of(advantages).any()]
+            own = [sequence for sequence in data.sequences if sequence.group in groups]
+            trained = [sequence for sequence in own if sequence.of(advantages).any()]
             assert 0 < len(trained) < len(own)
-            wanted = by_hand(trained, trained if denominator == "live" else own, aggregation)
-            assert len(found) == sum(len(one.places) for one in trained)
-            for one, weight in zip(trained, wanted, strict=True):
-                assert [found[place] for place in one.places] == pytest.approx(
-                    [float(weight)] * len(one.places), rel=1e-6
+            expected = by_hand(trained, trained if denominator == "live" else own, aggregation)
+            assert len(actual) == sum(len(sequence.places) for sequence in trained)
+            for sequence, weight in zip(trained, expected, strict=True):
+                assert [actual[index] for index in sequence.places] == pytest.approx(
+                    [float(weight)] * len(sequence.places), rel=1e-6
                 )
             if denominator == "live" and aggregation != "constant":
-                assert sum(found.values()) == pytest.approx(1, rel=1e-5)
-            seen |= {one.group for one in own}
-        assert seen == {one.group for one in data.sequences}
+                assert sum(actual.values()) == pytest.approx(1, rel=1e-5)
+            seen |= {sequence.group for sequence in own}
+        assert seen == {sequence.group for sequence in data.sequences}

@@ -87,11 +87,11 @@ def trained(made):
 @given(batches())
 def test_every_token_of_a_row_to_train_is_packed_once(batch):
     made, limits = batch
-    found = tokens(packed(made, **limits))
-    assert set(found) == {int(token) for each in trained(made) for token in each.token_ids}
+    actual_tokens = tokens(packed(made, **limits))
+    assert set(actual_tokens) == {int(token) for each in trained(made) for token in each.token_ids}
     for each in trained(made):
         for position, token in enumerate(each.token_ids.tolist()):
-            key, mask, _, advantage, logprob, provenance, version, request = found[token]
+            key, mask, _, advantage, logprob, provenance, version, request = actual_tokens[token]
             assert key == each.key
             assert mask == (position > 0 and bool(each.mask[position]))
             assert advantage == float(mask)
@@ -160,9 +160,11 @@ def test_cutting_a_rollout_into_rows_leaves_every_rollouts_weight(batch, data):
     for each in made:
         at = data.draw(st.integers(0, len(each.mask)))
         here = np.arange(len(each.mask)) < at
-        for part, keep in enumerate((here, ~here)):
+        for index, keep in enumerate((here, ~here)):
             mask = (each.mask.astype(bool) & keep).astype(np.uint8)
-            cut.append(row(int(each.token_ids[0]) // 1000, mask, int(each.key.rollout_id[1:]), 2 * each.key.row + part))
+            cut.append(
+                row(int(each.token_ids[0]) // 1000, mask, int(each.key.rollout_id[1:]), 2 * each.key.row + index)
+            )
 
     def weights(rows):
         sums: dict[str, float] = {}
@@ -170,9 +172,9 @@ def test_cutting_a_rollout_into_rows_leaves_every_rollouts_weight(batch, data):
             sums[one.key.rollout_id] = sums.get(one.key.rollout_id, 0.0) + float(weight.sum())
         return sums
 
-    whole, parts = weights(made), weights(cut)
-    assert whole.keys() == parts.keys()
-    assert all(math.isclose(whole[name], parts[name], rel_tol=1e-5) for name in whole)
+    full_weights, parts = weights(made), weights(cut)
+    assert full_weights.keys() == parts.keys()
+    assert all(math.isclose(full_weights[name], parts[name], rel_tol=1e-5) for name in full_weights)
 
 
 def test_a_worked_example():

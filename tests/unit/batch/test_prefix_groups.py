@@ -46,8 +46,8 @@ def time(divisions: list[Division], shares: int) -> float:
 def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, tokens):
     rows = forked(forks)
     plain = divide_rows(rows, shares, tokens, share_prefixes=False)
-    found = divide_rows(rows, shares, tokens, share_prefixes=True)
-    for divisions in (plain, found):
+    actual = divide_rows(rows, shares, tokens, share_prefixes=True)
+    for divisions in (plain, actual):
         assert sorted(number for division in divisions for number in division.rows) == list(range(len(rows)))
         assert len(divisions) % shares == 0
         for division in divisions:
@@ -59,7 +59,7 @@ def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, 
             else:
                 assert division.computed_tokens == unique(rows, division) < sum(lengths)
     assert not any(division.shares_prefixes for division in plain)
-    assert time(found, shares) <= time(plain, shares)
+    assert time(actual, shares) <= time(plain, shares)
 
 
 def test_the_cost_of_a_tree_is_that_of_its_tokens_and_the_tokens_that_they_see():
@@ -71,19 +71,22 @@ def test_the_cost_of_a_tree_is_that_of_its_tokens_and_the_tokens_that_they_see()
 def test_a_group_is_computed_at_once():
     rows = group(2048, 512, 8, 1) + group(2048, 512, 8, 2)
     divisions = divide_rows(rows, 1, 8192, share_prefixes=True)
-    assert [sorted(each.rows) for each in divisions] in ([[*range(8)], [*range(8, 16)]], [[*range(8, 16)], [*range(8)]])
-    assert {each.computed_tokens for each in divisions} == {2048 + 8 * 512}
+    assert [sorted(division.rows) for division in divisions] in (
+        [[*range(8)], [*range(8, 16)]],
+        [[*range(8, 16)], [*range(8)]],
+    )
+    assert {division.computed_tokens for division in divisions} == {2048 + 8 * 512}
 
 
 def test_a_group_that_is_too_large_is_divided_into_parts_that_share():
     divisions = divide_rows(group(1000, 100, 20), 1, 1600, share_prefixes=True)
-    assert sorted(len(each.rows) for each in divisions) == [2, 6, 6, 6]
-    assert sum(each.computed_tokens for each in divisions) == 4 * 1000 + 20 * 100
+    assert sorted(len(division.rows) for division in divisions) == [2, 6, 6, 6]
+    assert sum(division.computed_tokens for division in divisions) == 4 * 1000 + 20 * 100
 
 
 def test_no_rank_waits_for_another_to_compute_a_whole_group():
     divisions = divide_rows(group(500, 500, 8), 8, 8192, share_prefixes=True)
-    assert [len(each.rows) for each in divisions] == [1] * 8
+    assert [len(division.rows) for division in divisions] == [1] * 8
 
 
 def test_short_prefixes_are_not_shared():

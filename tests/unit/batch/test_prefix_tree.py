@@ -49,16 +49,16 @@ def test_a_token_attends_to_exactly_the_tokens_of_its_row_before_it(rows):
 def test_neighbours_have_the_longest_common_prefix(rows):
     order, common = by_prefix(arrays(rows))
     assert sorted(order) == list(range(len(rows)))
-    for place, number in enumerate(order):
+    for index, number in enumerate(order):
         row = rows[number]
         lengths = [
             next(
                 (i for i, (a, b) in enumerate(zip(row, rows[other], strict=False)) if a != b),
                 min(map(len, (row, rows[other]))),
             )
-            for other in order[:place]
+            for other in order[:index]
         ]
-        assert common[place] == max(lengths, default=0)
+        assert common[index] == max(lengths, default=0)
 
 
 def test_the_tree_of_the_docstring():

@@ -84,14 +84,14 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
     """
     made = [row(), broken(field, value)]
     options = {"data_parallel_size": 1, "tokens_per_micro": 32, "pad_id": 0}
-    given = pack_rows(made, {"r0": 1.0, "bad": 1.0}, **options)
+    rows = pack_rows(made, {"r0": 1.0, "bad": 1.0}, **options)
     batch = pack_rows(made, {"r0": 1.0, "bad": 1.0}, **options, provenance="warn")
     (record,) = caplog.records
     first = "1 tokens are left out of the loss (train.provenance=warn). The first: token 3 (id 13) of row 0 of rollout 'bad', "
     assert record.message.startswith(f"{first}agent 'main' may not be trained on: ")
     assert words in record.message
     assert batch.metrics["train/provenance_faults"] == 1.0
-    ((micro,),), ((whole,),) = batch.micro, given.micro
+    ((micro,),), ((whole,),) = batch.micro, rows.micro
     changed = whole.mask_L & ~micro.mask_L
     assert changed.sum() == 1
     assert micro.token_ids_L[changed].tolist() == [13]
@@ -100,7 +100,7 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
     assert micro.weight_L[~changed].equal(whole.weight_L[~changed])
     check_provenance(batch)
     with pytest.raises(ProvenanceError, match=r"train\.provenance=warn"):
-        check_provenance(given)
+        check_provenance(rows)
     micro.mask_L[changed] = True
     with pytest.raises(ProvenanceError, match=words):
         check_provenance(batch)

@@ -63,14 +63,14 @@ def sampled(script: list[tuple[float, str]], rates: EngineRates = RATES) -> dict
 
 
 def test_requests_share_decoding_steps_and_the_prompt_of_a_group() -> None:
-    found = sampled([(0, "a/0")])
-    assert found["a/0"][0] == pytest.approx(2 + 4 * 1.5), "2 s of prefill, then 4 tokens alone"
-    assert found["a/0"][1].token_ids == (7, 7, 7, 8)
-    found = sampled([(0, "a/0"), (0, "a/1")], EngineRates(1.0, 0.5, 10.0, 2, keeps_cache=True))
+    actual = sampled([(0, "a/0")])
+    assert actual["a/0"][0] == pytest.approx(2 + 4 * 1.5), "2 s of prefill, then 4 tokens alone"
+    assert actual["a/0"][1].token_ids == (7, 7, 7, 8)
+    actual = sampled([(0, "a/0"), (0, "a/1")], EngineRates(1.0, 0.5, 10.0, 2, keeps_cache=True))
     # Two requests: 2 s a token. At 9 s they have 3.5, then a pause of 1 s; the other goes on alone with 4 tokens.
-    assert found["a/0"][0] == pytest.approx(2 + 4 * 2 + 1), "one prefill for both"
-    assert found["a/1"][0] == pytest.approx(11 + 4 * 1.5)
-    assert found["a/1"][1].versions == ((0, 0), (3, 1)), "the version of each token"
+    assert actual["a/0"][0] == pytest.approx(2 + 4 * 2 + 1), "one prefill for both"
+    assert actual["a/1"][0] == pytest.approx(11 + 4 * 1.5)
+    assert actual["a/1"][1].versions == ((0, 0), (3, 1)), "the version of each token"
 
 
 def test_new_weights_drop_the_caches_unless_they_are_kept() -> None:
@@ -81,8 +81,8 @@ def test_new_weights_drop_the_caches_unless_they_are_kept() -> None:
 
 
 def test_a_request_waits_for_room_in_the_batch() -> None:
-    found = sampled([(0, "a/0"), (0, "a/1"), (0, "b/0")])
-    assert found["b/0"][0] > found["a/0"][0]
+    actual = sampled([(0, "a/0"), (0, "a/1"), (0, "b/0")])
+    assert actual["b/0"][0] > actual["a/0"][0]
 
 
 @given(rollouts())
@@ -125,12 +125,12 @@ def test_the_shipped_episodes_and_a_longer_tail() -> None:
 def test_a_simulated_run_trains_every_episode_within_the_bound(staleness: int) -> None:
     bench = AsyncBench(read_groups(SHIPPED), gpus=2, steps=4, prompts=2, samples=2)
     split = Split(1, 1) if staleness else Split(2, 2, colocated=True)
-    found = Simulation(bench, byte_renderer(), split, staleness, 0).run()
-    assert found.admitted == found.trained == 16
-    assert found.ages_N.max() == staleness
-    assert len(found.ages_by_length) == 4
-    assert 0 < found.engines_idle < 1
-    assert 0 < found.learner_idle < 1
+    actual = Simulation(bench, byte_renderer(), split, staleness, 0).run()
+    assert actual.admitted == actual.trained == 16
+    assert actual.ages_N.max() == staleness
+    assert len(actual.ages_by_length) == 4
+    assert 0 < actual.engines_idle < 1
+    assert 0 < actual.learner_idle < 1
 
 
 def test_engines_compute_the_prompt_of_a_group_once() -> None:

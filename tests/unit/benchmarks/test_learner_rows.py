@@ -14,7 +14,7 @@ OPTIONS = RowOptions(rows=9, median_tokens=500, longest=1000, vocabulary=500)
 def test_rows_can_be_trained_and_are_the_same_again(name):
     rows, again = WORKLOADS[name](OPTIONS), WORKLOADS[name](OPTIONS)
     assert len(rows) >= 9
-    assert all(np.array_equal(one.token_ids, other.token_ids) for one, other in zip(rows, again, strict=True))
+    assert all(np.array_equal(first.token_ids, second.token_ids) for first, second in zip(rows, again, strict=True))
     advantages = {row.key: 1.0 for row in rows}
     assert len(advantages) == len(rows)
     batch = pack_rows(rows, advantages, data_parallel_size=1, tokens_per_micro=8192, pad_id=0)

@@ -17,11 +17,11 @@ def test_a_reply_over_http_is_a_turn_of_the_sampler():
             client = SGLangClient(str(server.make_url("")))
             assert await client.healthy()
             params = SamplingParams(max_new_tokens=7)
-            found = await client.generate(Prompt((1, 2, 3)), params, session_id="s", request_id="r")
+            result = await client.generate(Prompt((1, 2, 3)), params, session_id="s", request_id="r")
             await client.aclose()
-        return found
+        return result
 
-    found = asyncio.run(sample())
-    assert (found.token_ids, found.logprobs) in sampler.outputs(7)
-    assert (len(found.token_ids), found.finish_reason) == (7, FinishReason.LENGTH)
-    assert max(found.token_ids) < 100
+    result = asyncio.run(sample())
+    assert (result.token_ids, result.logprobs) in sampler.outputs(7)
+    assert (len(result.token_ids), result.finish_reason) == (7, FinishReason.LENGTH)
+    assert max(result.token_ids) < 100

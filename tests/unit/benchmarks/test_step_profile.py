@@ -30,7 +30,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
         Event("copy", gpu, Range(3e6, 5e6)),
         Event("mm", gpu, Range(8e6, 9e6)),
     ]
-    found = read_events(events, top=1)
-    assert (found.wall_s, found.busy_s) == pytest.approx((10.0, 5.0))
-    assert (found.kernels, found.waits, found.waited_s) == (3, 1, pytest.approx(3.0))
-    assert found.by_name == (("mm", 2, pytest.approx(4.0)),)
+    actual_events = read_events(events, top=1)
+    assert (actual_events.wall_s, actual_events.busy_s) == pytest.approx((10.0, 5.0))
+    assert (actual_events.kernels, actual_events.waits, actual_events.waited_s) == (3, 1, pytest.approx(3.0))
+    assert actual_events.by_name == (("mm", 2, pytest.approx(4.0)),)

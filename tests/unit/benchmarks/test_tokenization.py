@@ -17,16 +17,16 @@ def test_a_long_conversation_is_one_row_and_what_the_template_writes(renderer):
     tokenizer = tokenizer_of(renderer)
     episode = long_episode(tokenizer, renderer.end_token_id, 5, 40, seed=3)
     assert len(set(episode.observed)) == 5, "every observation is tokenised"
-    assert {len(said.token_ids) for said in episode.samples} == {20}
+    assert {len(sample.token_ids) for sample in episode.samples} == {20}
     (row,) = asyncio.run(converse(renderer, episode))
-    assert row.token_ids[row.mask == 1].tolist() == [token for said in episode.samples for token in said.token_ids]
-    texts = [tokenizer.decode(list(said.token_ids[:-1])) for said in episode.samples]
+    assert row.token_ids[row.mask == 1].tolist() == [token for sample in episode.samples for token in sample.token_ids]
+    texts = [tokenizer.decode(list(sample.token_ids[:-1])) for sample in episode.samples]
     messages = [
         {"role": role, "content": text}
-        for observed, said in zip(episode.observed, texts, strict=True)
-        for role, text in (("user", observed), ("assistant", said))
+        for observed, sample in zip(episode.observed, texts, strict=True)
+        for role, text in (("user", observed), ("assistant", sample))
     ]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    full_token_ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    assert np.array_equal([*row.token_ids, *newline], whole)
+    assert np.array_equal([*row.token_ids, *newline], full_token_ids)
     assert retokenise(tokenizer, episode, texts) > 0

@@ -35,10 +35,10 @@ def test_weights_are_random_and_the_same_for_a_seed() -> None:
         learner = RandomLearner(SHAPES["tiny"], torch.device("cpu"), seed)
         return {name: tensor.clone() for bucket in learner.buckets(1 << 20) for name, tensor in bucket.tensors()}
 
-    one, again, other = weights(1), weights(1), weights(2)
+    one, again, other_weights = weights(1), weights(1), weights(2)
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(one[name], again[name])
-    assert not torch.equal(one[name], other[name])
+    assert not torch.equal(one[name], other_weights[name])
     assert "lm_head.weight" not in one, "tied"
     assert one[name].std() == pytest.approx(0.02, rel=0.1)
 

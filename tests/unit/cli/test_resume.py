@@ -55,27 +55,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_resume_alone_is_the_configuration_of_the_start(run: Path, named: bool) -> None:
-    found = loaded("--resume", *([f"run.dir={run}"] if named else []))
+    actual = loaded("--resume", *([f"run.dir={run}"] if named else []))
     started = loaded("--env", "search_r1", *OVERRIDES).config
-    assert found.resumed == run
-    assert found.config.model_copy(update={"run": started.run}) == started
-    assert found.notes == (f"configuration {run / 'config.yaml'}",), "no difference to say"
+    assert actual.resumed == run
+    assert actual.config.model_copy(update={"run": started.run}) == started
+    assert actual.notes == (f"configuration {run / 'config.yaml'}",), "no difference to say"
 
 
 def test_settings_and_files_on_top_are_said(run: Path, tmp_path: Path) -> None:
     (tmp_path / "lr.yaml").write_text("learner: {optimizer: {lr: 2.0e-5}}\n")
-    found = loaded("--resume", "--config", "lr.yaml", "train.steps=40", "tools.search.options.client.token=other")
-    assert found.notes[1:] == (
+    actual = loaded("--resume", "--config", "lr.yaml", "train.steps=40", "tools.search.options.client.token=other")
+    assert actual.notes[1:] == (
         "tools.search.options.client.token: <redacted> → <redacted>",
         "learner.optimizer.lr: 1.0e-05 → 2.0e-05",
         "train.steps: 9 → 40",
     )
-    assert (found.config.train.steps, found.config.learner.optimizer.lr, found.config.run.seed) == (40, 2e-5, 7)
-    assert found.config.tools["search"].options["client"] == {"token": "other"}
+    assert (actual.config.train.steps, actual.config.learner.optimizer.lr, actual.config.run.seed) == (40, 2e-5, 7)
+    assert actual.config.tools["search"].options["client"] == {"token": "other"}
 
 
 @pytest.mark.parametrize(
-    ("setting", "before"),
+    ("setting", "state_before"),
     [
         ("run.seed=8", "7"),
         ("env.name=single_turn", "search_r1"),
@@ -87,9 +87,9 @@ def test_settings_and_files_on_top_are_said(run: Path, tmp_path: Path) -> None:
         ("model.warm_start=search_r1/sft_warm", "null"),
     ],
 )
-def test_another_run_is_refused_with_the_key(run: Path, setting: str, before: str) -> None:
+def test_another_run_is_refused_with_the_key(run: Path, setting: str, state_before: str) -> None:
     key = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"(?m)^{key}\S*=.*: the run in {run} has {before}; leave out {key}"):
+    with pytest.raises(ConfigError, match=rf"(?m)^{key}\S*=.*: the run in {run} has {state_before}; leave out {key}"):
         loaded("--resume", setting)
 
 

@@ -46,13 +46,13 @@ def test_tokenizer_files_are_enough(tmp_path: Path) -> None:
 
 def test_a_shipped_model_by_its_name_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, "--tokenizer", "multihop-warm", "--json")
-    found = json.loads(out)
+    record = json.loads(out)
     assert status == 0
-    assert found["summary"] == LINE
-    assert found["end"] == {
+    assert record["summary"] == LINE
+    assert record["end"] == {
         "written": ["<|im_end|>"], "stops": ["<|im_end|>"], "ending": "trained", "after": "\n", "after_tokens": 1
     }  # fmt: skip
-    assert {transition["continuation"] for transition in found["transitions"]} == {"bridge"}
+    assert {transition["continuation"] for transition in record["transitions"]} == {"bridge"}
 
 
 def test_what_drops_reasoning_is_shown_and_can_be_kept(capsys: pytest.CaptureFixture[str], qwen3: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_file_keeps_the_preset_of_the_environment(files: tuple[str, str]) -> N
     config = load_layers(config_layers(parsed("--env", "search_r1", "--config", files[0])))
     preset = load_layers(config_layers(parsed("--env", "search_r1")))
     assert (config.train.steps, config.tasks.name) == (preset.train.steps, "multihop")
-    assert {found.key for found in differences(preset, config)} == {
+    assert {difference.key for difference in differences(preset, config)} == {
         "learner.optimizer.lr",
         "learner.optimizer.warmup_steps",
     }
@@ -60,14 +60,19 @@ def test_a_file_keeps_the_preset_of_the_environment(files: tuple[str, str]) -> N
 
 def test_every_file_counts_and_each_value_has_its_origin(files: tuple[str, str]) -> None:
     words = ["--env", "search_r1", "--config", files[0], "--config", files[1], "rollout.batch_size=4", "train.steps=7"]
-    config, found = load_layers(config_layers(parsed(*words))), origins(*words)
+    config, actual_origins = load_layers(config_layers(parsed(*words))), origins(*words)
     optimizer = config.learner.optimizer
     assert (optimizer.lr, optimizer.warmup_steps, config.rollout.batch_size, config.train.steps) == (2e-5, 2, 4, 7)
-    assert found["learner.optimizer.lr"] == f"--config {files[1]}"
-    assert found["learner.optimizer.warmup_steps"] == f"--config {files[0]}"
-    assert found["rollout.batch_size"] == found["train.steps"] == found["env.name"] == "command line"
-    assert found["rollout.max_turns"] == CPU
-    assert found["run.seed"] == "default"
+    assert actual_origins["learner.optimizer.lr"] == f"--config {files[1]}"
+    assert actual_origins["learner.optimizer.warmup_steps"] == f"--config {files[0]}"
+    assert (
+        actual_origins["rollout.batch_size"]
+        == actual_origins["train.steps"]
+        == actual_origins["env.name"]
+        == "command line"
+    )
+    assert actual_origins["rollout.max_turns"] == CPU
+    assert actual_origins["run.seed"] == "default"
     backwards = config_layers(parsed("--config", files[1], "--config", files[0]))
     assert load_layers(backwards).learner.optimizer.lr == 1e-5
 
@@ -84,8 +89,8 @@ def test_every_file_counts_and_each_value_has_its_origin(files: tuple[str, str])
     ],
 )
 def test_the_preset_is_that_of_the_environment_or_the_one_named(words: tuple[str, ...], preset: str | None) -> None:
-    found = [layer.origin for layer in config_layers(parsed(*words)) if layer.origin.startswith("preset")]
-    assert found == ([preset] if preset else [])
+    actual_origins = [layer.origin for layer in config_layers(parsed(*words)) if layer.origin.startswith("preset")]
+    assert actual_origins == ([preset] if preset else [])
 
 
 def test_a_file_without_an_environment_is_the_whole_configuration(files: tuple[str, str]) -> None:
@@ -129,8 +134,8 @@ def test_a_recipe_on_another_is_the_whole_recipe(recipe: str, below: str) -> Non
 
 
 def test_the_origin_of_what_a_recipe_replaces_is_the_recipe() -> None:
-    found = origins("--config", "algo/gspo", "--config", "algo/cispo")
-    assert {origin for key, origin in found.items() if key.startswith("algo.loss")} == {"recipe algo/cispo"}
+    actual_origins = origins("--config", "algo/gspo", "--config", "algo/cispo")
+    assert {origin for key, origin in actual_origins.items() if key.startswith("algo.loss")} == {"recipe algo/cispo"}
 
 
 def test_options_go_with_the_name_they_are_for(tmp_path: Path) -> None:
@@ -153,8 +158,8 @@ def test_options_go_with_the_name_they_are_for(tmp_path: Path) -> None:
         make_objective(algo("algo.loss.name=cispo", "algo.loss.options.clip_low=0.1"))
     with pytest.raises(ConfigError, match=r"algo\.loss"):
         algo("algo.loss=null")
-    found = origins("--config", str(base), "algo.loss.name=cispo", "algo.advantage.name=rloo")
-    assert found["algo.loss.options"] == found["algo.advantage.options"] == "default"
+    actual_origins = origins("--config", str(base), "algo.loss.name=cispo", "algo.advantage.name=rloo")
+    assert actual_origins["algo.loss.options"] == actual_origins["algo.advantage.options"] == "default"
 
 
 def test_text_of_any_kind_stays_one_line() -> None:
@@ -166,15 +171,15 @@ def test_text_of_any_kind_stays_one_line() -> None:
 
 
 def test_differences_are_by_key() -> None:
-    before = load_config(None, ["env.options={a: 1, b: 2}"])
-    after = load_config(None, ["env.options={b: 3, c: 4}", "learner.optimizer.lr=1e-5"])
-    assert list(map(str, differences(before, after))) == [
+    state_before = load_config(None, ["env.options={a: 1, b: 2}"])
+    config_after = load_config(None, ["env.options={b: 3, c: 4}", "learner.optimizer.lr=1e-5"])
+    assert list(map(str, differences(state_before, config_after))) == [
         "env.options.b: 2 → 3",
         "env.options.c: null → 4",
         "learner.optimizer.lr: auto → 1.0e-05",
         "env.options.a: 1 → null",
     ]
-    assert differences(before, before) == []
+    assert differences(state_before, state_before) == []
 
 
 def test_sft_shows_origins_and_no_secret_too(capsys: pytest.CaptureFixture[str]) -> None:

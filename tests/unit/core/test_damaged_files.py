@@ -46,17 +46,17 @@ def damages(whole: bytes) -> Iterator[bytes]:
 
 def check(file: Path, read: Callable[[], object], named: Path | None = None, *, every: int = 1) -> None:
     """Damage ``file``, ``every`` other way, and assert that ``read`` returns, or names the file in one line."""
-    whole = file.read_bytes()
+    full_content = file.read_bytes()
     read()
     refusals = []
-    for damaged in islice(damages(whole), None, None, every):
+    for damaged in islice(damages(full_content), None, None, every):
         file.write_bytes(damaged)
         try:
             read()
         except AgentrlError as error:
             refusals.append(str(error))
     assert [words for words in refusals if str(named or file) not in words or "\n" in words] == []
-    file.write_bytes(whole)
+    file.write_bytes(full_content)
     read()
 
 
@@ -111,11 +111,11 @@ def test_checkpoints(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = checkpoints.save(1, FakeLearner(), {"step": 1})
     checkpoints.finish()
-    before = random_states()
+    random_state_before = random_states()
     try:
         check(path / "state.json", lambda: read_state(path))
     finally:
-        restore_random(before)
+        restore_random(random_state_before)
 
 
 def test_checkpoints_of_a_learner(learners: Learners, tmp_path: Path) -> None:

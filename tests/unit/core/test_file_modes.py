@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
 def mode(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
+    umask_before = os.umask(request.param)
     yield 0o666 & ~request.param
-    os.umask(before)
+    os.umask(umask_before)
 
 
 def modes(folder: Path) -> set[int]:

@@ -14,9 +14,9 @@ from agentrl.core.imports import load_object
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere"])  # without the current directory, as in a console script
-    before = set(sys.modules)
+    state_before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - state_before:
         del sys.modules[name]
 
 

@@ -143,9 +143,9 @@ def test_tasks_of_a_checkpoint_are_as_they_were() -> None:
     buffer, again = (DataBuffer(TaskOrder(tasks, 0)) for _ in range(2))
     taken = [buffer[number] for number in range(len(tasks))]
     again.load_state(json.loads(json.dumps(buffer.state())))
-    found = [again[number] for number in range(len(tasks))]
-    assert found == taken
-    assert repr([task.answer for task in found]).replace("0.5", "np.float64(0.5)") == repr(
+    actual = [again[number] for number in range(len(tasks))]
+    assert actual == taken
+    assert repr([task.answer for task in actual]).replace("0.5", "np.float64(0.5)") == repr(
         [one.answer for one in taken]
     )
 
@@ -189,10 +189,10 @@ class Wrong(Newest):
         return self.found
 
 
-@pytest.mark.parametrize("found", [None, [], [None], TASKS[:3], "ta"])
-def test_what_a_data_source_may_not_return(found: Any) -> None:
+@pytest.mark.parametrize("actual", [None, [], [None], TASKS[:3], "ta"])
+def test_what_a_data_source_may_not_return(actual: Any) -> None:
     source = Wrong(TASKS, 0)
-    source.found = found
+    source.found = actual
     with pytest.raises(
         ConfigError, match=r"tasks\.data_source: Wrong\.get_samples\(2\) must return a sequence of 2 Tasks"
     ):

@@ -31,8 +31,8 @@ def spread(
     rng, found = np.random.default_rng(0), []
     for _ in range(steps):
         rewards = {task.id: rng.binomial(1, rate(task), SAMPLES).astype(float) for task in source.get_samples(batch)}
-        source.on_trained({name: some.tolist() for name, some in rewards.items()})
-        found.append(float(np.mean([some.var() for some in rewards.values()])))
+        source.on_trained({name: reward.tolist() for name, reward in rewards.items()})
+        found.append(float(np.mean([reward.var() for reward in rewards.values()])))
         learn(found[-1])
     return found
 
@@ -42,11 +42,11 @@ def test_groups_differ_more_than_in_uniform_order() -> None:
     rate = {0: 0.0, 1: 0.0, 2: 0.5, 3: 1.0, 4: 1.0}
     gain = []
     for seed in range(3):
-        found = [
+        actual = [
             np.mean(spread(source, 60, 16, lambda task: rate[task.answer % 5])[30:])
             for source in (Curriculum(tasks(500), seed), TaskOrder(tasks(500), seed))
         ]
-        gain.append(found[0] / found[1])
+        gain.append(actual[0] / actual[1])
     assert min(gain) > 2, "the second half of the steps, after about one epoch"
 
 
@@ -100,9 +100,11 @@ def test_a_resumed_curriculum_goes_on_with_the_same_tasks(
 @given(seed=st.integers(0, 9), size=st.integers(1, 30), parts=st.lists(st.integers(0, 5), max_size=6))
 def test_the_order_is_that_of_seed_and_results(seed: int, size: int, parts: list[int]) -> None:
     source = Curriculum(tasks(size), seed)
-    found = [task.id for part in parts for task in source.get_samples(part)]
-    assert found == [task.id for task in Curriculum(tasks(size), seed).get_samples(sum(parts))]
-    assert max(Counter(found[:size]).values(), default=1) == 1, "without results no task comes twice before all others"
+    actual_tasks = [task.id for part in parts for task in source.get_samples(part)]
+    assert actual_tasks == [task.id for task in Curriculum(tasks(size), seed).get_samples(sum(parts))]
+    assert max(Counter(actual_tasks[:size]).values(), default=1) == 1, (
+        "without results no task comes twice before all others"
+    )
 
 
 def test_its_metrics() -> None:

@@ -132,8 +132,8 @@ def test_lines_are_found_wherever_chunks_end(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(rows, "_CHUNK", chunk)
         table = JsonlTable(path, "data.path")
-        found = [table[index] for index in range(len(table))]
-    assert found == [*read_rows(path, "data.path")]
+        actual = [table[index] for index in range(len(table))]
+    assert actual == [*read_rows(path, "data.path")]
 
 
 def test_faults_of_streamed_rows_are_said_when_they_are_taken(tmp_path: Path) -> None:

@@ -91,14 +91,14 @@ def test_each_row_comes_once_an_epoch_in_an_order_of_the_seed(folder: Path, name
 
 
 def test_files_are_trained_on_in_the_order_of_tasks_that_were_read_at_the_start(folder: Path) -> None:
-    whole = TaskOrder(FileTasks(DataConfig(path=folder / "rows.jsonl", **KEYS)).split("train"), 3)
-    assert source_of(data_of(folder, "rows.jsonl"), 3).get_samples(200) == whole.get_samples(200)
+    full_task_order = TaskOrder(FileTasks(DataConfig(path=folder / "rows.jsonl", **KEYS)).split("train"), 3)
+    assert source_of(data_of(folder, "rows.jsonl"), 3).get_samples(200) == full_task_order.get_samples(200)
 
 
 def test_rows_of_a_hub_are_shuffled_within_blocks(folder: Path) -> None:
-    found = names(source_of(data_of(folder, "hub")).get_samples(90))
+    tasks = names(source_of(data_of(folder, "hub")).get_samples(90))
     for start in range(0, 90, 25):
-        assert {*found[start : start + 25]} == {row["name"] for row in ROWS[start : start + 25]}
+        assert {*tasks[start : start + 25]} == {row["name"] for row in ROWS[start : start + 25]}
     limited = names(source_of(data_of(folder, "hub", limit=40)).get_samples(80))
     assert {*limited[:40]} == {*limited[40:]} == {row["name"] for row in ROWS[:40]}
 
@@ -106,22 +106,22 @@ def test_rows_of_a_hub_are_shuffled_within_blocks(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl", "hub"])
 def test_a_resumed_run_takes_the_tasks_that_follow(folder: Path, name: str) -> None:
     make = partial(source_of, data_of(folder, name, "odd"))
-    whole = make().get_samples(150)
-    assert all(task.answer % 2 and task.prompt[0].content.endswith("+ 1?") for task in whole)
+    full_tasks = make().get_samples(150)
+    assert all(task.answer % 2 and task.prompt[0].content.endswith("+ 1?") for task in full_tasks)
     for taken in (0, 1, 12, 13, 37, 44, 45, 46, 90, 101):
-        before = make()
-        before.get_samples(taken)
+        state_before = make()
+        state_before.get_samples(taken)
         resumed = make()
-        resumed.load_state(json.loads(json.dumps(before.state())))
-        assert resumed.get_samples(30) == whole[taken : taken + 30]
+        resumed.load_state(json.loads(json.dumps(state_before.state())))
+        assert resumed.get_samples(30) == full_tasks[taken : taken + 30]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "saved"])
 def test_worker_processes_do_not_change_the_order(folder: Path, name: str) -> None:
-    whole = source_of(data_of(folder, name, "odd")).get_samples(120)
+    full_tasks = source_of(data_of(folder, name, "odd")).get_samples(120)
     source = source_of(data_of(folder, name, "odd", workers=2))
     try:
-        assert source.get_samples(50) == whole[:50]
+        assert source.get_samples(50) == full_tasks[:50]
         assert source.metrics()["data/left_out"] > 40
         state = json.loads(json.dumps(source.state()))
     finally:
@@ -129,7 +129,7 @@ def test_worker_processes_do_not_change_the_order(folder: Path, name: str) -> No
     resumed = source_of(data_of(folder, name, "odd", workers=1))
     resumed.load_state(state)
     try:
-        assert resumed.get_samples(70) == whole[50:]
+        assert resumed.get_samples(70) == full_tasks[50:]
     finally:
         resumed.close()
 
@@ -194,9 +194,9 @@ def test_no_worker_process_outlives_a_run_that_is_killed_or_interrupted(folder: 
 
 def test_a_closed_source_leaves_no_process(folder: Path) -> None:
     source = source_of(data_of(folder, "rows.parquet", workers=2))
-    others = multiprocessing.active_children()
+    other_active_children = multiprocessing.active_children()
     source.get_samples(1)
-    workers = [process.pid for process in multiprocessing.active_children() if process not in others]
+    workers = [process.pid for process in multiprocessing.active_children() if process not in other_active_children]
     assert len(workers) == 2
     source.close()
     assert psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=20)[1] == []

@@ -46,23 +46,23 @@ def test_the_order_depends_on_position_and_seed_alone(
     order = mixed_order(weights, seed)
     order.get_samples(position)
     state = json.loads(json.dumps(order.state()))
-    whole = order.get_samples(count + 5)
+    full_tasks = order.get_samples(count + 5)
     resumed = mixed_order(weights, seed)
     resumed.load_state(state)
-    assert resumed.get_samples(count) + resumed.get_samples(5) == whole, "a resumed run goes on with the same"
+    assert resumed.get_samples(count) + resumed.get_samples(5) == full_tasks, "a resumed run goes on with the same"
 
 
 @given(weights=WEIGHTS, position=st.integers(0, 10_000), count=st.integers(1, 200))
 def test_every_step_has_its_share_of_every_source(weights: list[float], position: int, count: int) -> None:
     order = mixed_order(weights)
-    found = Counter(order.source_at(position + offset)[0] for offset in range(count))
+    counter = Counter(order.source_at(position + offset)[0] for offset in range(count))
     total = sum(Fraction(str(weight)) for weight in weights)
     shares = {f"s{number}": count * Fraction(str(weight)) / total for number, weight in enumerate(weights)}
     for name, share in shares.items():
-        assert abs(found[name] - share) < 2
-        assert len(weights) > 2 or abs(found[name] - share) < 1
+        assert abs(counter[name] - share) < 2
+        assert len(weights) > 2 or abs(counter[name] - share) < 1
     if all(share.denominator == 1 for share in shares.values()):
-        assert found == {name: int(share) for name, share in shares.items() if share}
+        assert counter == {name: int(share) for name, share in shares.items() if share}
 
 
 @given(weights=WEIGHTS)
@@ -86,8 +86,8 @@ def test_ids_begin_with_the_source() -> None:
             return Task(f"m/{index}", ())
 
     made: list[int] = []
-    found = with_source_ids("math", Made("train", 10**9))
-    assert (found[7].id, made) == ("math/m/7", [7]), "tasks are made on access still"
+    actual = with_source_ids("math", Made("train", 10**9))
+    assert (actual[7].id, made) == ("math/m/7", [7]), "tasks are made on access still"
     assert task_source_name("math/m/7") == "math"
     plain = tasks(3)
     assert with_source_ids("", plain) is plain

@@ -85,12 +85,12 @@ def test_a_program_is_judged_and_scored() -> None:
     ],
 )
 def test_share_or_all(content: tuple[str, ...], share: float, everything: float) -> None:
-    for scoring, wanted in (("share", share), ("all", everything)):
+    for scoring, expected in (("share", share), ("all", everything)):
         env = begin(scoring=scoring)
         observation, *_ = env.step(HANDS_IN)
         assert isinstance(observation, ToolCalls)
         assert observation.calls[0].arguments["stop_early"] is (scoring == "all")
-        assert env.step(verdicts("judge", *content))[1] == wanted
+        assert env.step(verdicts("judge", *content))[1] == expected
 
 
 def test_every_verdict_has_a_figure() -> None:

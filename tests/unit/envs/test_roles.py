@@ -134,17 +134,17 @@ def played(env, task, seed):
 def test_careless_players_are_legal_and_right_in_about_half_of_the_sums():
     env, tasks = SolverCriticEnv(), SolverCriticEnv.tasks("train", 0)
     metrics = [
-        {**found["solver"]["metrics"], **found["critic"]["metrics"]}
-        for found in (played(env, tasks[index % len(tasks)], index) for index in range(600))
+        {**actual["solver"]["metrics"], **actual["critic"]["metrics"]}
+        for actual in (played(env, tasks[index % len(tasks)], index) for index in range(600))
     ]
-    mean = {name: np.mean([one[name] for one in metrics]) for name in metrics[0]}
+    mean = {name: np.mean([metric[name] for metric in metrics]) for name in metrics[0]}
     assert mean["solver_illegal"] == mean["critic_illegal"] == 0
     assert 0.4 < mean["first_right"] < 0.65
     assert 0.6 < mean["verdict_right"] < 0.7
     env, tasks = ProposerSolverEnv(), ProposerSolverEnv.tasks("train", 0)
     metrics = [played(env, tasks[index], index)["proposer"]["metrics"] for index in range(200)]
-    assert not any(one["proposer_illegal"] for one in metrics)
-    assert 0.4 < np.mean([one["solved"] for one in metrics if "solved" in one]) < 0.9
+    assert not any(metric["proposer_illegal"] for metric in metrics)
+    assert 0.4 < np.mean([metric["solved"] for metric in metrics if "solved" in metric]) < 0.9
 
 
 def test_options_that_do_not_fit_are_refused():

@@ -36,10 +36,10 @@ def test_contract(game):
 
 
 def test_a_thousand_concurrent_episodes_replay():
-    before = random.getstate(), np.random.get_state(legacy=True)[1].tobytes()
+    state_before = random.getstate(), np.random.get_state(legacy=True)[1].tobytes()
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(play, range(1000)))
-    assert (random.getstate(), np.random.get_state(legacy=True)[1].tobytes()) == before
+    assert (random.getstate(), np.random.get_state(legacy=True)[1].tobytes()) == state_before
     for seed in range(0, 1000, 20):
         play(seed + 1, "TicTacToe-v0")  # another game in between changes nothing
         assert play(seed) == together[seed]

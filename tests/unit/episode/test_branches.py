@@ -114,7 +114,7 @@ def test_subagents_beside_each_other_are_rows_of_one_rollout(renderer):
         await chat.sample()
         return chat.rollout(1.0)
 
-    rollout, sampler = play(renderer, lambda asked: asked.request_id, generate)
+    rollout, sampler = play(renderer, lambda request: request.request_id, generate)
     assert texts(renderer, rollout) == [
         "e/0<|im_end|>e/1<|im_end|>",
         "e/branch-0/0<|im_end|>",
@@ -123,9 +123,9 @@ def test_subagents_beside_each_other_are_rows_of_one_rollout(renderer):
     assert [row.fork for row in rollout.rows] == [None, BRANCH, BRANCH]
     assert [turn.action for turn in rollout.turns] == ["e/0", "e/1", "e/branch-0/0", "e/branch-1/0"]
     assert rollout.turns[1].reward == rollout.reward == 1.0
-    assert {asked.session_id for asked in sampler.requests} == {"e"}
+    assert {request.session_id for request in sampler.requests} == {"e"}
     assert sampler.closed == ["e"]
-    assert len({asked.params.seed for asked in sampler.requests}) == 4
+    assert len({request.params.seed for request in sampler.requests}) == 4
 
 
 def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
@@ -140,7 +140,7 @@ def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
         await asyncio.gather(*(one.sample() for one in tries))
         return chat.rollout()
 
-    rollout, sampler = play(renderer, lambda asked: asked.request_id, generate)
+    rollout, sampler = play(renderer, lambda request: request.request_id, generate)
     first, second = rollout.rows
     assert texts(renderer, rollout) == ["e/0<|im_end|>e/branch-0/0<|im_end|>", "e/branch-1/0<|im_end|>"]
     shared = second.mask_reason == MaskReason.SHARED
@@ -157,7 +157,7 @@ def test_the_same_tokens_sampled_twice_are_two_samples(renderer):
         await asyncio.gather(chat.branch().sample(), chat.sample(), chat.branch().sample())
         return chat.rollout()
 
-    rollout, _ = play(renderer, lambda asked: "same", generate)
+    rollout, _ = play(renderer, lambda request: "same", generate)
     assert texts(renderer, rollout) == ["same<|im_end|>"] * 3
     assert [row.request_ids for row in rollout.rows] == [("e/0",), ("e/branch-0/0",), ("e/branch-1/0",)]
     assert [row.fork for row in rollout.rows] == [None, BRANCH, BRANCH]
@@ -171,21 +171,23 @@ def test_rows_do_not_depend_on_who_was_first(renderer):
         await chat.sample()
         helpers = [chat.branch() for _ in range(3)]
 
-        async def work(one, waits):
+        async def work(helper, waits):
             for _ in range(waits):
                 await asyncio.sleep(0)
             for _ in range(2):
-                one.add(Message("user", "the same for all"))
-                await one.sample()
+                helper.add(Message("user", "the same for all"))
+                await helper.sample()
 
         order = [30, 20, 10] if task.metadata["late"] else [0, 10, 20]
         chat.add(Message("user", "and you"))
-        await asyncio.gather(chat.sample(), *(work(one, waits) for one, waits in zip(helpers, order, strict=True)))
+        await asyncio.gather(
+            chat.sample(), *(work(helper, waits) for helper, waits in zip(helpers, order, strict=True))
+        )
         return chat.rollout()
 
     made = []
     for late in (False, True):
-        runner, _ = build(renderer, lambda asked: asked.request_id, generate)
+        runner, _ = build(renderer, lambda request: request.request_id, generate)
         task = Task("t", TASK.prompt, metadata={"late": late})
         (rollout,) = asyncio.run(runner.run_many([Job(task, 1, "e")]))
         made.append([(row.fork, row.token_ids.tolist(), row.mask.tolist(), row.request_ids) for row in rollout.rows])
@@ -198,13 +200,13 @@ def test_a_summary_replaces_the_conversation_when_the_context_is_full(renderer):
         chat = agent.chat(task.prompt)
         summaries = 0
         while True:
-            said = await chat.sample()
-            if said is None and chat.stop_reason is StopReason.MAX_TOKENS and summaries < 2:
+            reply = await chat.sample()
+            if reply is None and chat.stop_reason is StopReason.MAX_TOKENS and summaries < 2:
                 summaries += 1
                 chat.rewrite([*task.prompt, Message("user", f"so far: {len(chat.messages)}")])
                 assert chat.stop_reason is None
                 continue
-            if said is None:
+            if reply is None:
                 break
             chat.add(Message("user", "go on"))
         return chat.rollout()
@@ -214,7 +216,7 @@ def test_a_summary_replaces_the_conversation_when_the_context_is_full(renderer):
     assert all(len(row.token_ids) <= 190 for row in rollout.rows)
     assert rollout.stop_reason is StopReason.MAX_TURNS
     assert len(rollout.turns) == 12
-    prompts = [renderer.decode(asked.prompt.token_ids) for asked in sampler.requests]
+    prompts = [renderer.decode(request.prompt.token_ids) for request in sampler.requests]
     assert sum("so far" in prompt for prompt in prompts) > 1
 
 
@@ -237,7 +239,7 @@ def test_rewriting_keeps_what_was_said_and_drops_what_was_not_yet_read(renderer)
     assert texts(renderer, rollout) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
     assert [row.fork for row in rollout.rows] == [None, CONTEXT, CONTEXT]
     assert [(turn.action, turn.observation) for turn in rollout.turns] == [("one", "new"), ("two", ""), ("three", "")]
-    assert not any("never" in renderer.decode(asked.prompt.token_ids) for asked in sampler.requests)
+    assert not any("never" in renderer.decode(request.prompt.token_ids) for request in sampler.requests)
     assert sampler.requests[1].prompt == sampler.requests[2].prompt
 
 
@@ -273,8 +275,8 @@ def test_calls_of_branches_have_ids_of_their_own(renderer):
         side = chat.branch([Message("user", "you too")])
         bare = chat.branch([Message("user", "you not")], tools=[])
         for one in (chat, side, bare):
-            said = await one.sample()
-            ids.extend(call.id for call in said.tool_calls)
+            reply = await one.sample()
+            ids.extend(call.id for call in reply.tool_calls)
         assert (await agent.call("double", {"number": 2})).content == "4"
         return chat.rollout()
 
@@ -320,7 +322,7 @@ def test_a_chat_that_is_sampling_is_not_branched_or_rewritten(renderer):
         await asyncio.gather(running, side.sample())
         return chat.rollout()
 
-    rollout, _ = play(renderer, lambda asked: asked.request_id, generate)
+    rollout, _ = play(renderer, lambda request: request.request_id, generate)
     assert len(rollout.rows) == 2
 
 
@@ -384,7 +386,7 @@ def test_an_environment_rewrites_the_conversation(renderer):
 
 def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
     script = ["one", "two", "three", "four", "five"]
-    whole, _ = play(renderer, script, env=Summing)
+    full_rollout, _ = play(renderer, script, env=Summing)
 
     async def run(turns):
         runner, _ = build(renderer, script[:turns], env=Summing)
@@ -392,7 +394,7 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
         with pytest.raises(AssertionError, match="wants more"):
             await first.run()
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
-        rest, _ = build(renderer, lambda asked: script[turns + asked.turn], env=Summing)
+        rest, _ = build(renderer, lambda request: script[turns + request.turn], env=Summing)
         await Episode(rest._by_source[""].context, TASK, state, env_state).run()
         return state
 
@@ -400,8 +402,10 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
         state = asyncio.run(run(turns))
         rows = state.trajectory.rows("t", "e")
         assert state.counters.turns == 5
-        assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in whole.rows]
-        assert [(row.fork, row.request_ids) for row in rows] == [(row.fork, row.request_ids) for row in whole.rows]
+        assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in full_rollout.rows]
+        assert [(row.fork, row.request_ids) for row in rows] == [
+            (row.fork, row.request_ids) for row in full_rollout.rows
+        ]
 
 
 class BeginsAnew(Env):
@@ -483,8 +487,8 @@ def test_whatever_is_branched_and_rewritten_each_token_is_trained_once(renderer,
         await settle()
         return chats[0].rollout(0.5)
 
-    def script(asked):
-        return ["a", "ab", "b", ""][sum(map(ord, asked.request_id)) % 4]
+    def script(request):
+        return ["a", "ab", "b", ""][sum(map(ord, request.request_id)) % 4]
 
     rollout, sampler = play(forgetful if forgets else renderer, script, generate, max_turns=9)
     assert len(rollout.turns) == len(sampler.requests) <= 9
@@ -566,11 +570,11 @@ def test_the_graph_of_several_conversations(before, after):
     back = Trajectory.from_state(json.loads(json.dumps(state)))
     assert back.to_state() == state
     assert flat(back) == flat(trajectories[0])
-    others, found = [back], {(): back}
+    others, actual = [back], {(): back}
     for trajectory in trajectories[1:]:
         *parent, index = trajectory.branch_name
-        found[trajectory.branch_name] = found[tuple(parent)].branches[index]
-        others.append(found[trajectory.branch_name])
+        actual[trajectory.branch_name] = actual[tuple(parent)].branches[index]
+        others.append(actual[trajectory.branch_name])
         assert others[-1].token_ids == trajectory.token_ids
     grow(others, after, [], 99)
     grow(trajectories, after, said, 99)

@@ -71,9 +71,9 @@ def search_r1_loop(*, topk=3, max_searches=4, observation_max_chars=2000, format
         turns = searches = invalid = 0
         reward = match = 0.0
         answer = stop_reason = None
-        while (said := await chat.sample(stop=STOP)) is not None:
+        while (reply := await chat.sample(stop=STOP)) is not None:
             turns += 1
-            action = parse(said.content)
+            action = parse(reply.content)
             if action.kind == "answer":
                 answer = action.text
                 match = exact_match(answer, task.answer)
@@ -206,7 +206,7 @@ def test_the_loop_and_the_environment_retry_alike(renderer):
         assert rollout.failure.kind is FailureKind.TOOL
         assert rollout.dropped
         assert rollout.stop_reason is StopReason.FAILED
-        assert [asked.request_id for asked in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
+        assert [request.request_id for request in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
         assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
         outcomes.append(plain(rollout)["rows"])
     assert outcomes[0] == outcomes[1]
@@ -215,14 +215,14 @@ def test_the_loop_and_the_environment_retry_alike(renderer):
 def test_a_template_that_changes_the_past_forks(forgetful):
     async def generate(task, agent):
         chat = agent.chat(task.prompt)
-        while (said := await chat.sample()) is not None and said.content != "done":
+        while (result := await chat.sample()) is not None and result.content != "done":
             chat.add(Message("user", "more"))
         return chat.rollout(1.0)
 
     (rollout,), _, _ = play(forgetful, ["a", "b", "done"], generate)
     check_rows(rollout.rows)
-    said = [forgetful.decode(row.token_ids[row.mask == 1].tolist()) for row in rollout.rows]
-    assert said == ["a<|im_end|>", "b<|im_end|>", "done<|im_end|>"]
+    result = [forgetful.decode(row.token_ids[row.mask == 1].tolist()) for row in rollout.rows]
+    assert result == ["a<|im_end|>", "b<|im_end|>", "done<|im_end|>"]
 
 
 async def two_chats(task, agent):
@@ -232,7 +232,7 @@ async def two_chats(task, agent):
 
 
 def test_several_chats_are_several_rollouts_of_one_group(renderer):
-    runner, sampler, _ = build(renderer, lambda asked: asked.session_id, two_chats)
+    runner, sampler, _ = build(renderer, lambda request: request.session_id, two_chats)
     done = []
     rollouts = asyncio.run(runner.run_many([Job(TASK, n, f"e{n}") for n in range(2)], done.append))
     assert [rollout.rollout_id for rollout in rollouts] == ["e0", "e0.1", "e1", "e1.1"]
@@ -245,7 +245,7 @@ def test_several_chats_are_several_rollouts_of_one_group(renderer):
     assert rollouts[0].label == ["Remu"]
     assert sorted(map(id, done)) == sorted(map(id, rollouts))
     assert sorted(sampler.closed) == ["e0", "e0.1", "e1", "e1.1"]
-    assert len({asked.params.seed for asked in sampler.requests}) == 4
+    assert len({request.params.seed for request in sampler.requests}) == 4
 
 
 def test_a_chats_own_tools(renderer):
@@ -256,8 +256,8 @@ def test_a_chats_own_tools(renderer):
 
     async def generate(task, agent):
         chat = agent.chat(task.prompt, tools=[double])
-        while (said := await chat.sample()) is not None and said.tool_calls:
-            for call in said.tool_calls:
+        while (reply := await chat.sample()) is not None and reply.tool_calls:
+            for call in reply.tool_calls:
                 result = await agent.call(call.name, call.arguments)
                 chat.add(Message("tool", result.content, tool_call_id=call.id))
         return chat.rollout()
@@ -380,9 +380,9 @@ def test_an_engines_outage_does_not_count_against_the_function(renderer):
 def test_chats_that_sample_at_once_stop_the_clock_once(renderer):
     async def both(task, agent):
         chats = [agent.chat(task.prompt) for _ in range(3)]
-        before = agent.clock.seconds_left
+        seconds_left_before = agent.clock.seconds_left
         await asyncio.gather(*(chat.sample() for chat in chats))
-        assert 0 <= before - agent.clock.seconds_left < 0.1
+        assert 0 <= seconds_left_before - agent.clock.seconds_left < 0.1
         return [chat.rollout() for chat in chats]
 
     rollouts, _, _ = play(renderer, ["a", "b", "c"], both, cls=Late, max_seconds=0.4)

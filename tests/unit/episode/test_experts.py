@@ -44,10 +44,10 @@ def play(steps: list[tuple[str, int, int]]) -> Trajectory:
         trajectory, prompt = conversations[at], prompts[at]
         if kind == "fork":
             prompt = [*prompt[: len(prompt) // 2], 9]
-        prompt = [*prompt, *(5 + each for each in range(observed))]
+        prompt = [*prompt, *(5 + index for index in range(observed))]
         trajectory.extend_to(prompt)
         start = trajectory.routed_tokens
-        ids = [20 + (number + each) % 7 for each in range(sampled)]
+        ids = [20 + (number + index) % 7 for index in range(sampled)]
         whole = [*prompt, *ids]
         experts = None if kind == "aborted" else np.array(expected(whole)[start:-1], np.uint8).reshape(-1, 2, 1)
         trajectory.append_sampled(
@@ -71,12 +71,12 @@ def test_experts_are_those_of_their_tokens(steps) -> None:
     trajectory = play(steps)
     again = Trajectory.from_state(json.loads(json.dumps(trajectory.to_state())))
     for row, copy in zip(trajectory.rows("p", "r"), again.rows("p", "r"), strict=True):
-        wanted = np.array(expected(row.token_ids.tolist()), np.uint8)
+        expected_values = np.array(expected(row.token_ids.tolist()), np.uint8)
         if row.experts is None:
             assert all(kind == "aborted" for kind, *_ in steps)
             continue
         known = row.experts[:, 0, 0] != 255
-        assert (row.experts[known] == wanted[known]).all()
+        assert (row.experts[known] == expected_values[known]).all()
         assert copy.experts is not None
         assert (copy.experts == row.experts).all()
         if not any(kind == "aborted" for kind, *_ in steps):
@@ -92,13 +92,13 @@ def test_experts_stay_with_packed_tokens(steps, shares: int, tokens: int) -> Non
     )
     for micro in (each for share in batch.micro for each in share):
         for number, key in enumerate(micro.keys):
-            found, wanted = micro.experts_L, rows[key].experts
-            here = micro.row_L == number
-            if wanted is not None:
-                assert found is not None
-                assert (found[here].numpy() == wanted).all()
-            elif found is not None:
-                assert (found[here] == 255).all()
+            actual, expected_experts = micro.experts_L, rows[key].experts
+            result = micro.row_L == number
+            if expected_experts is not None:
+                assert actual is not None
+                assert (actual[result].numpy() == expected_experts).all()
+            elif actual is not None:
+                assert (actual[result] == 255).all()
         if micro.shares_prefixes and micro.experts_L is not None:
             tree = tree_input(micro, micro.mask_L.nonzero()[:, 0], torch.device("cpu"), ())
             assert tree.experts_L is not None

@@ -29,8 +29,8 @@ class RecordingGrader:
         if self.error is not None:
             raise self.error
         self.batches.append([rollout.rollout_id for rollout in rollouts])
-        for place, rollout in enumerate(rollouts):
-            rollout.reward = float(place)
+        for index, rollout in enumerate(rollouts):
+            rollout.reward = float(index)
 
 
 def run(renderer, grader, jobs, *, order, chats=None, dropped=()):

@@ -123,7 +123,7 @@ def test_a_remembered_conversation_is_one_row(renderer):
     moves = {"e0.player_0": ["keep 0 0 0", "keep 1 0 0"], "e0.player_1": ["Hello!\nkeep 0 0 0", "accept"]}
     runner, sampler = runner_of(NegotiationEnv, renderer, moves)
     first, second = play(runner, NegotiationEnv)
-    assert [len(one.rows) for one in (first, second)] == [1, 1]
+    assert [len(rollout.rows) for rollout in (first, second)] == [1, 1]
     assert 'The other player says "Hello!"' in first.turns[0].observation
     assert int((second.rows[0].provenance == Provenance.SAMPLED).sum()) == second.sampled_tokens
     assert second.metrics["deal"] == 1.0
@@ -155,9 +155,12 @@ def test_a_thousand_concurrent_episodes_of_scripted_players_replay(renderer):
         settings = {name: runner._by_source[""] for name, runner in runners.items()}
         first = runners["tictactoe"]
         rollouts = asyncio.run(EpisodeRunner(settings, first._failure, first._slots).run_many(jobs))
-        assert list(dict.fromkeys(one.episode for one in rollouts)) == [job.rollout_id for job in jobs]
-        assert {(one.opponent, one.failure) for one in rollouts} == {("fixed", None)}
-        return {one.rollout_id: (one.prompt, one.turns, one.seat_rewards, one.metrics, one.seats) for one in rollouts}
+        assert list(dict.fromkeys(rollout.episode for rollout in rollouts)) == [job.rollout_id for job in jobs]
+        assert {(rollout.opponent, rollout.failure) for rollout in rollouts} == {("fixed", None)}
+        return {
+            rollout.rollout_id: (rollout.prompt, rollout.turns, rollout.seat_rewards, rollout.metrics, rollout.seats)
+            for rollout in rollouts
+        }
 
     together = played(1000, every=1)
     again = played(5, every=8)
@@ -180,7 +183,10 @@ def test_only_trained_agents_have_rollouts(renderer):
     frozen = Lineup({"player_0": PolicySeat("snapshot", trained=False)}, opponent="past")
     [rollout] = play(runner, TicTacToeEnv, lineup=frozen)
     assert (rollout.agent, rollout.opponent) == ("player_1", "past")
-    assert {one.policy for one in sampler.requests if one.session_id == "e0.player_0"} == {"main", "snapshot"}
+    assert {request.policy for request in sampler.requests if request.session_id == "e0.player_0"} == {
+        "main",
+        "snapshot",
+    }
 
 
 def test_an_unknown_player_names_the_known_ones(renderer):
@@ -222,7 +228,7 @@ def test_an_agent_without_turns_forfeits(renderer):
 
 def test_time_is_up_for_all(renderer):
     runner, _ = runner_of(TicTacToeEnv, renderer, first_free(renderer), seconds=1e-9)
-    assert {one.stop_reason for one in play(runner, TicTacToeEnv)} == {StopReason.MAX_TIME}
+    assert {rollout.stop_reason for rollout in play(runner, TicTacToeEnv)} == {StopReason.MAX_TIME}
 
 
 def test_an_illegal_move_is_a_reward_and_no_failure(renderer):
@@ -240,13 +246,13 @@ def test_a_failure_of_one_agent_is_one_of_the_episode(renderer):
 
     runner, _ = runner_of(Chorus, renderer, script, sampler="drop", max_failed_share=1.0)
     rollouts = play(runner, Chorus, 2)
-    assert [(one.dropped, one.stop_reason is StopReason.FAILED) for one in rollouts] == [(True, True)] * 2 + [
-        (False, False)
-    ] * 2
-    assert {one.failure.kind for one in rollouts[:2]} == {FailureKind.SAMPLER}
+    assert [(rollout.dropped, rollout.stop_reason is StopReason.FAILED) for rollout in rollouts] == [
+        (True, True)
+    ] * 2 + [(False, False)] * 2
+    assert {rollout.failure.kind for rollout in rollouts[:2]} == {FailureKind.SAMPLER}
     runner, _ = runner_of(Chorus, renderer, script, sampler="retry", max_retries=1)
     rollouts = play(runner, Chorus)
-    assert [one.failure for one in rollouts] == [None, None]  # the second attempt has another session
+    assert [rollout.failure for rollout in rollouts] == [None, None]  # the second attempt has another session
 
 
 def test_an_environment_that_raises_fails_by_name(renderer):
@@ -287,6 +293,6 @@ def test_an_agents_tool_calls_run_before_its_turn_ends(renderer):
     runner, _ = runner_of(Singers, renderer, {"e0.a": [call, "8", "la"], "e0.b": ["do", "do"]})
     a, b = play(runner, Singers)
     assert [(turn.action, turn.reward) for turn in a.turns] == [(call, 0.0), ("8", 1.0), ("la", 2.0)]
-    assert [one.steps for one in a.seats] == [(0, 0, 1), (0, 1)]
+    assert [seat.steps for seat in a.seats] == [(0, 0, 1), (0, 1)]
     assert a.turns[0].observation == "8"
     assert b.turns[0].observation == "a: 8 and b: do"

@@ -43,10 +43,10 @@ class Asks(Env):
     tools = (look_up,)
 
     def step(self, action):
-        said = action.content
-        if said == "system":
+        content = action.content
+        if content == "system":
             return (Message("system", "refuse this"),), 0.0, False, False, {}
-        if said == "rewrite":
+        if content == "rewrite":
             return Rewrite((Message("user", "refuse this"),)), 0.0, False, False, {}
         return (), 1.0, True, False, {}
 

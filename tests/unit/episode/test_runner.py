@@ -169,7 +169,7 @@ def test_an_episode_from_prompt_to_reward(renderer):
     assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids
     assert tuple(row.token_ids[: len(second.prompt.token_ids)].tolist()) == second.prompt.token_ids
     assert renderer.decode(first.prompt.token_ids) == rollout.prompt
-    assert {asked.session_id for asked in sampler.requests} == {"e"}
+    assert {request.session_id for request in sampler.requests} == {"e"}
     assert sampler.closed == ["e"]
 
 
@@ -319,8 +319,8 @@ def test_calls_of_a_turn_run_at_once_and_their_answers_are_inline(renderer):
     assert rollout.reward == 1.25
     assert rollout.turns[0].observation == "[ok:e:0][ok:e:1]"
     assert rollout.turns[0].reward == 1.25
-    asked = sampler.requests[1].prompt.token_ids
-    assert renderer.decode(asked).endswith("assistant\nx![ok:e:0][ok:e:1]")
+    token_ids = sampler.requests[1].prompt.token_ids
+    assert renderer.decode(token_ids).endswith("assistant\nx![ok:e:0][ok:e:1]")
 
 
 def test_calls_of_a_turn_take_their_time_once(renderer):
@@ -349,7 +349,7 @@ def test_a_tool_server_that_fails_is_retried_then_dropped(renderer, client):
     assert rollout.failure is not None
     assert rollout.failure.kind is FailureKind.TOOL
     assert rollout.dropped
-    assert [asked.request_id for asked in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
+    assert [request.request_id for request in sampler.requests] == ["e/0", "e~1/0", "e~2/0"]
     assert client.closed == sampler.closed == ["e", "e~1", "e~2"]
 
 
@@ -492,8 +492,8 @@ def test_an_environment_may_let_a_cut_turn_go_on(renderer):
 
 
 def test_a_retry_that_works_leaves_no_trace_of_the_failure(renderer):
-    def script(asked):
-        return SamplerError("engine is away") if "~" not in asked.session_id else "done"
+    def script(request):
+        return SamplerError("engine is away") if "~" not in request.session_id else "done"
 
     rollout, _ = play(renderer, script)
     assert rollout.failure is None
@@ -513,7 +513,7 @@ def test_the_users_mistakes_end_the_run(renderer):
 
 
 def test_too_many_dropped_episodes_stop_the_run(renderer):
-    runner, _ = build(renderer, lambda asked: "raise" if asked.session_id < "e3" else "done")
+    runner, _ = build(renderer, lambda request: "raise" if request.session_id < "e3" else "done")
     jobs = [Job(task(i), i, f"e{i}") for i in range(6)]
     assert sum(rollout.dropped for rollout in asyncio.run(runner.run_many(jobs))) == 3
     with pytest.raises(RunStopped, match=r"3 of 5 episodes .*max_failed_share=0\.5; 3 of them with: Environ.*by zero"):
@@ -537,7 +537,7 @@ def test_an_aborted_episode_is_dropped(renderer):
 
 def test_concurrency_is_bounded_and_order_kept(renderer):
     done = []
-    runner, sampler = build(renderer, lambda asked: "done" if asked.turn else "a", concurrency=5)
+    runner, sampler = build(renderer, lambda request: "done" if request.turn else "a", concurrency=5)
     jobs = [Job(task(i), i, f"e{i}") for i in range(40)]
     rollouts = asyncio.run(runner.run_many(jobs, done.append))
     assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in jobs]
@@ -568,16 +568,16 @@ def test_cancelling_aborts_requests_and_closes_sessions(renderer):
 
 
 def test_episodes_beside_each_other_replay_bit_for_bit(renderer):
-    def script(asked):
-        return ["a", "bb", "ccc", "done"][asked.turn]
+    def script(request):
+        return ["a", "bb", "ccc", "done"][request.turn]
 
     jobs = [Job(task(i), i, f"e{i}") for i in range(12)]
     alone = asyncio.run(build(renderer, script, concurrency=1)[0].run_many(jobs))
     beside = asyncio.run(build(renderer, script, concurrency=12)[0].run_many(jobs))
-    for one, other in zip(alone, beside, strict=True):
-        assert one.turns == other.turns
-        np.testing.assert_array_equal(one.rows[0].token_ids, other.rows[0].token_ids)
-        np.testing.assert_array_equal(one.rows[0].logprobs, other.rows[0].logprobs)
+    for first, second in zip(alone, beside, strict=True):
+        assert first.turns == second.turns
+        np.testing.assert_array_equal(first.rows[0].token_ids, second.rows[0].token_ids)
+        np.testing.assert_array_equal(first.rows[0].logprobs, second.rows[0].logprobs)
     assert len({rollout.turns[0].observation for rollout in alone}) > 6
 
 
@@ -587,7 +587,7 @@ def test_the_environment_has_its_own_seed(renderer):
     jobs.append(Job(task(), 5, "own"))
     rollouts = asyncio.run(runner.run_many(jobs))
     assert len({rollout.turns[0].observation for rollout in rollouts}) == 1
-    assert len({asked.params.seed for asked in sampler.requests}) == len(sampler.requests) == 8
+    assert len({request.params.seed for request in sampler.requests}) == len(sampler.requests) == 8
 
 
 def test_request_seeds_depend_on_the_request_alone(renderer):
@@ -595,7 +595,7 @@ def test_request_seeds_depend_on_the_request_alone(renderer):
         sampling = SamplingParams(max_new_tokens=8, seed=run_seed)
         runner, sampler = build(renderer, ["a", "done"], sampling=sampling, concurrency=concurrency)
         asyncio.run(runner.run_many([Job(task(i), i, f"e{i}") for i in range(4)]))
-        return {asked.request_id: asked.params.seed for asked in sampler.requests}
+        return {request.request_id: request.params.seed for request in sampler.requests}
 
     first = seeds(0, 4)
     assert first == seeds(0, 1)
@@ -665,7 +665,7 @@ def test_rows_say_at_which_temperature_they_were_sampled(renderer):
 def test_an_episode_goes_on_from_its_state(renderer):
     """Two turns, through JSON, then the rest: the same as in one go."""
     script = ["a", "bb", "ccc", "done"]
-    whole, _ = play(renderer, script)
+    full_rollout, _ = play(renderer, script)
 
     async def run():
         first, _ = build(renderer, script[:2], max_turns=2)
@@ -679,11 +679,11 @@ def test_an_episode_goes_on_from_its_state(renderer):
         return state
 
     state = asyncio.run(run())
-    (row,), (expected,) = state.trajectory.rows("t0", "e"), whole.rows
-    assert state.turns == whole.turns
-    assert state.first_messages == whole.messages != ()
-    assert state.reward == whole.reward
-    assert state.metrics == whole.metrics
+    (row,), (expected,) = state.trajectory.rows("t0", "e"), full_rollout.rows
+    assert state.turns == full_rollout.turns
+    assert state.first_messages == full_rollout.messages != ()
+    assert state.reward == full_rollout.reward
+    assert state.metrics == full_rollout.metrics
     assert row.request_ids == expected.request_ids
     np.testing.assert_array_equal(row.token_ids, expected.token_ids)
     np.testing.assert_array_equal(row.logprobs, expected.logprobs)
@@ -694,7 +694,7 @@ def test_the_runners_own_cpu_time_a_turn(renderer):
     """The target is 1 ms; the bound is wider, for a busy machine. Of three measurements two may hold a garbage collection."""
 
     def measured() -> RolloutTimes:
-        runner, sampler = build(renderer, lambda asked: "done" if asked.turn == 3 else "word " * 8, concurrency=64)
+        runner, sampler = build(renderer, lambda request: "done" if request.turn == 3 else "word " * 8, concurrency=64)
         times = asyncio.run(bench_rollout(runner, [Job(task(i), i, f"e{i}") for i in range(64)]))
         assert times.turns == len(sampler.requests) == 256
         assert 0 < times.loop_ms_per_turn <= times.cpu_ms_per_turn

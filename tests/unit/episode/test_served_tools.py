@@ -255,7 +255,7 @@ def test_a_failed_server_is_tried_again_with_a_new_session_and_never_trained_on(
     assert [turn.observation for turn in rollout.turns] == ["b", ""]
     assert client.closed == ["e", "e~1"]
     client = Files(*[fault] * 3)
-    runner, _ = build(renderer, lambda asked: calls("a"), client)
+    runner, _ = build(renderer, lambda request: calls("a"), client)
     (rollout,) = asyncio.run(runner.run_many([Job(task(), 1, "e")]))
     assert rollout.dropped
     assert rollout.failure.kind is kind

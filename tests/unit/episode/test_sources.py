@@ -79,7 +79,7 @@ def test_sampling_parameters_change_for_all_sources(renderer):
     runner = joined(first, second)
     changed = runner.with_sampling(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7)
     asyncio.run(changed.run_many(jobs(1)))
-    assert {(asked.params.temperature, asked.params.max_new_tokens) for asked in one.requests + two.requests} == {
+    assert {(request.params.temperature, request.params.max_new_tokens) for request in one.requests + two.requests} == {
         (0.5, 7)
     }
     asyncio.run(runner.run_many(jobs(1)))

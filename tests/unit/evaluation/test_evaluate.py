@@ -58,7 +58,7 @@ class OneTurn(Env):
 
 
 def choice(name: str, tasks: Sequence[str], **plan: Any) -> EvalTasks:
-    made = [Task(each, (Message("user", each),), metadata={"kind": each[0]}) for each in tasks]
+    made = [Task(task, (Message("user", task),), metadata={"kind": task[0]}) for task in tasks]
     return EvalTasks(name, EvalSet(**plan), made, "the split 'eval'")
 
 
@@ -66,7 +66,7 @@ def play(
     *sets: EvalTasks, concurrency: int = 4, failure: dict[str, str] | None = None, gate: asyncio.Event | None = None,
     on_done: Callable[[Rollout], None] | None = None,
 ) -> tuple[list[SetResult], ScriptedSampler]:  # fmt: skip
-    def script(asked: RecordedRequest) -> Sequence[int]:
+    def script(request: RecordedRequest) -> Sequence[int]:
         return [5, END]
 
     sampler = ScriptedSampler(script, gate=gate)
@@ -100,7 +100,7 @@ def test_each_set_is_sampled_its_own_way() -> None:
         choice("hot", ["a", "b"], n_samples=3, temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=7),
         choice("cold", ["a"], temperature=0.0),
     )
-    by_set = {asked.request_id.split("/")[1]: asked.params for asked in sampler.requests}
+    by_set = {request.request_id.split("/")[1]: request.params for request in sampler.requests}
     hot, cold = by_set["hot"], by_set["cold"]
     assert (hot.temperature, hot.top_p, hot.top_k, hot.max_new_tokens) == (0.7, 0.9, 20, 7)
     assert (cold.temperature, cold.top_p, cold.top_k, cold.max_new_tokens) == (0.0, 1.0, -1, 20)
@@ -113,7 +113,7 @@ def test_all_sets_share_one_limit_and_run_at_the_same_time() -> None:
     _, sampler = play(*sets, concurrency=8, gate=asyncio.Event())
     assert sampler.max_running == 8
     assert len(sampler.requests) == 18
-    assert len({asked.session_id for asked in sampler.requests}) == 18
+    assert len({request.session_id for request in sampler.requests}) == 18
 
 
 def test_seeds_depend_on_set_task_and_sample_alone() -> None:

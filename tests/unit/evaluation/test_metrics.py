@@ -50,7 +50,7 @@ def test_metrics_of_one_sample_a_prompt_by_metadata() -> None:
 
 def test_pass_at_k_of_several_samples() -> None:
     metrics = compute_metrics(SEVERAL, pass_reward=1.0)
-    assert {key: each.value for key, each in metrics.means.items() if key.startswith("pass")} == {
+    assert {key: mean.value for key, mean in metrics.means.items() if key.startswith("pass")} == {
         "pass@1": pytest.approx(5 / 12),
         "pass@2": pytest.approx((0 + 0.5 + 1) / 3),
         "pass@4": pytest.approx(2 / 3),
@@ -75,8 +75,8 @@ def test_failed_rollouts_count_with_what_they_had() -> None:
 
 
 def test_values_stand_in_the_order_of_numbers() -> None:
-    some = [rollout(f"p{hops}", 0, 1.0, hops) for hops in (10, 2, "x", 1)]
-    assert list(compute_metrics(some, group_by="hops").groups) == ["hops=1", "hops=2", "hops=10", "hops=x"]
+    rollouts = [rollout(f"p{hops}", 0, 1.0, hops) for hops in (10, 2, "x", 1)]
+    assert list(compute_metrics(rollouts, group_by="hops").groups) == ["hops=1", "hops=2", "hops=10", "hops=x"]
 
 
 def choice(name: str) -> EvalTasks:

@@ -47,19 +47,19 @@ def sets(*overrides, **options):
 
 
 def test_each_set_is_played_against_each_opponent():
-    found = sets("eval.n_samples=2", "eval.sets.a={}")
-    assert [one.prefix for one in found] == ["eval/a/random/", "eval/a/nash/", "eval/a/mirror/"]
+    actual = sets("eval.n_samples=2", "eval.sets.a={}")
+    assert [one.prefix for one in actual] == ["eval/a/random/", "eval/a/nash/", "eval/a/mirror/"]
     assert [one.prefix for one in sets()] == ["eval/random/", "eval/nash/", "eval/mirror/"]
     assert [one.prefix for one in sets(opponents=())] == ["eval/"]
-    assert [one.episodes for one in found] == [12, 12, 6]
-    assert "3 tasks of the split 'eval' x 2 x 2 seats" in found[0].description
+    assert [one.episodes for one in actual] == [12, 12, 6]
+    assert "3 tasks of the split 'eval' x 2 x 2 seats" in actual[0].description
     assert {"eval/a/nash/reward", "eval/a/mirror/reward"} <= set(curve_keys(config("eval.sets.a={}")))
 
 
 def test_the_policy_has_each_seat_with_the_same_seeds_against_all_opponents():
     random, nash, mirror = sets("eval.n_samples=2")
     seeds = [[(job.seed, job.reset_seed) for job in make_jobs(one)] for one in (random, nash, mirror)]
-    assert seeds[0] == seeds[1] == [each for each in seeds[2] for _ in range(2)]
+    assert seeds[0] == seeds[1] == [seed for seed in seeds[2] for _ in range(2)]
     assert len(set(seeds[2])) == 6
     first, second = make_jobs(nash)[:2]
     assert first.lineup == Lineup({"player_1": ScriptedSeat("nash")}, "fixed:nash")
@@ -142,7 +142,7 @@ def test_a_failed_game_has_no_result():
     some = [game(0, (2.0, -2.0)), game(1, (1.0, 1.0), episode="d"), failed]
     metrics = compute_metrics(some, games=True)
     assert (metrics.means["score"].value, metrics.means["draw"].value, metrics.failed) == (0.75, 0.5, 1 / 3)
-    assert {name: part.episodes for name, part in metrics.groups.items()} == {"seat=0": 2, "seat=1": 1}
+    assert {name: group.episodes for name, group in metrics.groups.items()} == {"seat=0": 2, "seat=1": 1}
     assert games_report(some) == {
         "results": [["policy", "fixed:nash", 0, 1.0, 0.0, 0.0], ["policy", "fixed:nash", 1, 0.0, 1.0, 0.0]],
         "reward": {"0": 2.0, "1": 1.0},
@@ -150,8 +150,8 @@ def test_a_failed_game_has_no_result():
 
 
 def test_mirror_games_count_once_for_each_seat():
-    some = [game(seat, (1.0, -1.0), "mirror") for seat in (0, 1)]
-    assert games_report(some)["results"] == [
+    games = [game(seat, (1.0, -1.0), "mirror") for seat in (0, 1)]
+    assert games_report(games)["results"] == [
         ["policy", "policy", 0, 1.0, 0.0, 0.0],
         ["policy", "policy", 1, 0.0, 0.0, 1.0],
     ]
@@ -169,8 +169,11 @@ def test_the_league_has_the_evaluations(tmp_path):
 
 
 def test_the_table_counts_seats():
-    found = EvalTasks("", EvalSet(), [Task("t", ())], "x", opponent="nash", lineups=(Lineup(), Lineup()))
-    assert (found.samples, SetResult(found, compute_metrics([]), []).eval_set.label) == ("1 x 2 seats", "nash")
+    eval_tasks = EvalTasks("", EvalSet(), [Task("t", ())], "x", opponent="nash", lineups=(Lineup(), Lineup()))
+    assert (eval_tasks.samples, SetResult(eval_tasks, compute_metrics([]), []).eval_set.label) == (
+        "1 x 2 seats",
+        "nash",
+    )
 
 
 @pytest.mark.parametrize(

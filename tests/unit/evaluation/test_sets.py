@@ -181,11 +181,11 @@ def test_every_source_of_a_mixed_run_is_evaluated() -> None:
 
 def test_a_set_of_a_mixed_run_belongs_to_a_source() -> None:
     sources = ("sources.a={}", "sources.b.tasks.eval_split=hard")
-    hard, own = load_eval_tasks(
+    hard, own_run_config = load_eval_tasks(
         config(*sources, "eval.sets.hard={source: a, split: hard}", "eval.sets.own={source: b, size: 1}"), SOURCES
     )
     assert [each.id for each in hard.tasks] == ["a/h0", "a/h1", "a/h2"]
-    assert [each.id for each in own.tasks] == ["b/h0"]
+    assert [each.id for each in own_run_config.tasks] == ["b/h0"]
     [only] = load_eval_tasks(config(*sources, "eval.source=b"), SOURCES)
     assert (only.prefix, len(only.tasks)) == ("eval/", 3)
     with pytest.raises(ConfigError, match=r"^eval\.sets\.x\.size=9, but the split 'hard' has 3 tasks"):

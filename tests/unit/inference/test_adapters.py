@@ -118,12 +118,12 @@ def test_after_a_failure_requests_use_the_adapter_that_they_used_before(path: st
 
     async def play() -> None:
         await updates.from_adapters({"main": ADAPTER}, 1)
-        before = updates.adapters.of("main")
+        state_before = updates.adapters.of("main")
         engine.lost, engine.refuse = ({path}, "") if path else (set(), "rank 4 is incompatible")
         with pytest.raises(EngineError, match=path or "rank 4 is incompatible"):
             await updates.from_adapters({"main": ADAPTER}, 2)
-        assert updates.adapters.of("main") == before
-        assert before in engine.loaded
+        assert updates.adapters.of("main") == state_before
+        assert state_before in engine.loaded
         assert updates.ready
         engine.refuse = ""
         await updates.from_adapters({"main": ADAPTER}, 2)

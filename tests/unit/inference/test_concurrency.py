@@ -35,7 +35,7 @@ def observe(control, engine, demand, count=LONG):
 
 
 def falls(limits):
-    return sum(after < before for before, after in itertools.pairwise(limits))
+    return sum(state_after < state_before for state_before, state_after in itertools.pairwise(limits))
 
 
 capacities, ends = st.integers(1, 2000), st.integers(1, 200)

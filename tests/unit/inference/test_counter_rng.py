@@ -34,8 +34,8 @@ def test_the_generator_is_the_published_one() -> None:
     assert split_mix(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     seed = 99
     (start,) = split_mix(seed, 1)
-    wanted = [(word >> 11) / 2**53 for word in split_mix(start, 20)]
-    assert uniforms(np.full(20, seed, np.uint64), np.arange(20, dtype=np.uint64)).tolist() == wanted
+    expected = [(word >> 11) / 2**53 for word in split_mix(start, 20)]
+    assert uniforms(np.full(20, seed, np.uint64), np.arange(20, dtype=np.uint64)).tolist() == expected
 
 
 @given(seed=st.integers(), position=st.integers(0, 2**40))
@@ -79,10 +79,10 @@ def test_every_bit_of_seed_and_position_matters() -> None:
     rng = np.random.default_rng(0)
     seeds = rng.integers(2**63, size=2000).astype(np.uint64)
     positions = rng.integers(2**20, size=2000).astype(np.uint64)
-    before = (uniforms(seeds, positions) * 2**53).astype(np.uint64)
+    state_before = (uniforms(seeds, positions) * 2**53).astype(np.uint64)
     flips = [(np.uint64(1 << bit), np.uint64(0)) for bit in range(64)]
     flips += [(np.uint64(0), np.uint64(1 << bit)) for bit in range(20)]
     for seed_flip, position_flip in flips:
-        after = (uniforms(seeds ^ seed_flip, positions ^ position_flip) * 2**53).astype(np.uint64)
-        changed = ((before ^ after)[:, None] >> np.arange(53, dtype=np.uint64)) & np.uint64(1)
+        state_after = (uniforms(seeds ^ seed_flip, positions ^ position_flip) * 2**53).astype(np.uint64)
+        changed = ((state_before ^ state_after)[:, None] >> np.arange(53, dtype=np.uint64)) & np.uint64(1)
         assert np.abs(changed.mean(axis=0) - 0.5).max() < 6 * 0.5 / np.sqrt(2000)

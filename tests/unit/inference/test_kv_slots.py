@@ -30,8 +30,8 @@ def test_another_request_copies_the_shared_prefix_and_leaves_the_slot_whole() ->
     table = SlotTable(4, 100)
     slot = run(table, np.arange(50), output=20)
     table.release(slot)
-    other = np.concatenate([np.arange(40), ids(90, 91)])
-    assigned = table.assign(other)
+    other_values = np.concatenate([np.arange(40), ids(90, 91)])
+    assigned = table.assign(other_values)
     assert isinstance(assigned, SlotAssignment)
     assert assigned.slot != slot
     assert (assigned.source, assigned.cached) == (slot, 40)

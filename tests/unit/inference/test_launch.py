@@ -18,10 +18,10 @@ from agentrl.inference.launch.processes import command_flags, launch_embedded, l
 
 
 def test_a_port_in_use_names_the_key(tmp_path: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    with socket.socket() as other_socket:
+        other_socket.bind(("127.0.0.1", 0))
+        other_socket.listen()
+        port = other_socket.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"sampler\.port={port} .*sampler\.port to a free port"):
             launch_embedded(tmp_path, log=tmp_path / "log", port=port)
 
@@ -247,7 +247,7 @@ def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("engines", "each", "gpus", "found"),
+    ("engines", "each", "gpus", "actual"),
     [
         (3, 1, "0123", ["3", "2", "1"]),
         (2, 2, "01234", ["34", "12"]),
@@ -256,9 +256,9 @@ def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, m
         (3, 2, "abcde", ["de", "bc", "de"]),
     ],
 )
-def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, found: list[str]) -> None:
+def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, actual: list[str]) -> None:
     """The learner has the first; where engines outnumber GPUs, they share."""
-    assert ["".join(engine_gpus(number, each, gpus)) for number in range(engines)] == found
+    assert ["".join(engine_gpus(number, each, gpus)) for number in range(engines)] == actual
 
 
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused() -> None:

@@ -67,10 +67,10 @@ def test_a_reply_that_the_server_ended_is_no_turn():
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("bet</a> and then", "bet</a>"), ("bet", "bet"), ("", ""), ("a</b>b</a>", "a</b>")]
+    ("text", "expected"), [("bet</a> and then", "bet</a>"), ("bet", "bet"), ("", ""), ("a</b>b</a>", "a</b>")]
 )
-def test_the_text_ends_after_a_stop_string_as_in_a_turn_of_the_policy(text, wanted):
-    assert asked((200, answer(text)), stop=("</a>", "</b>"))[0] == wanted
+def test_the_text_ends_after_a_stop_string_as_in_a_turn_of_the_policy(text, expected):
+    assert asked((200, answer(text)), stop=("</a>", "</b>"))[0] == expected
 
 
 def test_a_turn_that_its_limit_ended_has_a_text():

@@ -159,9 +159,9 @@ def test_nothing_that_an_engine_answers_raises_past_the_sampler() -> None:
     whole = orjson.dumps(REPLY)
     cases += [whole[:end] for end in range(len(whole))]
     cases += [b"", b"<html>", b"\xff\xfe", b"null", b"[" * 100_000, b'{"meta_info":' * 5_000]
-    kept = [found for found in map(believed, cases) if found is not None]
+    kept = [row for row in map(believed, cases) if row is not None]
     assert len(cases) > 1000
-    assert all(found.token_ids == (7, 8) for found in kept if found.finish_reason is not FinishReason.ABORT)
+    assert all(row.token_ids == (7, 8) for row in kept if row.finish_reason is not FinishReason.ABORT)
 
 
 def _too_large(junk: Any) -> bool:
@@ -190,9 +190,9 @@ def test_whatever_numbers_an_engine_answers(
         ],
     }
     ids = [number(token) for _, token, _ in entries]
-    found = believed(orjson.dumps({"output_ids": ids, "meta_info": meta}))
-    if found is not None:
-        assert list(found.token_ids) == ids
+    actual = believed(orjson.dumps({"output_ids": ids, "meta_info": meta}))
+    if actual is not None:
+        assert list(actual.token_ids) == ids
         assert all(math.isfinite(value) for value, _, _ in entries)
 
 
@@ -202,35 +202,35 @@ def segment(ids: list[int], finish: FinishReason, version: int) -> Segment:
 
 
 def test_tokens_and_versions_are_joined() -> None:
-    whole = join(segment([0, 1], FinishReason.ABORT, 4), segment([2], FinishReason.LENGTH, 6), []).generation
-    assert whole.token_ids == (0, 1, 2)
-    assert whole.versions == ((0, 4), (2, 6))
-    assert whole.finish_reason is FinishReason.LENGTH
-    assert whole.cached_tokens == 3
+    full_generation = join(segment([0, 1], FinishReason.ABORT, 4), segment([2], FinishReason.LENGTH, 6), []).generation
+    assert full_generation.token_ids == (0, 1, 2)
+    assert full_generation.versions == ((0, 4), (2, 6))
+    assert full_generation.finish_reason is FinishReason.LENGTH
+    assert full_generation.cached_tokens == 3
 
 
 def test_the_same_weights_are_named_once() -> None:
-    whole = join(segment([0], FinishReason.ABORT, 4), segment([1], FinishReason.STOP, 4), []).generation
-    assert whole.versions == ((0, 4),)
+    full_generation = join(segment([0], FinishReason.ABORT, 4), segment([1], FinishReason.STOP, 4), []).generation
+    assert full_generation.versions == ((0, 4),)
 
 
 def test_a_stop_string_over_the_border_ends_the_turn_there() -> None:
     """``</sea`` was sampled before the pause, ``rch>x`` after it; what follows is dropped."""
     left = segment([0, 1, 2], FinishReason.ABORT, 1)
     right = segment([3, 4, 5, 5], FinishReason.LENGTH, 2)
-    whole = join(left, right, ["</answer>", "</search>"], VOCABULARY).generation
-    assert whole.token_ids == (0, 1, 2, 3, 4)
-    assert whole.logprobs == (0.0, -1.0, -2.0, -3.0, -4.0)
-    assert whole.finish_reason is FinishReason.STOP
-    assert whole.versions == ((0, 1), (3, 2))
+    full_generation = join(left, right, ["</answer>", "</search>"], VOCABULARY).generation
+    assert full_generation.token_ids == (0, 1, 2, 3, 4)
+    assert full_generation.logprobs == (0.0, -1.0, -2.0, -3.0, -4.0)
+    assert full_generation.finish_reason is FinishReason.STOP
+    assert full_generation.versions == ((0, 1), (3, 2))
 
 
 def test_a_stop_string_over_three_parts() -> None:
     one = segment([6], FinishReason.ABORT, 1)
     two, three = segment([7], FinishReason.ABORT, 2), segment([8, 9], FinishReason.LENGTH, 3)
-    whole = join(join(one, two, ["</search>"], VOCABULARY), three, ["</search>"], VOCABULARY).generation
-    assert whole.token_ids == (6, 7, 8)
-    assert whole.finish_reason is FinishReason.STOP
+    full_generation = join(join(one, two, ["</search>"], VOCABULARY), three, ["</search>"], VOCABULARY).generation
+    assert full_generation.token_ids == (6, 7, 8)
+    assert full_generation.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("character", ["é", "€"])
@@ -243,9 +243,9 @@ def test_a_stop_string_cut_inside_a_character(character: str) -> None:
             segment([0, *ids[:border]], FinishReason.ABORT, 1),
             segment([*ids[border:], 5], FinishReason.LENGTH, 2),
         )
-        whole = join(left, right, [character], VOCABULARY).generation
-        assert whole.token_ids == (0, *ids)
-        assert whole.finish_reason is FinishReason.STOP
+        full_generation = join(left, right, [character], VOCABULARY).generation
+        assert full_generation.token_ids == (0, *ids)
+        assert full_generation.finish_reason is FinishReason.STOP
 
 
 def test_what_only_looks_like_a_stop_string_goes_on() -> None:

@@ -35,8 +35,8 @@ def test_a_batch_shares_or_lists_its_options() -> None:
     body = {"input_ids": [[1], [2]], "sampling_params": {"temperature": 0}, "rid": "r", "return_logprob": True}
     inputs, batch = parse_generate(body)
     assert batch
-    assert [each.rid for each in inputs] == ["r_0", "r_1"]
-    assert all(each.logprobs and each.options.greedy for each in inputs)
+    assert [row.rid for row in inputs] == ["r_0", "r_1"]
+    assert all(row.logprobs and row.options.greedy for row in inputs)
     with pytest.raises(BadRequestError, match="rid has 1 entries for 2 prompts"):
         parse_generate({**body, "rid": ["a"]})
 

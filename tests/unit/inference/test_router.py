@@ -28,7 +28,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 def engine(name: int, gate: asyncio.Event | None = None) -> ScriptedSampler:
     """An engine that says its number, four times."""
-    return ScriptedSampler(lambda asked: (name,) * 4, gate=gate)
+    return ScriptedSampler(lambda request: (name,) * 4, gate=gate)
 
 
 def routed(*engines: ScriptedSampler, max_running: int | None = None) -> RoutedSampler:
@@ -54,15 +54,17 @@ async def test_turns_of_a_session_stay_and_new_sessions_go_where_least_runs() ->
     first = [ask(router, f"s{number}") for number in range(6)]
     await run_ready_tasks()
     assert [e.running for e in engines] == [3, 3]
-    at = [{asked.session_id for asked in e.requests} for e in engines]
+    at = [{request.session_id for request in e.requests} for e in engines]
     gates[1].set()
     await until(lambda: engines[1].running == 0)
     more = [ask(router, session, f"{session}/1") for session in sorted(at[0])]
     fresh = [ask(router, f"new{number}") for number in range(3)]
     gates[0].set()
     await asyncio.gather(*first, *more, *fresh)
-    assert {asked.session_id for asked in engines[0].requests} == at[0], "all turns where the prefix is, busy or not"
-    assert {asked.session_id for asked in engines[1].requests} == at[1] | {"new0", "new1", "new2"}
+    assert {request.session_id for request in engines[0].requests} == at[0], (
+        "all turns where the prefix is, busy or not"
+    )
+    assert {request.session_id for request in engines[1].requests} == at[1] | {"new0", "new1", "new2"}
     for session in at[0]:
         await router.close_session(session)
     assert set(engines[0].closed) == at[0]
@@ -118,7 +120,7 @@ async def test_an_engine_gets_so_many_requests_at_a_time_and_the_first_to_wait_i
     assert [e.running for e in engines] == [2, 2]
     gates[1].set()
     await asyncio.gather(*late)
-    assert [one.session_id for one in engines[1].requests[2:]] == ["late0", "late1", "late2", "late3"]
+    assert [request.session_id for request in engines[1].requests[2:]] == ["late0", "late1", "late2", "late3"]
     assert not sticky.done()
     gates[0].set()
     await asyncio.gather(*asked, sticky)
@@ -138,7 +140,7 @@ async def test_two_requests_of_a_session_that_waits_go_to_one_engine() -> None:
     for gate in gates:
         gate.set()
     await asyncio.gather(*full, *twins)
-    places = {number for number, e in enumerate(engines) for asked in e.requests if asked.session_id == "twin"}
+    places = {number for number, e in enumerate(engines) for request in e.requests if request.session_id == "twin"}
     assert len(places) == 1
 
 
@@ -151,7 +153,7 @@ async def test_requests_of_an_engine_that_is_taken_out_are_sampled_by_another_fr
     router.remove("engine-0")
     results = await asyncio.gather(*asked)
     assert [result.token_ids for result in results] == [(1,) * 4] * 6, "nothing of the lost engine is kept"
-    assert sorted(one.request_id for one in engines[1].requests) == sorted(f"s{number}" for number in range(6))
+    assert sorted(request.request_id for request in engines[1].requests) == sorted(f"s{number}" for number in range(6))
     assert router.prompt_tokens == 6 * 2, "each request counts once"
     fresh = engine(7)
     router.add("engine-0", fresh)
@@ -190,7 +192,7 @@ async def test_a_request_that_cannot_reach_its_engine_goes_elsewhere_and_is_not_
 ) -> None:
     monkeypatch.setattr("agentrl.inference.fleet.router._RETRY_DELAY_S", 0.0)
 
-    def unreachable(asked: RecordedRequest) -> Exception:
+    def unreachable(request: RecordedRequest) -> Exception:
         return EngineLostError("connection refused")
 
     lost: list[str] = []
@@ -208,14 +210,14 @@ async def test_a_request_that_cannot_reach_its_engine_goes_elsewhere_and_is_not_
 
 @in_loop
 async def test_what_an_engine_refuses_is_refused() -> None:
-    def refuse(asked: RecordedRequest) -> Exception:
+    def refuse(request: RecordedRequest) -> Exception:
         return SamplerError("the input is too long")
 
-    other = engine(1)
+    other_engine = engine(1)
     router = routed(ScriptedSampler(refuse))
     with pytest.raises(SamplerError, match="too long"):
         await ask(router, "s")
-    router.add("engine-1", other)
+    router.add("engine-1", other_engine)
     await ask(router, "t")
     assert router.prompt_tokens == 1
 

@@ -21,9 +21,9 @@ def draw(logits: torch.Tensor, count: int, **options: Any) -> tuple[torch.Tensor
 def test_frequencies_are_the_distribution_at_the_temperature(temperature: float) -> None:
     logits = torch.tensor([2.0, 0.0, 1.0, -30.0, 0.5])
     ids, logprobs = draw(logits, 40_000, temperature=temperature)
-    wanted = (logits / temperature).softmax(-1)
-    torch.testing.assert_close(torch.bincount(ids, minlength=5) / 40_000, wanted, atol=0.01, rtol=0)
-    torch.testing.assert_close(logprobs, wanted.log()[ids])
+    expected = (logits / temperature).softmax(-1)
+    torch.testing.assert_close(torch.bincount(ids, minlength=5) / 40_000, expected, atol=0.01, rtol=0)
+    torch.testing.assert_close(logprobs, expected.log()[ids])
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one() -> None:

@@ -135,8 +135,8 @@ GOOD = {**REPLY, "meta_info": {**META, "id": "score-0"}}
 
 
 def test_a_failure_of_the_server_is_tried_again() -> None:
-    found, server = scored(ErrorReply(503, "starting"), aiohttp.ClientPayloadError(), GOOD)
-    np.testing.assert_array_equal(found, np.array([-0.5, -1.5], np.float32))
+    actual, server = scored(ErrorReply(503, "starting"), aiohttp.ClientPayloadError(), GOOD)
+    np.testing.assert_array_equal(actual, np.array([-0.5, -1.5], np.float32))
     assert server.requests == 3
 
 

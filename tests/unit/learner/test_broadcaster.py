@@ -39,9 +39,9 @@ def joined(learner: WeightExporter, threads: ThreadPoolExecutor) -> BroadcastGro
     return other.result()
 
 
-def receive(place: BroadcastGroup, bucket) -> list[torch.Tensor]:
+def receive(broadcast_group: BroadcastGroup, bucket) -> list[torch.Tensor]:
     flat = torch.zeros(total_bytes(*bucket.specs), dtype=torch.uint8)
-    place.broadcast([flat])
+    broadcast_group.broadcast([flat])
     return [tensor for _, tensor in views(bucket.specs, flat)]
 
 

@@ -169,7 +169,7 @@ class SlowLearner(FolderLearner):
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
     checkpoints, learner = Checkpoints(tmp_path, keep=2), SlowLearner()
-    before = torch.get_rng_state()
+    rng_state_before = torch.get_rng_state()
     path = checkpoints.save(1, learner, {"step": 1})
     assert latest_checkpoint(tmp_path) is None
     checkpoints.check()
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
     checkpoints.finish()
     assert latest_checkpoint(tmp_path) == path
     read_state(path)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), rng_state_before)
 
 
 def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):

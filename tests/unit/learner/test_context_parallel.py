@@ -52,13 +52,13 @@ class Switch:
 def test_every_token_is_scored_by_one_rank_which_has_the_position_before_it(size: int) -> None:
     length = 64
     at_N = torch.arange(1, length)
-    found = []
+    actual = []
     for rank in range(size):
         context = Context("", size, rank)
         own_N = at_N[context.has(at_N - 1, length)]
         assert set((own_N - 1).tolist()) <= set(range(length)[context.token_slice(length)])
-        found += own_N.tolist()
-    assert sorted(found) == at_N.tolist()
+        actual += own_N.tolist()
+    assert sorted(actual) == at_N.tolist()
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -75,17 +75,17 @@ def test_attention_over_parts_is_that_over_whole_rows(
     states = [
         torch.randn(1, n, length, d, dtype=torch.float64) for n, d in ((heads, 6), (key_heads, 6), (key_heads, 5))
     ]
-    wanted, _ = packed_attention(torch.nn.Module(), *states, None, packed=rows, sliding_window=window)
+    expected, _ = packed_attention(torch.nn.Module(), *states, None, packed=rows, sliding_window=window)
 
     def attend(context: Context) -> torch.Tensor:
-        own = [each[:, :, context.token_slice(length)] for each in states]
+        own = [state[:, :, context.token_slice(length)] for state in states]
         packed = DividedRows(rows, context)
         return packed_attention(torch.nn.Module(), *own, None, packed=packed, sliding_window=window)[0]
 
     switch = Switch(size)
     monkeypatch.setattr(context_parallel, "exchange", switch.exchange)
-    found = torch.cat(switch.run(attend), 1)
-    torch.testing.assert_close(found, wanted)
+    actual = torch.cat(switch.run(attend), 1)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def open_learner(learners: Learners, name: str, cpu_offload: str = "optimizer", 
 
 def states(learner) -> list[torch.Tensor]:
     """Return the optimizers' states but for counts of steps."""
-    found = [state for optimizer in learner.rank.optimizers.values() for state in optimizer.state.values()]
-    return [t for state in found for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
+    actual_states = [state for optimizer in learner.rank.optimizers.values() for state in optimizer.state.values()]
+    return [t for state in actual_states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
 
 
 def device_bytes(learner) -> int:
@@ -39,7 +39,7 @@ def device_bytes(learner) -> int:
 def test_training_is_bit_for_bit_the_same(learners, name):
     plain = open_learner(learners, name, "none")
     straight = [plain.train_step(batch) for batch in BATCHES]
-    wanted = tensors(plain)
+    expected = tensors(plain)
     assert device_bytes(plain) > 0
 
     learner = open_learner(learners, name)
@@ -52,32 +52,32 @@ def test_training_is_bit_for_bit_the_same(learners, name):
         assert device_bytes(learner) == 0
         learner.wake()
         assert device_bytes(learner) == 0
-    found = tensors(learner)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    actual = tensors(learner)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    ("name", "state_before", "state_after"),
     [("adamw", "optimizer", "optimizer"), ("muon", "optimizer", "none"), ("adamw", "none", "optimizer")],
 )
-def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path, name, before, after):
-    learner = open_learner(learners, name, before)
+def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path, name, state_before, state_after):
+    learner = open_learner(learners, name, state_before)
     for batch in BATCHES[:2]:
         learner.train_step(batch)
     learner.save(tmp_path / "state")
     straight = [learner.train_step(batch) for batch in BATCHES[2:]]  # while it is written
     learner.finish_save()
-    wanted = tensors(learner)
+    expected = tensors(learner)
 
-    learner = open_learner(learners, name, after, folder=tmp_path / "state" / "model")
+    learner = open_learner(learners, name, state_after, folder=tmp_path / "state" / "model")
     for _ in range(2):  # into no states, and into those of a later step
         learner.load(tmp_path / "state")
         assert {group["lr"] for optimizer in learner.rank.optimizers.values() for group in optimizer.param_groups} == {
             SAVED_LR
         }
         assert [learner.train_step(batch) for batch in BATCHES[2:]] == straight
-    found = tensors(learner)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    actual = tensors(learner)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_a_checkpoint_from_before_the_first_step_forgets_states(learners, tmp_path: Path):

@@ -109,15 +109,15 @@ def test_the_gradient_does_not_depend_on_packing_order_shares_or_chunks(critic, 
     spread_head(critic)
     rows, rng = make_rows(LENGTHS), np.random.default_rng(0)
     returns = {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows}
-    wanted = gradient(critic, value_batch(rows, returns))
-    found = {
+    expected = gradient(critic, value_batch(rows, returns))
+    actual = {
         "packing": gradient(critic, value_batch(rows, returns, tokens_per_micro=8)),
         "order": gradient(critic, value_batch(rows[::-1], returns)),
         "shares": gradient(critic, value_batch(rows, returns, data_parallel_size=2, tokens_per_micro=64)),
     }
     rank_of(critic).model.logits_chunk = 3
-    found["chunks"] = gradient(critic, value_batch(rows, returns))
-    far = {name: float((one - wanted).norm() / wanted.norm()) for name, one in found.items()}
+    actual["chunks"] = gradient(critic, value_batch(rows, returns))
+    far = {name: float((one - expected).norm() / expected.norm()) for name, one in actual.items()}
     assert max(far.values()) < limit, far
 
 
@@ -134,17 +134,17 @@ def test_the_gradient_does_not_depend_on_how_rollouts_are_cut_into_rows(critic):
         [batch] = training_step(config, groups, scores).value_batches()
         return gradient(critic, batch)
 
-    whole = [rollout_of(script) for script in scripts]
-    wanted, found = of(whole), of(shuffled([cut_anywhere(script, rng) for script in scripts], rng))
-    assert (found - wanted).norm() < 1e-6 * wanted.norm()
+    full_rollout = [rollout_of(script) for script in scripts]
+    expected, actual = of(full_rollout), of(shuffled([cut_anywhere(script, rng) for script in scripts], rng))
+    assert (actual - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_it_learns_a_constant_and_then_the_last_token(critic):
     rows = make_rows(LENGTHS)
-    before = {row.key: np.roll(row.token_ids, 1) for row in rows}
+    state_before = {row.key: np.roll(row.token_ids, 1) for row in rows}
     steps = {
         "constant": constant(rows, 0.7),
-        "state": {key: np.where(ids < VOCAB // 2, 1.0, -1.0).astype(np.float32) for key, ids in before.items()},
+        "state": {key: np.where(ids < VOCAB // 2, 1.0, -1.0).astype(np.float32) for key, ids in state_before.items()},
     }
     for returns in steps.values():
         batch = value_batch(rows, returns)
@@ -178,7 +178,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
         critic.train_step(batch)
         critic.save(tmp_path / "critic")
         critic.finish_save()
-        wanted = [critic.train_step(batch), critic.train_step(batch)]
+        expected = [critic.train_step(batch), critic.train_step(batch)]
         values = critic.values(batch)
     finally:
         critic.close()
@@ -186,7 +186,7 @@ def test_a_saved_critic_goes_on_bit_for_bit(model, tmp_path):
     try:
         assert any(row.any() for row in critic.values(batch).values()), "the head was read too"
         critic.load(tmp_path / "critic")
-        assert [critic.train_step(batch), critic.train_step(batch)] == wanted
+        assert [critic.train_step(batch), critic.train_step(batch)] == expected
         again = critic.values(batch)
         assert all((again[key] == row).all() for key, row in values.items())
         with pytest.raises(CheckpointError, match="learner"):
@@ -205,10 +205,10 @@ def test_it_shares_the_process_with_the_policy_and_changes_nothing_of_it(model):
     try:
         rows = make_rows(LENGTHS)
         batch = value_batch(rows, constant(rows, 1.0))
-        before = policy.logprobs(batch)
+        logprobs_before = policy.logprobs(batch)
         critic.train_step(batch)
-        after = policy.logprobs(batch)
-        assert all((after[key] == row).all() for key, row in before.items())
+        logprobs_after = policy.logprobs(batch)
+        assert all((logprobs_after[key] == row).all() for key, row in logprobs_before.items())
         with pytest.raises(LearnerError, match="'critic'"):
             policy.rank.values(batch)
         critic.sleep()

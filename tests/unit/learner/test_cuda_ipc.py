@@ -39,11 +39,11 @@ class OpenedHere(pickle.Unpickler):
         return self.rebuild if name == "rebuild_cuda_tensor" else super().find_class(module, name)
 
     def rebuild(self, *args: Any) -> torch.Tensor:
-        given = inspect.signature(reductions.rebuild_cuda_tensor).bind(*args).arguments
-        self.calls.append(given)
-        assert given["storage_cls"] is TypedStorage
-        storage = TypedStorage(wrap_storage=self.flat.untyped_storage(), dtype=given["dtype"], _internal=True)
-        where = (given["tensor_offset"], given["tensor_size"], given["tensor_stride"])
+        arguments = inspect.signature(reductions.rebuild_cuda_tensor).bind(*args).arguments
+        self.calls.append(arguments)
+        assert arguments["storage_cls"] is TypedStorage
+        storage = TypedStorage(wrap_storage=self.flat.untyped_storage(), dtype=arguments["dtype"], _internal=True)
+        where = (arguments["tensor_offset"], arguments["tensor_size"], arguments["tensor_stride"])
         return torch._utils._rebuild_tensor(storage, *where)
 
 
@@ -58,21 +58,21 @@ def opened_bucket() -> tuple[OpenedHere, Any]:
 
 def test_another_process_opens_one_memory_for_all_weights() -> None:
     opened, bucket = opened_bucket()
-    found = {
+    actual = {
         one.name: bucket["flattened_tensor"][one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape)
         for one in bucket["metadata"]
     }
-    assert found.keys() == WEIGHTS.keys()
+    assert actual.keys() == WEIGHTS.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
+        torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
     )
     assert [one.numel for one in bucket["metadata"]] == [one.end_idx - one.start_idx for one in bucket["metadata"]]
-    [given] = opened.calls
-    assert (given["dtype"], given["tensor_size"]) == (torch.uint8, (20 + 24 + 4,))
-    assert (given["storage_device"], given["storage_handle"], given["storage_size_bytes"]) == ("0a1b", b"memory", 160)
-    assert (given["storage_offset_bytes"], given["requires_grad"]) == (512, False)
-    assert (given["ref_counter_handle"], given["ref_counter_offset"]) == (b"counter", 3)
-    assert (given["event_handle"], given["event_sync_required"]) == (b"event", True)
+    [calls] = opened.calls
+    assert (calls["dtype"], calls["tensor_size"]) == (torch.uint8, (20 + 24 + 4,))
+    assert (calls["storage_device"], calls["storage_handle"], calls["storage_size_bytes"]) == ("0a1b", b"memory", 160)
+    assert (calls["storage_offset_bytes"], calls["requires_grad"]) == (512, False)
+    assert (calls["ref_counter_handle"], calls["ref_counter_offset"]) == (b"counter", 3)
+    assert (calls["event_handle"], calls["event_sync_required"]) == (b"event", True)
 
 
 def test_the_pickle_names_only_what_sglang_lets_in() -> None:

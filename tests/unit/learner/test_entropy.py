@@ -16,8 +16,8 @@ def test_the_bonus_alone_raises_the_entropy(learners, logits_chunk):
     batch = make_batch(LENGTHS)
     for micro in batch.micro[0]:
         micro.advantages_L.zero_()
-    found = [learner.train_step(batch)["train/entropy"] for _ in range(12)]
-    assert found[-1] > found[0] + 0.1
+    train_steps = [learner.train_step(batch)["train/entropy"] for _ in range(12)]
+    assert train_steps[-1] > train_steps[0] + 0.1
 
 
 def test_without_it_and_without_advantages_nothing_moves(learners):

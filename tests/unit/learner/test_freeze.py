@@ -15,42 +15,42 @@ FREEZE = ["*.embed_tokens.*", "*.layers.0.*", "*norm*"]
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_frozen_weights_stay_and_the_others_train_as_if_nothing_were_frozen(learners, name):
-    whole = gradients(learners.open(name), make_batch(LENGTHS), torch.float32)
+    full_gradients = gradients(learners.open(name), make_batch(LENGTHS), torch.float32)
     learner = learners.open(name, freeze=FREEZE)
-    before, frozen = tensors(learner), frozen_names(whole, FREEZE)
+    tensors_before, frozen = tensors(learner), frozen_names(full_gradients, FREEZE)
     optimizers = learner.rank.optimizers.values()
-    assert 0 < len(frozen) < len(whole)
+    assert 0 < len(frozen) < len(full_gradients)
     # Only matrices of the second layer are left: none is AdamW's if Muon takes them.
     assert len(optimizers) == 1
-    found = {}
+    actual = {}
 
     def keep(lr_scale: float) -> dict[str, float]:
-        found.update({key: p.grad for key, p in learner.rank.model.hf.named_parameters()})
+        actual.update({key: p.grad for key, p in learner.rank.model.hf.named_parameters()})
         return {}
 
     update, learner.rank._update = learner.rank._update, keep
     learner.train_step(make_batch(LENGTHS))
-    assert {key for key, grad in found.items() if grad is None} == frozen
+    assert {key for key, grad in actual.items() if grad is None} == frozen
     learner.rank._update = update
     learner.train_step(make_batch(LENGTHS))
-    after = tensors(learner)
-    assert after.keys() == before.keys() == whole.keys(), "weight sync sends all weights"
-    assert {key for key in before if torch.equal(before[key], after[key])} == frozen
-    assert sum(len(one.state) for one in optimizers) == len(whole) - len(frozen)
+    tensors_after = tensors(learner)
+    assert tensors_after.keys() == tensors_before.keys() == full_gradients.keys(), "weight sync sends all weights"
+    assert {key for key in tensors_before if torch.equal(tensors_before[key], tensors_after[key])} == frozen
+    assert sum(len(optimizer.state) for optimizer in optimizers) == len(full_gradients) - len(frozen)
 
 
 def test_gradients_past_frozen_layers_are_those_of_the_whole_model(learners):
-    whole = gradients(learners.open(), make_batch(LENGTHS), torch.float32)
+    full_gradients = gradients(learners.open(), make_batch(LENGTHS), torch.float32)
     learner = learners.open(freeze=["*.layers.1.*"])
-    found = {}
+    actual = {}
     learner.rank._update = lambda lr_scale: (
-        found.update({k: p.grad.clone() for k, p in learner.rank.model.hf.named_parameters() if p.grad is not None})
+        actual.update({k: p.grad.clone() for k, p in learner.rank.model.hf.named_parameters() if p.grad is not None})
         or {}
     )
     learner.train_step(make_batch(LENGTHS))
-    assert found
-    for key, grad in found.items():
-        assert torch.allclose(grad, whole[key], rtol=1e-5, atol=1e-7), key
+    assert actual
+    for key, grad in actual.items():
+        assert torch.allclose(grad, full_gradients[key], rtol=1e-5, atol=1e-7), key
 
 
 def test_a_checkpoint_continues_and_names_another_choice_of_frozen_weights(learners, tmp_path):

@@ -25,23 +25,23 @@ EXPERT = "model.layers.2.mlp.experts.3.{}_proj.weight"
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_path, caplog, family):
     folder = make_model(tmp_path / family, family)
-    wanted = load_file(folder / FILE.name)
-    assert {EXPERT.format(part) for part in ("gate", "up", "down")} < wanted.keys()
+    expected = load_file(folder / FILE.name)
+    assert {EXPERT.format(part) for part in ("gate", "up", "down")} < expected.keys()
     with caplog.at_level(logging.WARNING):
         learner = learners.open(folder=folder)
-        found = tensors(learner)
+        actual = tensors(learner)
         learner.save(tmp_path / "saved")
         learner.finish_save()
         learner.load(tmp_path / "saved")
     assert "loads the whole model" not in caplog.text
     saved = load_file(tmp_path / "saved" / FILE)
-    buffers = {name for name in wanted if name.endswith("e_score_correction_bias")}
-    assert found.keys() == wanted.keys() - buffers
-    assert saved.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name].float()) for name, tensor in (found | saved).items())
-    assert all(torch.equal(tensor, found[name]) for name, tensor in tensors(learner).items())
-    small = {name: tensor.clone() for each in learner.buckets(1) for name, tensor in each.tensors()}
-    assert all(torch.equal(tensor, found[name]) for name, tensor in small.items())
+    buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
+    assert actual.keys() == expected.keys() - buffers
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].float()) for name, tensor in (actual | saved).items())
+    assert all(torch.equal(tensor, actual[name]) for name, tensor in tensors(learner).items())
+    small = {name: tensor.clone() for bucket in learner.buckets(1) for name, tensor in bucket.tensors()}
+    assert all(torch.equal(tensor, actual[name]) for name, tensor in small.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])

@@ -88,13 +88,13 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("values", [False, True])
 def test_a_rank_has_its_part_of_each_weight(tmp_path, family, world, values):
     folder = make_model(tmp_path / family, family)
-    whole = named_tensors((load_value_model if values else load_model)(folder))
+    full_weights = named_tensors((load_value_model if values else load_model)(folder))
     with ranks(world - 1, world):
-        found = named_tensors(sharded(folder, world, values).hf)
-    assert found.keys() == whole.keys()
-    for name, tensor in found.items():
-        parts = whole[name].chunk(world)
-        assert torch.equal(local(tensor), parts[world - 1] if world == len(parts) else whole[name][:0]), name
+        weights = named_tensors(sharded(folder, world, values).hf)
+    assert weights.keys() == full_weights.keys()
+    for name, tensor in weights.items():
+        parts = full_weights[name].chunk(world)
+        assert torch.equal(local(tensor), parts[world - 1] if world == len(parts) else full_weights[name][:0]), name
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,8 +141,8 @@ def test_a_rank_never_holds_more_than_its_shards(tmp_path):
     assert skeleton.largest <= largest
     with ranks(7, 8), Allocations() as made:
         fill_shards(model, folder, 8)
-    held = sum(local(tensor).nbytes for tensor in named_tensors(model.hf).values())
-    assert size / 8 <= held < size / 7
+    stored_weights = sum(local(tensor).nbytes for tensor in named_tensors(model.hf).values())
+    assert size / 8 <= stored_weights < size / 7
     assert made.bytes < size / 6
     assert made.largest <= largest / 8
 
@@ -151,9 +151,9 @@ def test_tied_weights_share_memory_and_buffers_are_the_models_own(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3")
     policy, plain = load_policy(folder, LearnerConfig(precision="float32"), CPU, None), load_model(folder)
     assert policy.hf.lm_head.weight is policy.hf.model.embed_tokens.weight
-    wanted = dict(plain.named_buffers())
+    expected = dict(plain.named_buffers())
     assert {name: tensor.tolist() for name, tensor in policy.hf.named_buffers()} == {
-        name: tensor.tolist() for name, tensor in wanted.items()
+        name: tensor.tolist() for name, tensor in expected.items()
     }
     assert not any(parameter.is_meta for parameter in policy.parameters())
 
@@ -174,9 +174,9 @@ def test_several_files_and_bfloat16_become_float32_masters(tmp_path):
     model = load_model(make_model(tmp_path / "m", "llama"), "bfloat16")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    found = named_tensors(load_policy(tmp_path / "many", LearnerConfig(precision="float32"), CPU, None).hf)
-    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
-    assert all(torch.equal(found[name], tensor.float()) for name, tensor in named_tensors(model).items())
+    weights = named_tensors(load_policy(tmp_path / "many", LearnerConfig(precision="float32"), CPU, None).hf)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in named_tensors(model).items())
 
 
 MOE = {
@@ -192,12 +192,12 @@ def test_experts_that_transformers_fuses_are_read_by_each_rank(tmp_path, caplog)
         policy = load_policy(tmp_path / "moe", LearnerConfig(precision="float32"), CPU, None)
     assert not caplog.text
     assert not policy.separates_rows
-    found, wanted = named_tensors(policy.hf), named_tensors(load_model(tmp_path / "moe"))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    actual, expected = named_tensors(policy.hf), named_tensors(load_model(tmp_path / "moe"))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     with ranks(1, 2):
         parts = named_tensors(sharded(tmp_path / "moe", 2).hf)
-    assert all(torch.equal(local(tensor), wanted[name].chunk(2)[1]) for name, tensor in parts.items())
+    assert all(torch.equal(local(tensor), expected[name].chunk(2)[1]) for name, tensor in parts.items())
 
 
 def test_a_folder_of_bin_files_is_loaded_with_transformers(tmp_path):
@@ -205,8 +205,8 @@ def test_a_folder_of_bin_files_is_loaded_with_transformers(tmp_path):
     weights = load_file(folder / "model.safetensors")
     torch.save(weights, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    found = named_tensors(load_policy(folder, LearnerConfig(precision="float32"), CPU, None).hf)
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    actual_weights = named_tensors(load_policy(folder, LearnerConfig(precision="float32"), CPU, None).hf)
+    assert all(torch.equal(actual_weights[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_critic_has_a_head_of_zeros_unless_the_folder_has_one(tmp_path):

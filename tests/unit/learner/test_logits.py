@@ -25,13 +25,13 @@ def test_scores_and_gradients_are_those_of_torchs_softmax(bias: bool, chunk: int
     options = HeadOptions(0.7, entropy, chunk, compiled=False)
     logprobs, entropies = token_scores(hidden, weight, offset, targets, options)
     distribution = torch.distributions.Categorical(logits=torch.nn.functional.linear(hidden, weight, offset) / 0.7)
-    wanted = [distribution.log_prob(targets)] + ([distribution.entropy()] if entropy else [])
-    found = [logprobs] + ([] if entropies is None else [entropies])
+    expected = [distribution.log_prob(targets)] + ([distribution.entropy()] if entropy else [])
+    actual = [logprobs] + ([] if entropies is None else [entropies])
     factors = [torch.linspace(-1, 2, N, dtype=torch.float64), torch.linspace(3, -1, N, dtype=torch.float64)]
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
-    ours = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, found, strict=False)), inputs)
-    theirs = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, wanted, strict=False)), inputs)
+    ours = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, actual, strict=False)), inputs)
+    theirs = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, expected, strict=False)), inputs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-12)
 
@@ -50,12 +50,14 @@ def test_logits_in_autocast_are_not_rounded(bias: bool) -> None:
     hidden, weight, offset, targets = given(torch.float32, bias=bias)
     weight, rough = weight * 30, torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = token_scores(hidden, weight, offset, targets, HeadOptions(1.0, False, 4, compiled=False))
+        actual_token_scores, _ = token_scores(
+            hidden, weight, offset, targets, HeadOptions(1.0, False, 4, compiled=False)
+        )
     factors = (hidden.bfloat16().double(), weight.bfloat16().double())
     logits = factors[0] @ factors[1].T + (offset.bfloat16().double() if offset is not None else 0)
     exact = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    assert found.dtype == rough
-    torch.testing.assert_close(found.double(), exact, atol=2e-4 if not bias else 2e-2, rtol=1e-5)
+    assert actual_token_scores.dtype == rough
+    torch.testing.assert_close(actual_token_scores.double(), exact, atol=2e-4 if not bias else 2e-2, rtol=1e-5)
     rounded = logits.bfloat16().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert (rounded - exact).abs().max() > 5e-2, "sizes at which rounding would be seen"
 

@@ -34,14 +34,14 @@ def of_7b(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_a_7b_policy_on_8_ranks(of_7b):
-    found = fsdp_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
-    assert found.weights == pytest.approx(4 * WEIGHTS_7B / 8, rel=1e-3)
-    assert found.gradients == found.weights
-    assert found.optimizer == 2 * found.weights
+    actual = fsdp_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
+    assert actual.weights == pytest.approx(4 * WEIGHTS_7B / 8, rel=1e-3)
+    assert actual.gradients == actual.weights
+    assert actual.optimizer == 2 * actual.weights
     # A chunk's logits and their gradient, and the gradient of the head's weights so far.
-    assert found.logits == 4 * 152064 * (2 * LearnerConfig().logits_chunk + 3584)
-    assert 20e9 < found.total < 80e9
-    assert found.reference == 0
+    assert actual.logits == 4 * 152064 * (2 * LearnerConfig().logits_chunk + 3584)
+    assert 20e9 < actual.total < 80e9
+    assert actual.reference == 0
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_the_estimate_is_what_an_h200_had_allocated(size: str, options: dict[str
     defaults: dict[str, Any] = {"ranks": 1, "bfloat16": True, "recompute": "selective", "compiled": True}
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(model_config(SHAPES[size]))
-    found = fsdp_memory(hf, LearnerConfig(), MemoryOptions(**defaults | options)).total / GIB
-    assert 1.0 < found / measured_gib < 1.08
+    actual = fsdp_memory(hf, LearnerConfig(), MemoryOptions(**defaults | options)).total / GIB
+    assert 1.0 < actual / measured_gib < 1.08
 
 
 def test_what_needs_more_memory_is_estimated_to(of_7b):
@@ -92,11 +92,11 @@ def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):
 def test_lora_trains_adapters_alone(of_7b):
     whole = fsdp_memory(of_7b, LearnerConfig(), OF_8)
     frozen = copy.deepcopy(of_7b).requires_grad_(False)
-    found = fsdp_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
+    actual = fsdp_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
     adapters = 28 * 8 * sum((4 * 3584, 2 * (3584 + 512), 3 * (3584 + 18944))) * 4 // 8
-    assert found.weights - whole.weights == pytest.approx(adapters, rel=1e-3)
-    assert found.optimizer == 2 * found.gradients == 2 * (found.weights - whole.weights)
-    assert found.activations > whole.activations
+    assert actual.weights - whole.weights == pytest.approx(adapters, rel=1e-3)
+    assert actual.optimizer == 2 * actual.gradients == 2 * (actual.weights - whole.weights)
+    assert actual.activations > whole.activations
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -104,11 +104,17 @@ def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     rank = learners.open(name).rank
     learners.current.train_step(make_batch([20, 30]))
     options = MemoryOptions(ranks=1, tokens=64, bfloat16=False, recompute="none", compiled=False)
-    found: LearnerMemory = fsdp_memory(rank.model.hf, rank.config, options)
-    assert found.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
-    moments = [t for one in rank.optimizers.values() for state in one.state.values() for t in state.values() if t.ndim]
-    assert found.optimizer == sum(tensor.nbytes for tensor in moments)
-    assert found.gathered == 0
+    actual: LearnerMemory = fsdp_memory(rank.model.hf, rank.config, options)
+    assert actual.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
+    moments = [
+        t
+        for optimizer in rank.optimizers.values()
+        for state in optimizer.state.values()
+        for t in state.values()
+        if t.ndim
+    ]
+    assert actual.optimizer == sum(tensor.nbytes for tensor in moments)
+    assert actual.gathered == 0
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -92,15 +92,15 @@ def make_scripts(seed: int, groups: int = 3, samples: int = 3) -> list[Script]:
 def rollout_of(script: Script, cuts: Sequence[int] = ()) -> Rollout:
     """Return the rollout of an episode; at each of the ``cuts``, a number of tokens, a separate row branches off."""
     trajectory, known = Trajectory(), ()
-    for read, said in script.turns:
+    for read, row in script.turns:
         start = len(known)
         trajectory.extend_to(known + read)
-        trajectory.append_sampled(said)
-        known += read + said.token_ids
+        trajectory.append_sampled(row)
+        known += read + row.token_ids
         for cut in cuts:
             if start < cut <= len(known):
-                after = known[cut] if cut < len(known) else None
-                other = next(token for token in range(2, VOCAB) if token != after)
+                state_after = known[cut] if cut < len(known) else None
+                other = next(token for token in range(2, VOCAB) if token != state_after)
                 trajectory.extend_to((*known[:cut], other, 5, 7))
     rows = trajectory.rows(script.prompt_id, script.rollout_id)
     turns = [Turn("", "", FinishReason.STOP, script.reward / len(script.turns)) for _ in script.turns]
@@ -108,7 +108,7 @@ def rollout_of(script: Script, cuts: Sequence[int] = ()) -> Rollout:
 
 
 def length(script: Script) -> int:
-    return sum(len(read) + len(said.token_ids) for read, said in script.turns)
+    return sum(len(read) + len(row.token_ids) for read, row in script.turns)
 
 
 def cut_anywhere(script: Script, rng: np.random.Generator) -> Rollout:
@@ -125,7 +125,10 @@ def first_prompt_again(script: Script, rng: np.random.Generator) -> Rollout:
 def shuffled(rollouts: Sequence[Rollout], rng: np.random.Generator) -> list[Rollout]:
     """The rollouts in any order, groups mixed, and the rows of each in any order."""
     mixed = [rollouts[index] for index in rng.permutation(len(rollouts))]
-    return [replace(each, rows=[each.rows[index] for index in rng.permutation(len(each.rows))]) for each in mixed]
+    return [
+        replace(rollout, rows=[rollout.rows[index] for index in rng.permutation(len(rollout.rows))])
+        for rollout in mixed
+    ]
 
 
 def make_config(algo: dict[str, object], aggregation: str, **batch: int) -> Config:
@@ -170,8 +173,8 @@ def everything(batch: GlobalBatch) -> GlobalBatch:
     return replace(batch, micro=(tuple(micro for share in batch.micro for micro in share),))
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")
@@ -208,22 +211,22 @@ def assert_the_gradient_stays(algo, aggregation, dtype, learners, folders):
     for seed in range(2):
         rng = np.random.default_rng([seed, 1])
         scripts = make_scripts(seed, groups=2)
-        whole = [rollout_of(script) for script in scripts]
-        assert all(len(each.rows) == 1 for each in whole)
+        full_rollout = [rollout_of(script) for script in scripts]
+        assert all(len(rollout.rows) == 1 for rollout in full_rollout)
         cut = [cut_anywhere(script, rng) for script in scripts]
-        assert sum(len(each.rows) for each in cut) > 1.5 * len(scripts)
-        wanted = gradient(learner, config, whole, dtype)
+        assert sum(len(rollout.rows) for rollout in cut) > 1.5 * len(scripts)
+        expected = gradient(learner, config, full_rollout, dtype)
         small = make_config(algo, aggregation, tokens_per_micro=8)
         ranks = make_config(algo, aggregation, tokens_per_micro=64, ranks=2)
-        found = {
+        actual = {
             "cut": gradient(learner, config, cut, dtype),
             "prefix": gradient(learner, config, [first_prompt_again(script, rng) for script in scripts], dtype),
-            "order": gradient(learner, config, shuffled(whole, rng), dtype),
-            "packing": gradient(learner, small, whole, dtype),
-            "ranks": gradient(learner, ranks, whole, dtype),
+            "order": gradient(learner, config, shuffled(full_rollout, rng), dtype),
+            "packing": gradient(learner, small, full_rollout, dtype),
+            "ranks": gradient(learner, ranks, full_rollout, dtype),
             "all": gradient(learner, ranks, shuffled(cut, rng), dtype),
         }
-        far = {name: distance(value, wanted) for name, value in found.items()}
+        far = {name: distance(value, expected) for name, value in actual.items()}
         assert max(far.values()) < LIMITS[dtype], (seed, far)
 
 
@@ -232,29 +235,29 @@ def test_the_comparison_sees_a_token_that_is_trained_twice(dtype, learners, fold
     config = make_config({}, "token_mean")
     learner = opened(learners, folders, config, dtype)
     scripts = make_scripts(0)
-    wanted = gradient(learner, config, [rollout_of(script) for script in scripts], dtype)
+    expected = gradient(learner, config, [rollout_of(script) for script in scripts], dtype)
     cut = rollout_of(scripts[0], [length(scripts[0]) - 1])
-    row, place = next(
-        (row, int(place)) for row in cut.rows for place in np.flatnonzero(row.mask_reason == MaskReason.SHARED)
+    row, result = next(
+        (row, int(result)) for row in cut.rows for result in np.flatnonzero(row.mask_reason == MaskReason.SHARED)
     )
-    row.mask[place] = 1
+    row.mask[result] = 1
     assert (
-        distance(gradient(learner, config, [cut, *map(rollout_of, scripts[1:])], dtype), wanted) > 100 * LIMITS[dtype]
+        distance(gradient(learner, config, [cut, *map(rollout_of, scripts[1:])], dtype), expected) > 100 * LIMITS[dtype]
     )
 
 
 def test_a_rollout_of_many_rows_counts_once_in_its_group():
     scripts = make_scripts(3)
     config = make_config({}, "rollout_mean")
-    whole = advantages_of(config, group_rollouts(rollout_of(script) for script in scripts))
+    full_advantages = advantages_of(config, group_rollouts(rollout_of(script) for script in scripts))
     many = [rollout_of(scripts[0], range(1, length(scripts[0]) + 1)), *map(rollout_of, scripts[1:])]
     assert len(many[0].rows) > 8
     groups = group_rollouts(many)
-    assert advantages_of(config, groups) == whole
+    assert advantages_of(config, groups) == full_advantages
     batch = packed(config, groups)
-    weights = dict.fromkeys(whole, 0.0)
+    weights = dict.fromkeys(full_advantages, 0.0)
     for micro in batch.micro[0]:
         for number, key in enumerate(micro.keys):
             weights[key.rollout_id] += float(micro.weight_L[micro.row_L == number].sum())
-    weighing = [weights[name] for name, advantage in whole.items() if advantage]
+    weighing = [weights[name] for name, advantage in full_advantages.items() if advantage]
     assert weighing == pytest.approx([1 / len(weighing)] * len(weighing), rel=1e-5)

@@ -40,13 +40,13 @@ def test_packed_attention_equals_each_row_alone(bins, padding):
             start += size
         positions[number, start:] = torch.arange(length - start)
     q, k, v = qkv(len(bins), length)
-    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed_rows(positions, row, CPU))
+    actual_attention, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed_rows(positions, row, CPU))
     for number, span in spans:
         alone = F.scaled_dot_product_attention(
             *(x[number : number + 1, :, span] for x in (q, k, v)), is_causal=True, enable_gqa=True
         )
-        assert torch.allclose(found[number, span], alone[0].transpose(0, 1), atol=1e-12)
-    assert torch.equal(found[row < 0], torch.zeros_like(found[row < 0]))
+        assert torch.allclose(actual_attention[number, span], alone[0].transpose(0, 1), atol=1e-12)
+    assert torch.equal(actual_attention[row < 0], torch.zeros_like(actual_attention[row < 0]))
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
@@ -73,11 +73,11 @@ def test_long_rows_take_torchs_kernel_and_give_the_same(monkeypatch):
 def test_a_sliding_window_is_kept():
     q, k, v = qkv(1, 30)
     packed = packed_rows(torch.arange(30)[None], torch.zeros(1, 30, dtype=torch.int64), CPU)
-    found, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed, sliding_window=4)
+    actual, _ = packed_attention(torch.nn.Module(), q, k, v, None, packed=packed, sliding_window=4)
     ids = torch.arange(30)
     seen = (ids[:, None] >= ids) & (ids[:, None] - ids < 4)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-12)
+    assert torch.allclose(actual, expected.transpose(1, 2), atol=1e-12)
 
 
 def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
@@ -104,14 +104,14 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     [micro] = batch.micro[0]
     row = micro.row_L
     at = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-    found, entropy = policy(micro, at.numpy(), 0.7, entropy=True)
+    actual_policy, entropy = policy(micro, at.numpy(), 0.7, entropy=True)
     assert len(micro.keys) == 6
     for number in range(6):
         ids = micro.token_ids_L[row == number]
         scores = (plain(ids[None]).logits[0].double() / 0.7).log_softmax(-1)[:-1]
-        here = row[at] == number
-        assert torch.allclose(found[here].double(), scores.gather(1, ids[1:, None])[:, 0], atol=2e-5)
-        assert torch.allclose(entropy[here].double(), -(scores.exp() * scores).sum(-1), atol=2e-5)
+        result = row[at] == number
+        assert torch.allclose(actual_policy[result].double(), scores.gather(1, ids[1:, None])[:, 0], atol=2e-5)
+        assert torch.allclose(entropy[result].double(), -(scores.exp() * scores).sum(-1), atol=2e-5)
 
 
 def test_an_architecture_that_changes_logits_after_the_head_is_refused(tmp_path, monkeypatch):

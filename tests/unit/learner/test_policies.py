@@ -55,14 +55,14 @@ def step(learner, policy, seed):
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}])
 def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, options):
     seeds = {"first": [1, 2, 3], "second": [4, 5]}
-    wanted = {policy: alone(learners, some, **options) for policy, some in seeds.items()}
+    expected = {policy: alone(learners, some, **options) for policy, some in seeds.items()}
     learner = learners.open(lora=BOTH, max_grad_norm=0.05, **options)
     order = [("first", 1), ("second", 4), ("first", 2), ("first", 3), ("second", 5)]
-    found = {policy: [] for policy in seeds}
+    actual = {policy: [] for policy in seeds}
     for policy, seed in order:
-        found[policy].append(step(learner, policy, seed))
-    for policy, (steps, adapters) in wanted.items():
-        for (gradients, metrics), (others, other_metrics) in zip(steps, found[policy], strict=True):
+        actual[policy].append(step(learner, policy, seed))
+    for policy, (steps, adapters) in expected.items():
+        for (gradients, metrics), (others, other_metrics) in zip(steps, actual[policy], strict=True):
             assert metrics == other_metrics
             assert all(torch.equal(gradients[name], others[name]) for name in gradients)
         mine = dict(learner.adapters(policy=policy))
@@ -73,11 +73,11 @@ def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, 
 
 def test_scores_are_those_of_the_batch_policy(learners):
     learner = learners.open(lora=BOTH)
-    before = learner.logprobs(batch("first", 1))
+    logprobs_before = learner.logprobs(batch("first", 1))
     learner.train_step(batch("second", 2))
-    after, other = learner.logprobs(batch("first", 1)), learner.logprobs(batch("second", 1))
-    assert all((after[key] == before[key]).all() for key in before)
-    assert any((other[key] != before[key]).any() for key in before)
+    logprobs_after, other_logprobs = learner.logprobs(batch("first", 1)), learner.logprobs(batch("second", 1))
+    assert all((logprobs_after[key] == logprobs_before[key]).all() for key in logprobs_before)
+    assert any((other_logprobs[key] != logprobs_before[key]).any() for key in logprobs_before)
     with pytest.raises(LearnerError, match=r"no policy 'main', only first, second"):
         learner.train_step(make_batch(LENGTHS))
 
@@ -90,10 +90,10 @@ def test_a_checkpoint_has_each_policy_and_goes_on(learners, model, tmp_path):
     learner.finish_save()
     kept = {policy: dict(learner.adapters(policy=policy)) for policy in ("first", "second")}
     for policy, adapters in kept.items():
-        config, found = read_peft(tmp_path / "one" / "policies" / policy)
+        config, actual = read_peft(tmp_path / "one" / "policies" / policy)
         assert (config["r"], config["lora_alpha"], "q_proj" in config["target_modules"]) == (4, 8, True)
-        assert dict(found).keys() == adapters.keys()
-        assert all(torch.equal(tensor, adapters[name]) for name, tensor in found)
+        assert dict(actual).keys() == adapters.keys()
+        assert all(torch.equal(tensor, adapters[name]) for name, tensor in actual)
     order = [("second", 2), ("first", 3)]
     straight = [learner.train_step(batch(*one)) for one in order]
     last = dict(learner.adapters(policy="second"))
@@ -127,10 +127,10 @@ def test_each_policy_of_a_checkpoint_is_loaded_by_peft_and_exported_merged(learn
         adapted = peft.PeftModel.from_pretrained(load_model(one / "model"), one / "policies" / policy)
         seen.append(torch.tensor(learner.logprobs(batch(policy, 1))[row.key][1:]))
         for theirs in (adapted, load_model(out / policy)):
-            found = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-            assert torch.allclose(seen[-1], found, atol=1e-5)
-    kept = load_model(one / "model").state_dict()
-    assert all(torch.equal(value, kept[name]) for name, value in load_model(model).state_dict().items())
+            actual = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            assert torch.allclose(seen[-1], actual, atol=1e-5)
+    kept_state_dict = load_model(one / "model").state_dict()
+    assert all(torch.equal(value, kept_state_dict[name]) for name, value in load_model(model).state_dict().items())
     assert len(policies) == 1 or not torch.allclose(*seen, atol=1e-2)
 
 

@@ -31,40 +31,42 @@ def test_load_brings_back_every_bit_of_every_state(learners, tmp_path):
     learner = learners.open()
     learner.train_step(make_batch([30, 20]))
     draw(3)
-    before = states()
-    assert before[4][1] == 1, "numpy holds no cached variate: the test would not see whether it comes back"
-    assert before[5][2] is not None
+    states_before = states()
+    assert states_before[4][1] == 1, "numpy holds no cached variate: the test would not see whether it comes back"
+    assert states_before[5][2] is not None
     learner.save(tmp_path / "state")
     learner.finish_save()
-    assert states() == before, "saving drew random numbers: the run that goes on would differ from the resumed one"
+    assert states() == states_before, (
+        "saving drew random numbers: the run that goes on would differ from the resumed one"
+    )
     draw(2)
     learner.train_step(make_batch([30, 20]))
-    assert states() != before
+    assert states() != states_before
     learner.load(tmp_path / "state")
-    assert states() == before
+    assert states() == states_before
 
     # A new process, seeded otherwise, comes to the same state.
     learner = learners.open(folder=tmp_path / "state" / "model")
-    assert states() != before
+    assert states() != states_before
     learner.load(tmp_path / "state")
-    assert states() == before
+    assert states() == states_before
 
 
 def test_the_drivers_states_come_back_too():
     from agentrl.learner.random_states import random_states, restore_random, states_from_json, states_to_json
 
     draw(3)
-    before, saved = states(), random_states()
+    states_before, saved = states(), random_states()
     draw(2)
-    assert states() != before
+    assert states() != states_before
     restore_random(states_from_json(json.loads(json.dumps(states_to_json(saved)))))
-    assert states() == before
+    assert states() == states_before
 
 
 def test_training_and_scoring_draw_no_random_numbers(learners, model):
     """A reference or a different packing must not shift what is drawn later."""
     learner = learners.open()
-    before = states()
+    states_before = states()
     learner.train_step(make_batch([30, 20]))
     learner.logprobs(make_batch([30, 20]))
-    assert states() == before
+    assert states() == states_before

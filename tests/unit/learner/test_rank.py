@@ -23,14 +23,14 @@ LENGTHS = [30, 50, 20, 7, 60, 33, 12]
 
 
 def test_the_gradient_does_not_depend_on_how_rows_are_packed(learners):
-    found = []
+    actual = []
     for bin_, micro in [(8, 8), (64, 64), (256, 64), (512, 512)]:
         learner = learners.open()
         learner.rank.model.double()
-        found.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
-    assert max(value.abs().max().item() for value in found[0].values()) > 1e-2
-    for other in found[1:]:
-        for name, value in found[0].items():
+        actual.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
+    assert max(value.abs().max().item() for value in actual[0].values()) > 1e-2
+    for other in actual[1:]:
+        for name, value in actual[0].items():
             assert torch.allclose(value, other[name], rtol=1e-9, atol=1e-11), name
 
 
@@ -64,15 +64,15 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(learners, aggregation: A
     advantages = {row.key.rollout_id: (-1.0) ** number * (number + 1) for number, row in enumerate(rows)}
     sizes: dict[str, Any] = {"data_parallel_size": 1, "tokens_per_micro": 64, "pad_id": 0, "aggregation": aggregation}
     whole = learners.open()
-    wanted, weights = whole.train_step(pack_rows(rows, advantages, **sizes)), tensors(whole)
+    expected, weights = whole.train_step(pack_rows(rows, advantages, **sizes)), tensors(whole)
     learner = learners.open()
     for first, end in itertools.pairwise([0, *divided]):
         part = pack_rows(rows[first:end], advantages, **sizes, units=1, completes=False)
         assert learner.train_step(part) == {}
     scale = 1 / count_units(rows, aggregation)
-    found = learner.train_step(pack_rows(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert wanted["train/grad_norm"] > 0.1
+    actual = learner.train_step(pack_rows(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert expected["train/grad_norm"] > 0.1
     for name, weight in tensors(learner).items():
         assert torch.allclose(weight, weights[name], rtol=1e-5, atol=1e-6), name
     again, twice = (one.train_step(pack_rows(rows, advantages, **sizes)) for one in (learner, learners.open()))
@@ -104,14 +104,14 @@ def test_compilation_changes_little(learners, recompute):
 def test_logprobs_are_what_training_starts_from(learners):
     learner = learners.open()
     batch = make_batch(LENGTHS)
-    found = learner.logprobs(batch)
+    logprobs = learner.logprobs(batch)
     rows = {row.key: row for row in make_rows(LENGTHS)}
-    assert found.keys() == rows.keys()
+    assert logprobs.keys() == rows.keys()
     gaps = []
     for key, row in rows.items():
-        assert found[key].shape == row.token_ids.shape
-        assert found[key][0] == 0
-        gaps += [gap for gap, mask in zip(found[key] - row.logprobs, row.mask, strict=True) if mask]
+        assert logprobs[key].shape == row.token_ids.shape
+        assert logprobs[key][0] == 0
+        gaps += [gap for gap, mask in zip(logprobs[key] - row.logprobs, row.mask, strict=True) if mask]
     metrics = learner.train_step(batch)
     assert metrics["train/sampler_gap_max"] == pytest.approx(max(abs(gap) for gap in gaps), rel=1e-4)
     assert metrics["train/trained_tokens"] == len(gaps)
@@ -120,12 +120,12 @@ def test_logprobs_are_what_training_starts_from(learners):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_same_batch_again_lowers_its_loss(learners, name):
     learner = learners.open(name, max_grad_norm=1.0)
-    before = tensors(learner)
+    tensors_before = tensors(learner)
     batch = make_batch(LENGTHS)
     losses = [learner.train_step(batch)["train/loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 0.05
-    after = tensors(learner)
-    assert all(not torch.equal(before[key], after[key]) for key in before)
+    tensors_after = tensors(learner)
+    assert all(not torch.equal(tensors_before[key], tensors_after[key]) for key in tensors_before)
 
 
 def test_muon_takes_the_layers_matrices_alone(learners):
@@ -144,13 +144,13 @@ def test_weights_come_by_name_tied_ones_once_in_buckets(learners, model):
     saved = load_file(model / "model.safetensors")
     names, lasts = [], []
     for bucket in learner.buckets(limit):
-        found = dict(bucket.tensors())
-        assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= limit
+        weights = dict(bucket.tensors())
+        assert len(weights) == 1 or sum(tensor.nbytes for tensor in weights.values()) <= limit
         assert [(spec.name, spec.dtype, spec.shape) for spec in bucket.specs] == [
-            (name, "float32", tuple(tensor.shape)) for name, tensor in found.items()
+            (name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()
         ]
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
-        names += found
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
+        names += weights
         lasts.append(bucket.last)
     assert len(lasts) > 3
     assert lasts == [False] * (len(lasts) - 1) + [True]
@@ -160,23 +160,23 @@ def test_weights_come_by_name_tied_ones_once_in_buckets(learners, model):
 
 def test_weights_are_cast_as_torch_casts_them(learners):
     learner = learners.open()
-    wanted = {name: tensor.bfloat16() for name, tensor in tensors(learner).items()}
-    found = {name: tensor.clone() for bucket in learner.buckets(6000, "bfloat16") for name, tensor in bucket.tensors()}
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    expected = {name: tensor.bfloat16() for name, tensor in tensors(learner).items()}
+    actual = {name: tensor.clone() for bucket in learner.buckets(6000, "bfloat16") for name, tensor in bucket.tensors()}
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 def test_a_bucket_is_written_as_safetensors(learners, tmp_path):
     from safetensors.torch import load_file
 
     learner = learners.open()
-    found = {}
+    actual = {}
     for number, bucket in enumerate(learner.buckets(6000)):
         bucket.save(tmp_path / f"{number}.safetensors")
-        found |= load_file(tmp_path / f"{number}.safetensors")
-    wanted = tensors(learner)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+        actual |= load_file(tmp_path / f"{number}.safetensors")
+    expected = tensors(learner)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -188,7 +188,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     learner.finish_save()
     torch.rand(3)
     straight = [learner.train_step(batch) for batch in batches[1:]]
-    wanted = tensors(learner)
+    expected = tensors(learner)
 
     # The run goes on from the checkpoint's own model folder, as a resumed run does.
     learner = learners.open(name, folder=tmp_path / "state" / "model")
@@ -196,7 +196,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     assert learner.rank.steps == {"main": 1}
     again = [learner.train_step(batch) for batch in batches[1:]]
     assert again == straight
-    assert all(torch.equal(value, wanted[key]) for key, value in tensors(learner).items())
+    assert all(torch.equal(value, expected[key]) for key, value in tensors(learner).items())
 
 
 CHANGED = {"lr": 2e-3, "weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.7}
@@ -209,11 +209,13 @@ def test_a_loaded_optimizer_has_the_settings_of_the_configuration(learners, tmp_
     learner.save(tmp_path / "state")
     learner.finish_save()
     learner = learners.open(name, optimizer=CHANGED)
-    before = [options(group) for one in learner.rank.optimizers.values() for group in one.param_groups]
+    state_before = [
+        options(group) for optimizer in learner.rank.optimizers.values() for group in optimizer.param_groups
+    ]
     learner.load(tmp_path / "state")
-    after = [options(group) for one in learner.rank.optimizers.values() for group in one.param_groups]
-    assert after == before
-    adamw, norms, muon = after[-2], after[-1], after[0] if name == "muon" else {}
+    state_after = [options(group) for optimizer in learner.rank.optimizers.values() for group in optimizer.param_groups]
+    assert state_after == state_before
+    adamw, norms, muon = state_after[-2], state_after[-1], state_after[0] if name == "muon" else {}
     assert norms == adamw | {"weight_decay": 0.0}
     assert {key: adamw[key] for key in ("weight_decay", "betas", "eps")}.items() <= CHANGED.items()
     assert {key: muon[key] for key in muon if key in ("weight_decay", "momentum")}.items() <= CHANGED.items()
@@ -246,8 +248,8 @@ def test_the_saved_model_is_a_whole_folder(learners, tmp_path):
     learner.finish_save()
     assert (tmp_path / "state" / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "state" / "model")
-    wanted = tensors(learner)
-    assert all(torch.equal(value, wanted[name]) for name, value in loaded.named_parameters())
+    expected = tensors(learner)
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -272,30 +274,30 @@ def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
 
 def test_a_batch_with_a_token_that_was_not_sampled_is_refused_before_anything_changes(learners):
     learner = learners.open()
-    before = tensors(learner)
+    tensors_before = tensors(learner)
     batch = copy.deepcopy(make_batch(LENGTHS))
     micro = batch.micro[0][-1]
     at = int(micro.mask_L.nonzero()[0])
     micro.provenance_L[at] = Provenance.OBSERVED
     with pytest.raises(ProvenanceError):
         learner.train_step(batch)
-    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+    assert all(torch.equal(value, tensors_before[name]) for name, value in tensors(learner).items())
 
 
 def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog):
-    wanted, rows = copy.deepcopy(make_batch(LENGTHS)), make_rows(LENGTHS)
-    micro = wanted.micro[0][0]
+    expected, rows = copy.deepcopy(make_batch(LENGTHS)), make_rows(LENGTHS)
+    micro = expected.micro[0][0]
     at = int(micro.mask_L.nonzero()[0])
     key, place = micro.keys[int(micro.row_L[at])], int(micro.position_ids_L[at])
     for name in ("mask", "weight", "advantages"):
         getattr(micro, f"{name}_L")[at] = 0
     learner = learners.open()
-    plain = gradients(learner, wanted, torch.float32)
+    plain = gradients(learner, expected, torch.float32)
     [bad] = [row for row in rows if row.key == key]
     bad.provenance[place], bad.logprobs[place] = Provenance.OBSERVED, float("nan")
     batch = make_batch(LENGTHS, rows=rows, provenance="warn")
-    found = gradients(learner, batch, torch.float32)
-    assert all(torch.equal(value, found[name]) for name, value in plain.items())
+    actual = gradients(learner, batch, torch.float32)
+    assert all(torch.equal(value, actual[name]) for name, value in plain.items())
     assert "1 tokens are left out of the loss (train.provenance=warn). The first: token" in caplog.text
     assert batch.metrics["train/provenance_faults"] == 1
     metrics = learners.open().train_step(batch)
@@ -306,11 +308,11 @@ def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog)
 def test_a_batch_that_trains_nothing_takes_no_step(learners):
     learner = learners.open()
     learner.train_step(make_batch(LENGTHS))
-    before = tensors(learner)
+    tensors_before = tensors(learner)
     batch = make_batch([])
     assert learner.train_step(batch)["train/trained_tokens"] == 0
     assert learner.rank.steps == {"main": 1}
-    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+    assert all(torch.equal(value, tensors_before[name]) for name, value in tensors(learner).items())
 
 
 def test_supervised_batches_take_cross_entropy(learners):
@@ -333,13 +335,13 @@ def test_a_missing_model_names_the_key(learners, tmp_path):
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(learners):
     learner = learners.open()
-    before, good = tensors(learner), make_batch(LENGTHS)
+    tensors_before, good = tensors(learner), make_batch(LENGTHS)
     broken = copy.deepcopy(good)
     broken.micro[0][0].advantages_L[broken.micro[0][0].mask_L] = float("inf")
     metrics = learner.train_step(broken)
     assert metrics["train/nonfinite_gradients"] == 1
     assert "train/grad_norm" not in metrics
-    assert all(torch.equal(value, before[key]) for key, value in tensors(learner).items())
+    assert all(torch.equal(value, tensors_before[key]) for key, value in tensors(learner).items())
     assert learner.rank.steps == {"main": 0}
     metrics = learner.train_step(good)
     assert metrics["train/nonfinite_gradients"] == 0
@@ -351,7 +353,7 @@ def test_norms_and_biases_do_not_decay(learners, name, tmp_path):
     """Without a gradient, a step at a learning rate of 1 takes the decay alone."""
     folder = make_model(tmp_path, "qwen2")
     learner = learners.open(name, folder=folder, optimizer={"lr": 1.0, "weight_decay": 0.5})
-    before = tensors(learner)
+    tensors_before = tensors(learner)
     for parameter in learner.rank.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in learner.rank.optimizers.values():
@@ -359,7 +361,7 @@ def test_norms_and_biases_do_not_decay(learners, name, tmp_path):
     vectors = 0
     for key, value in tensors(learner).items():
         vectors += value.ndim == 1
-        assert torch.equal(value, before[key] * (1 if value.ndim == 1 else 0.5)), key
+        assert torch.equal(value, tensors_before[key] * (1 if value.ndim == 1 else 0.5)), key
     assert vectors > 6, "norms and biases"
 
 

@@ -52,23 +52,23 @@ def test_the_kl_term_alone_pulls_the_policy_back_to_the_reference(learners, othe
 def test_the_references_log_probabilities_are_those_of_its_model(learners, other):
     batch = make_batch(LENGTHS)
     learner = learners.open(reference=other, algo=make_algo(kl_coef=0.1))
-    found, own = learner.logprobs(batch, "reference"), learner.logprobs(batch)
+    actual, own_logprobs = learner.logprobs(batch, "reference"), learner.logprobs(batch)
     expected = learners.open(folder=other).logprobs(batch)
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(value, expected[key]) for key, value in found.items())
-    assert not any(np.array_equal(value, own[key]) for key, value in found.items())
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(value, expected[key]) for key, value in actual.items())
+    assert not any(np.array_equal(value, own_logprobs[key]) for key, value in actual.items())
 
 
 def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners, model):
     batch = make_batch(LENGTHS)
     plain = learners.open()
-    expected, wanted = plain.train_step(batch), tensors(plain)
+    expected, expected_tensors = plain.train_step(batch), tensors(plain)
     held = learners.open(reference=model, algo=make_algo(kl_coef=10.0))
-    found = held.train_step(batch)
-    assert found.pop("train/kl") == 0
-    assert found.pop("train/kl_loss") == 0
-    assert found == expected
-    assert all(torch.equal(value, wanted[name]) for name, value in tensors(held).items())
+    actual = held.train_step(batch)
+    assert actual.pop("train/kl") == 0
+    assert actual.pop("train/kl_loss") == 0
+    assert actual == expected
+    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(held).items())
     assert held.train_step(batch)["train/kl"] > 0
 
 
@@ -76,10 +76,10 @@ def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     batch = make_batch(LENGTHS)
     plain = learners.open()
     assert plain.rank.reference is None
-    expected, wanted = plain.train_step(batch), tensors(plain)
+    expected, expected_tensors = plain.train_step(batch), tensors(plain)
     held = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
     assert held.train_step(batch) == expected
-    assert all(torch.equal(value, wanted[name]) for name, value in tensors(held).items())
+    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(held).items())
 
 
 def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
@@ -114,14 +114,14 @@ def test_the_gradient_is_that_of_two_plain_models(learners, model, other):
 
 def test_kl_and_gradient_do_not_depend_on_how_rows_are_packed(learners, other):
     algo = make_algo(kl_coef=1.0)
-    found = []
+    actual = []
     for bin_, micro in [(8, 8), (512, 512)]:
         learner = learners.open(reference=other, algo=algo)
         for policy in models(learner):
             policy.double()
-        found.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
-    for name, value in found[0].items():
-        assert torch.allclose(value, found[1][name], rtol=1e-9, atol=1e-11), name
+        actual.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
+    for name, value in actual[0].items():
+        assert torch.allclose(value, actual[1][name], rtol=1e-9, atol=1e-11), name
 
 
 def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners, model, other, tmp_path):
@@ -134,7 +134,7 @@ def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners,
     learner.finish_save()
     assert {path.name for path in (tmp_path / "state").iterdir()} == {"model", "optimizer", "random", "learner.json"}
     straight = [learner.train_step(batch) for batch in batches[1:]]
-    wanted = tensors(learner)
+    expected = tensors(learner)
     learner.load(tmp_path / "state")
     again = learner.logprobs(batches[0], "reference")
     assert all(np.array_equal(value, again[key]) for key, value in frozen.items())
@@ -143,7 +143,7 @@ def test_a_resumed_learner_keeps_the_reference_and_goes_on_bit_for_bit(learners,
     learner = learners.open(reference=other, algo=algo, folder=tmp_path / "state" / "model")
     learner.load(tmp_path / "state")
     assert [learner.train_step(batch) for batch in batches[1:]] == straight
-    assert all(torch.equal(value, wanted[name]) for name, value in tensors(learner).items())
+    assert all(torch.equal(value, expected[name]) for name, value in tensors(learner).items())
 
 
 def test_a_reference_that_follows_the_policy_is_it_and_is_in_checkpoints(learners, model, tmp_path):
@@ -180,10 +180,10 @@ def test_a_reference_of_another_architecture_cannot_follow(learners, tmp_path):
 def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
     learner = learners.open(reference=other, algo=make_algo(kl_coef=1.0))
     batch = make_batch(LENGTHS)
-    before = learner.logprobs(batch, "reference")
+    logprobs_before = learner.logprobs(batch, "reference")
     learner.train_step(batch)
-    after = learner.logprobs(batch, "reference")
-    assert all(np.array_equal(value, after[key]) for key, value in before.items())
+    logprobs_after = learner.logprobs(batch, "reference")
+    assert all(np.array_equal(value, logprobs_after[key]) for key, value in logprobs_before.items())
     _, frozen = models(learner)
     assert not frozen.training
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
@@ -198,12 +198,12 @@ def test_training_leaves_the_reference_as_it_is_and_frozen(learners, other):
 
 def test_a_loss_without_its_reference_is_refused_before_anything_changes(learners):
     learner = learners.open(algo=make_algo(kl_coef=0.1))
-    before = tensors(learner)
+    tensors_before = tensors(learner)
     with pytest.raises(LearnerError, match=r"no policy 'reference', only main; set algo\.kl_coef"):
         learner.train_step(make_batch(LENGTHS))
     with pytest.raises(LearnerError, match="no policy 'teacher', only main"):
         learner.logprobs(make_batch(LENGTHS), "teacher")
-    assert all(torch.equal(value, before[name]) for name, value in tensors(learner).items())
+    assert all(torch.equal(value, tensors_before[name]) for name, value in tensors(learner).items())
 
 
 def test_supervised_batches_need_no_reference(learners):

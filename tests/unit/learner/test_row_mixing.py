@@ -90,10 +90,10 @@ def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> No
     alone = torch.cat([scored(policy, packed(row, length=len(row))) for row in rows])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     weights = torch.linspace(0.5, 1.5, len(together))
-    for found, wanted in zip(
+    for actual, expected in zip(
         gradients(policy, (together * weights).sum()), gradients(policy, (alone * weights).sum()), strict=True
     ):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
 
 
 def test_ranks_cannot_have_parts_of_rows_that_are_mixed(tmp_path: Path) -> None:

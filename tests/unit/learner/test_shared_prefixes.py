@@ -98,8 +98,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def far(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("family", "dtype", "limit"), CASES, ids=str)
@@ -108,13 +108,13 @@ def test_gradient_and_logprobs_stay(family, dtype, limit, learners: Learners, fo
     learner.rank.model.to(dtype)
     rows = make_rows(1)
     plain = make_batch(rows, share_prefixes=False)
-    wanted, losses = gradients(learner, plain, dtype), learner.logprobs(plain)
+    expected, losses = gradients(learner, plain, dtype), learner.logprobs(plain)
     for tokens in (4096, 128):
         shared = make_batch(rows, share_prefixes=True, tokens=tokens)
         assert any(micro.shares_prefixes for micro in shared.micro[0])
         assert shared.metrics["batch/shared_share"] > 0.3
-        found = gradients(learner, shared, dtype)
-        assert max(far(found[name], wanted[name]) for name in wanted) < limit
+        actual = gradients(learner, shared, dtype)
+        assert max(far(actual[name], expected[name]) for name in expected) < limit
         logprobs = learner.logprobs(shared)
         assert logprobs.keys() == losses.keys()
         assert all(np.allclose(logprobs[key], losses[key], atol=1e-5) for key in losses)

@@ -26,7 +26,7 @@ def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
 
     learner = learners.open(name, **options)
     straight = [learner.train_step(batch) for batch in batches]
-    wanted = tensors(learner)
+    expected = tensors(learner)
 
     learner = learners.open(name, **options)
     metrics = []
@@ -39,8 +39,8 @@ def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
         learner.wake()
         metrics.append(learner.train_step(batch))
     assert metrics == straight
-    found = tensors(learner)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    actual = tensors(learner)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_a_sleeping_learner_exports_its_weights_and_refuses_other_calls(learners):
@@ -83,7 +83,7 @@ def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, nam
 
 def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
     learner = learners.open()
-    wanted = tensors(learner)
+    expected = tensors(learner)
     learner.sleep()
     taken = []
 
@@ -99,8 +99,8 @@ def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
             learner.wake()
     assert device_bytes(learner) == 0
     for _ in range(2):
-        found = tensors(learner)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        actual = tensors(learner)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
         learner.wake()
     learner.train_step(make_batch(LENGTHS))
 
@@ -108,7 +108,7 @@ def test_without_the_memory_to_wake_in_it_sleeps_on(learners, monkeypatch):
 def test_a_step_that_follows_a_failed_one_may_sleep_before(learners, monkeypatch):
     """What FSDP had gathered when the step failed does not stay on the device."""
     learner = learners.open()
-    before = tensors(learner)
+    tensors_before = tensors(learner)
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -120,6 +120,6 @@ def test_a_step_that_follows_a_failed_one_may_sleep_before(learners, monkeypatch
     learner.sleep()
     assert device_bytes(learner) == 0
     learner.wake()
-    found = tensors(learner)
-    assert all(torch.equal(found[name], value) for name, value in before.items())
+    actual_tensors = tensors(learner)
+    assert all(torch.equal(actual_tensors[name], value) for name, value in tensors_before.items())
     learner.train_step(make_batch(LENGTHS))

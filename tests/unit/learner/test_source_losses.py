@@ -63,7 +63,7 @@ def count(rollouts: list[Rollout], aggregation: str) -> int:
     """What the loss of these rollouts alone is divided by."""
     if aggregation == "rollout_mean":
         return len(rollouts)
-    return sum(int(row.mask.sum()) for one in rollouts for row in one.rows)
+    return sum(int(row.mask.sum()) for rollout in rollouts for row in rollout.rows)
 
 
 def use(learner: LocalLearnerGroup, given: Config) -> None:
@@ -84,24 +84,24 @@ def test_a_mixed_batch_has_the_gradient_of_its_sources(aggregation, learners, fo
     learner = opened(learners, folders, mixed, torch.float64)
     assert len(learner.rank.loss.objective.policy_losses) == 2
     rng = np.random.default_rng(0)
-    whole = [rollout_of(script) for script in scripts()]
-    wanted = torch.zeros(())
+    full_rollout = [rollout_of(script) for script in scripts()]
+    expected = torch.zeros(())
     for name, algo in ALGORITHMS.items():
-        alone = [one for one in whole if one.prompt_id.startswith(name)]
+        alone = [rollout for rollout in full_rollout if rollout.prompt_id.startswith(name)]
         alone_config = validate(config(aggregation, {}).model_dump() | {"algo": algo | {"kl_coef": 0.1}})
         use(learner, alone_config)
-        share = count(alone, aggregation) / count(whole, aggregation)
-        wanted = wanted + share * gradient(learner, alone_config, alone, torch.float64)
+        share = count(alone, aggregation) / count(full_rollout, aggregation)
+        expected = expected + share * gradient(learner, alone_config, alone, torch.float64)
     use(learner, mixed)
     small, ranks = (config(aggregation, ALGORITHMS, **sizes) for sizes in ({"tokens_per_micro": 8}, {"ranks": 2}))
-    found = {
-        "one batch": gradient(learner, mixed, whole, torch.float64),
+    actual = {
+        "one batch": gradient(learner, mixed, full_rollout, torch.float64),
         "a row a micro-batch, sequences divided": gradient(
             learner, small, [cut_anywhere(script, rng) for script in scripts()], torch.float64
         ),
-        "ranks": gradient(learner, ranks, shuffled(whole, rng), torch.float64),
+        "ranks": gradient(learner, ranks, shuffled(full_rollout, rng), torch.float64),
     }
-    far = {name: distance(value, wanted) for name, value in found.items()}
+    far = {name: distance(value, expected) for name, value in actual.items()}
     assert max(far.values()) < 1e-6, far
 
 

@@ -54,13 +54,13 @@ def test_rows_of_a_tree_have_the_attention_and_gradients_of_each_alone(scaling, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "CPU_STORED_TOKENS", stored)
         given_ = tree_rows(tree, [len(row) for row in rows], length)
-        found = attend_tree(*qkv, given_, scaling=scaling, sliding_window=window)[0]
-    assert torch.equal(found[len(tree.token_ids_U) :], torch.zeros(padding, 4, 8, dtype=torch.float64))
-    loss, expected = 0 * found.sum(), 0 * sum(x.sum() for x in qkv)
+        actual = attend_tree(*qkv, given_, scaling=scaling, sliding_window=window)[0]
+    assert torch.equal(actual[len(tree.token_ids_U) :], torch.zeros(padding, 4, 8, dtype=torch.float64))
+    loss, expected = 0 * actual.sum(), 0 * sum(x.sum() for x in qkv)
     for number, index in enumerate(paths(tree, rows)):
         row = alone(qkv, index, scaling, window)
-        assert torch.allclose(found[index], row, atol=1e-12)
-        loss, expected = loss + number * found[index].square().sum(), expected + number * row.square().sum()
+        assert torch.allclose(actual[index], row, atol=1e-12)
+        loss, expected = loss + number * actual[index].square().sum(), expected + number * row.square().sum()
     ours, theirs = (torch.autograd.grad(each, qkv) for each in (loss, expected))
     assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(ours, theirs, strict=True))
 
@@ -82,10 +82,10 @@ def test_blocks_of_flex_attention_hold_the_mask(window, forks):
         patch.setattr(tree_attention, "FLEX_MULTIPLE", 8)
         length = -(-max(len(tree.depth_U), 1) // 8) * 8
         mask = tree_masks(tree, length, torch.device("cpu"), [window] if window else []).masks[window]
-    wanted = dense(tree, length, window)
+    expected = dense(tree, length, window)
     ids, zero = torch.arange(length), torch.tensor(0)
-    assert torch.equal(mask.mask_mod(zero, zero, ids[:, None], ids), wanted)
-    blocks = wanted.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).transpose(1, 2)
+    assert torch.equal(mask.mask_mod(zero, zero, ids[:, None], ids), expected)
+    blocks = expected.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).transpose(1, 2)
     some, every = blocks.any(-1).any(-1), blocks.all(-1).all(-1)
     partial, full = listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert not (partial & full).any()
@@ -100,9 +100,9 @@ def test_flex_attention_takes_the_mask():
     tree = prefix_tree(make_rows([(0, 0, 100), (1, 60, 50)]))
     mask = tree_masks(tree, 256, torch.device("cpu"), [40]).masks[40]
     q, k, v = make_qkv(256, torch.float32)
-    found = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-    wanted = F.scaled_dot_product_attention(q, k, v, dense(tree, 256, 40), enable_gqa=True)
-    assert torch.allclose(found, wanted, atol=1e-5)
+    actual = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(q, k, v, dense(tree, 256, 40), enable_gqa=True)
+    assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def listed(number: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

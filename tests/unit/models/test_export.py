@@ -21,9 +21,9 @@ from tests.unit.learner.learners import make_model
 def test_a_checkpoint_is_exported(tmp_path: Path) -> None:
     model = make_model(tmp_path / "step_000003" / "model", "llama")
     assert main(["export", str(tmp_path / "step_000003"), str(tmp_path / "out")]) == 0
-    found, wanted = load_model(tmp_path / "out", "bfloat16"), load_model(model, "bfloat16")
-    assert found.config.dtype is torch.bfloat16
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in wanted.state_dict().items())
+    actual, expected = load_model(tmp_path / "out", "bfloat16"), load_model(model, "bfloat16")
+    assert actual.config.dtype is torch.bfloat16
+    assert all(torch.equal(value, actual.state_dict()[name]) for name, value in expected.state_dict().items())
     assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
@@ -32,8 +32,8 @@ def test_a_large_model_gets_several_files_and_an_index(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen2")
     export_model(model, tmp_path / "out", "float32", file_bytes=10_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
-    wanted = load_model(model).state_dict()
-    assert all(torch.equal(value, wanted[name]) for name, value in load_model(tmp_path / "out").state_dict().items())
+    expected = load_model(model).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in load_model(tmp_path / "out").state_dict().items())
 
 
 def test_a_folder_with_files_or_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,9 +59,9 @@ def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -
     writer.write("b", tensors["b"])
     writer.write("a", tensors["a"][:3])
     writer.write("d", tensors["d"][:4])
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == tensors.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
     files = WeightFiles(tmp_path, "model.path")
     assert files.specs() == [tensor_spec(*item) for item in tensors.items()]
     assert torch.equal(files.read("a", (slice(2, 4), slice(0, 5))), tensors["a"][2:4])

@@ -75,10 +75,10 @@ def test_a_tokenizer_is_read_once_and_again_when_its_files_change(tmp_path: Path
     for file in shipped.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     first = load_tokenizer(tmp_path)
-    own, first.chat_template = first.chat_template, "of this caller alone"
+    own_chat_template, first.chat_template = first.chat_template, "of this caller alone"
     again = load_tokenizer(tmp_path)
     assert again.backend_tokenizer is first.backend_tokenizer
-    assert again.chat_template == own
+    assert again.chat_template == own_chat_template
     (tmp_path / "chat_template.jinja").write_text("new")
     assert load_tokenizer(tmp_path).chat_template == "new"
     with pytest.raises(ModelError, match=r"^--tokenizer="):

@@ -14,7 +14,7 @@ def weights(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype", "wanted"),
+    ("count", "dtype", "expected"),
     [
         (0, torch.float32, "0000000000000000"),
         (1, torch.bfloat16, "3d93a6540b54ef2a"),
@@ -24,8 +24,8 @@ def weights(count: int, dtype: torch.dtype) -> torch.Tensor:
         (50001, torch.bfloat16, "c1ddc1643235072d"),
     ],
 )
-def test_what_sglang_computes(count: int, dtype: torch.dtype, wanted: str) -> None:
-    assert GpuChecksum(raw_bytes(weights(count, dtype))).hexdigest() == wanted
+def test_what_sglang_computes(count: int, dtype: torch.dtype, expected: str) -> None:
+    assert GpuChecksum(raw_bytes(weights(count, dtype))).hexdigest() == expected
 
 
 @pytest.mark.parametrize("cuts", [[1], [4, 8], [40_001, 40_003, 100_000], [8192 * 4, 8192 * 64 * 4]])

@@ -45,8 +45,8 @@ class Run:
 
 
 def shares(metrics, prefix):
-    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    return {key: pytest.approx(value) for key, value in found.items() if value}
+    value_by_name = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    return {key: pytest.approx(value) for key, value in value_by_name.items() if value}
 
 
 def test_a_synchronous_step(clock):

@@ -100,17 +100,17 @@ def test_a_dropped_group_is_accounted_for(tmp_path: Path) -> None:
 def test_an_incomplete_last_record_is_cut_off_and_other_damage_is_an_error(tmp_path: Path) -> None:
     written(tmp_path, STEP_1)
     path = tmp_path / JOURNAL / LOG
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
+    full_content = path.read_bytes()
+    path.write_bytes(full_content[:-9])
     state = read_journal(tmp_path)
     assert state is not None
     assert state.trained == 0, "the last record does not count"
     assert written(tmp_path, [trained(1)]).trained == 1
-    lines = whole.splitlines(keepends=True)
+    lines = full_content.splitlines(keepends=True)
     damaged: Mapping[str, bytes] = {
         "line 2 is damaged: .*checksum": lines[0] + lines[1].replace(b"admitted", b"finished") + lines[2],
         "line 2 is damaged: KeyError": lines[0] + lines[2],
-        "line 1 is damaged: .*checksum": b"\n" + whole,
+        "line 1 is damaged: .*checksum": b"\n" + full_content,
     }
     for words, data in damaged.items():
         path.write_bytes(data)

@@ -45,8 +45,8 @@ def test_curve_is_a_png(tmp_path: Path) -> None:
 
 def test_a_series_that_is_the_same_as_another_is_drawn_once_under_both_names() -> None:
     up, down = [(1.0, 0.1), (2.0, 0.2)], [(1.0, 0.2), (2.0, 0.1)]
-    found = merge_equal_series({"train/reward": up, "eval/reward": down, "rollout/exact_match": list(up)})
-    assert found == [(["train/reward", "rollout/exact_match"], up), (["eval/reward"], down)]
+    actual = merge_equal_series({"train/reward": up, "eval/reward": down, "rollout/exact_match": list(up)})
+    assert actual == [(["train/reward", "rollout/exact_match"], up), (["eval/reward"], down)]
 
 
 def test_time_left_is_what_the_minutes_leave() -> None:

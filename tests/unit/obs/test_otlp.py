@@ -41,7 +41,7 @@ def play(listener):
 
 def test_an_episode_is_a_trace_with_a_link_to_its_phase():
     processor = Processor()
-    before = time.time_ns()
+    state_before = time.time_ns()
     spans = OtlpSpans(processor, "first")
     play(spans)
     train, rollout, request, step = (processor.spans.pop(name) for name in ("train", "rollout", "request", "step"))
@@ -53,7 +53,7 @@ def test_an_episode_is_a_trace_with_a_link_to_its_phase():
     assert (request.status.is_ok, request.status.description) == (False, "OSError")
     assert rollout.attributes == {"agentrl.of": "3/0/1"}
     assert rollout.resource.attributes["agentrl.run"] == "first"
-    assert before - 1e6 <= rollout.start_time <= request.start_time <= request.end_time <= rollout.end_time
+    assert state_before - 1e6 <= rollout.start_time <= request.start_time <= request.end_time <= rollout.end_time
     assert abs(step.end_time - step.start_time - 1.5e9) < 1e6
     spans.close()
     spans.close()

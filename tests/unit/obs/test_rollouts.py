@@ -18,7 +18,9 @@ from benchmarks.episode_runner import synthetic_rows
 
 
 def recorded_ids(folder):
-    return [found.rollout_id for path in rollout_files(folder).values() for found in read_rollouts(path)]
+    return [
+        actual_rollout.rollout_id for path in rollout_files(folder).values() for actual_rollout in read_rollouts(path)
+    ]
 
 
 def rollout(number=0, **changes):
@@ -79,10 +81,10 @@ def test_rollouts_come_back_bit_for_bit(tmp_path, form):
     file.write(others)
     assert file.finish() == path
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-    found = read_rollouts(path)
-    for one, other in zip(found, [first, *others], strict=True):
-        assert_same(one, other)
-    assert found[0].metadata == {"hops": 2}
+    rollouts = read_rollouts(path)
+    for one, second in zip(rollouts, [first, *others], strict=True):
+        assert_same(one, second)
+    assert rollouts[0].metadata == {"hops": 2}
 
 
 def test_parquet_of_no_rollouts(tmp_path):
@@ -100,11 +102,11 @@ def test_what_json_cannot_hold_is_written_all_the_same(tmp_path, form):
     odd = rollout(label=[10**30, Answer()], turns=[turn], reward=math.nan, metrics={"ratio": math.inf})
     file = RolloutFile(tmp_path / f"odd.{form}")
     file.write(odd)
-    [found] = read_rollouts(file.finish())
-    assert found.label == [str(10**30), "an answer"]
-    assert found.turns[0].action == "half a pair ?"
-    assert math.isnan(found.reward)
-    np.testing.assert_array_equal(found.rows[0].token_ids, odd.rows[0].token_ids)
+    [rollouts] = read_rollouts(file.finish())
+    assert rollouts.label == [str(10**30), "an answer"]
+    assert rollouts.turns[0].action == "half a pair ?"
+    assert math.isnan(rollouts.reward)
+    np.testing.assert_array_equal(rollouts.rows[0].token_ids, odd.rows[0].token_ids)
 
 
 def test_files_that_hold_no_rollouts_are_refused(tmp_path):
@@ -123,13 +125,13 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path, cut):
     RolloutRecorder(tmp_path).write(1, [rollout(0), rollout(1)])
     path = tmp_path / "step_000001.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert [found.rollout_id for found in read_rollouts(path)] == ["r0"]
+    assert [actual_rollout.rollout_id for actual_rollout in read_rollouts(path)] == ["r0"]
 
 
 def test_a_repeated_step_overwrites_its_file(tmp_path):
     RolloutRecorder(tmp_path).write(1, rollout(0))
     RolloutRecorder(tmp_path).write(1, rollout(1))
-    assert [found.rollout_id for found in read_rollouts(tmp_path / "step_000001.jsonl")] == ["r1"]
+    assert [actual_rollout.rollout_id for actual_rollout in read_rollouts(tmp_path / "step_000001.jsonl")] == ["r1"]
 
 
 def test_a_step_becomes_parquet_once_it_is_whole(tmp_path):
@@ -189,5 +191,5 @@ def test_an_evaluations_rollouts_are_no_step(tmp_path, form):
     file.write(rollout(1))
     path = file.finish()
     assert path.name == f"eval_000003.{form}"
-    assert [found.rollout_id for found in read_rollouts(path)] == ["r1"]
+    assert [actual_rollout.rollout_id for actual_rollout in read_rollouts(path)] == ["r1"]
     assert recorded_ids(tmp_path) == ["r0"]

@@ -103,7 +103,7 @@ def test_spans_of_a_track_are_nested_or_apart(plans, tmp_path_factory):
     def play(files):
         async def run():
             with waiting(PHASE, "step 1", "rollout"):
-                await asyncio.gather(*(episode(*one) for one in enumerate(plans)))
+                await asyncio.gather(*(episode(*plan) for plan in enumerate(plans)))
 
         asyncio.run(run())
 
@@ -135,11 +135,11 @@ def test_each_step_has_a_file_and_old_ones_are_deleted(tmp_path):
             files.log(step, {"time/step_s": 2.0, "train/reward": 0.5, "train/loss": 1.0})
             files.log(step, {"eval/exact_match": 0.5})
 
-    found, _ = write(tmp_path, play, step=4, keep=3)
+    actual, _ = write(tmp_path, play, step=4, keep=3)
     assert [path.name for path in trace_files(tmp_path)] == [f"step_{step:06d}.json" for step in (6, 7, 8)]
-    [step] = [span for span in spans(found[0]) if span["name"] == "step 6"]
+    [step] = [span for span in spans(actual[0]) if span["name"] == "step 6"]
     assert (step["dur"], step["tid"]) == (2e6, trace.STEPS_TRACK)
-    counters = [(event["name"], event["args"]) for event in found[0] if event["ph"] == "C"]
+    counters = [(event["name"], event["args"]) for event in actual[0] if event["ph"] == "C"]
     assert counters == [("train/reward", {"value": 0.5})]
 
 

@@ -76,11 +76,11 @@ def test_tensorboard_gets_metrics_and_text(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board")], table_rows=2) as log:
         log.write(3, {"train/reward": 0.25})
         log.samples(3, [rollout(0)])
-    found = EventAccumulator(str(tmp_path / "board"))
-    found.Reload()
-    [scalar] = found.Scalars("train/reward")
+    event_accumulator = EventAccumulator(str(tmp_path / "board"))
+    event_accumulator.Reload()
+    [scalar] = event_accumulator.Scalars("train/reward")
     assert (scalar.step, scalar.value) == (3, 0.25)
-    [text] = found.Tensors("samples/text_summary")
+    [text] = event_accumulator.Tensors("samples/text_summary")
     assert b"terminated" in text.tensor_proto.string_val[0]
 
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> Non
     import wandb
 
     notes: list[str] = []
-    before = set(psutil.Process().children(recursive=True))
+    processes_before = set(psutil.Process().children(recursive=True))
     ids = []
     for step in (1, 2):
         tracker = ours.open_wandb(
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> Non
         assert value in written
     tables = [json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")]
     assert sorted(line[1] for table in tables for line in table["data"]) == ["t1", "t2"]
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert set(psutil.Process().children(recursive=True)) <= processes_before
 
 
 def test_online_without_a_key_is_reported_and_the_run_continues(

@@ -194,7 +194,7 @@ def test_a_call_that_blocks_the_event_loop_is_named():
 
 
 def test_a_signal_requests_a_report_at_once():
-    before = signal.getsignal(signal.SIGUSR1)
+    handlers_before = signal.getsignal(signal.SIGUSR1)
 
     async def run(reports):
         with waiting("engine", "http://127.0.0.1:1"):
@@ -204,4 +204,4 @@ def test_a_signal_requests_a_report_at_once():
     [report] = watch(0, run)
     assert "requested by SIGUSR1" in report
     assert "engine http://127.0.0.1:1" in report
-    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.getsignal(signal.SIGUSR1) == handlers_before

@@ -29,8 +29,8 @@ def plan(model: str, gpus: int = 8, gpu: str = "h100", **given: Any) -> Plan:
     return make_plan([Layer("test", tree)], Gpus.parse(gpus, gpu))
 
 
-def only(found: Plan, mode: str, backend: str) -> Option:
-    [option] = [each for each in found.options if (each.mode, each.backend) == (mode, backend)]
+def only(actual_plan: Plan, mode: str, backend: str) -> Option:
+    [option] = [each for each in actual_plan.options if (each.mode, each.backend) == (mode, backend)]
     return option
 
 
@@ -39,14 +39,14 @@ def only(found: Plan, mode: str, backend: str) -> Option:
     [("Qwen/Qwen3-8B", 8, "h100"), ("Qwen/Qwen3-30B-A3B", 16, "h200"), ("Qwen/Qwen3-0.6B", 1, "24")],
 )
 def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: int, gpu: str) -> None:
-    found = plan(model, gpus, gpu)
-    assert {option.mode for option in found.options} == ({"colocate", "disaggregate"} if gpus > 1 else {"colocate"})
-    for option in found.options:
+    actual = plan(model, gpus, gpu)
+    assert {option.mode for option in actual.options} == ({"colocate", "disaggregate"} if gpus > 1 else {"colocate"})
+    for option in actual.options:
         assert option.candidate is not None
         assert option.engines is not None
         assert option.settings is not None
         assert not option.faults
-        assert max(option.candidate.memory.total, option.at_sync) <= FITS * found.gpus.bytes
+        assert max(option.candidate.memory.total, option.at_sync) <= FITS * actual.gpus.bytes
         config = load_layers(
             [BASE, Layer("test", {"model": {"path": model}, **TOKENS}), Layer("plan", option.settings)]
         )
@@ -55,7 +55,7 @@ def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: in
             0 if option.mode == "colocate" else option.engines.engines * option.engines.tensor
         )
         assert used == gpus
-        make_backend(config.learner).check(config.algo, [found.folder])
+        make_backend(config.learner).check(config.algo, [actual.folder])
 
 
 def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
@@ -63,38 +63,38 @@ def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
     folder = find_architecture("Qwen/Qwen3-8B")
     request = Request(layers, merge_layers(layers), folder, trained_model(load_layers(layers).learner, folder), 8)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    order = [[each.settings["megatron"].get(name, 1) for name in names] for each in layouts(request, "megatron")]
+    order = [[layout.settings["megatron"].get(name, 1) for name in names] for layout in layouts(request, "megatron")]
     products = [tensor * stages * context for tensor, stages, context in order]
     assert products == sorted(products)
     divisors = {(tensor, stages) for tensor in (1, 2, 4, 8) for stages in (1, 2, 4, 8) if tensor * stages <= 8}
     assert {(tensor, stages) for tensor, stages, _ in order} == divisors
     assert set(products) == {1, 2, 4, 8}
-    needed = [each.memory.total for each in layouts(request, "fsdp")]
-    assert max(needed) == needed[0], "nothing is computed or gathered again"
-    assert min(needed) == needed[-1]
+    required_totals = [layout.memory.total for layout in layouts(request, "fsdp")]
+    assert max(required_totals) == required_totals[0], "nothing is computed or gathered again"
+    assert min(required_totals) == required_totals[-1]
 
 
 def test_given_keys_are_kept() -> None:
     learner = {"backend": "fsdp", "ranks": 4, "recompute": "full", "reshard_after_forward": True}
-    found = plan(
+    actual = plan(
         "Qwen/Qwen3-8B", learner=learner, placement={"mode": "disaggregate"}, sampler={"sglang": {"tp_size": 2}}
     )
-    [option] = found.options
+    [option] = actual.options
     assert option.settings["learner"] == learner
-    assert not any(line.startswith("  set") for line in report(found, option.settings)), "nothing is left to set"
+    assert not any(line.startswith("  set") for line in report(actual, option.settings)), "nothing is left to set"
     assert (option.engines.engines, option.engines.tensor) == (2, 2)
-    found = plan("Qwen/Qwen3-8B", learner={"backend": "megatron", "megatron": {"tensor_model_parallel_size": 4}})
-    for option in found.options:
+    actual = plan("Qwen/Qwen3-8B", learner={"backend": "megatron", "megatron": {"tensor_model_parallel_size": 4}})
+    for option in actual.options:
         assert option.settings["learner"]["megatron"]["tensor_model_parallel_size"] == 4
         assert option.settings["learner"]["megatron"]["sequence_parallel"] is True
 
 
 def test_what_does_not_fit_is_said_with_the_ranks_that_do() -> None:
-    found = plan("Qwen/Qwen3-8B", 2, "h100", placement={"mode": "disaggregate"})
-    for option in found.options:
+    actual = plan("Qwen/Qwen3-8B", 2, "h100", placement={"mode": "disaggregate"})
+    for option in actual.options:
         assert option.learner_gpus == 1
         assert re.search(r"needs [\d.]+ GiB; learner\.ranks=[24] has a layout that fits", option.faults[0])
-    assert "does not fit" in "\n".join(report(found, {}))
+    assert "does not fit" in "\n".join(report(actual, {}))
 
 
 def test_more_gpus_never_need_more_memory_a_gpu() -> None:
@@ -145,15 +145,15 @@ def test_a_model_that_megatron_lacks_is_planned_for_fsdp(tmp_path: Any) -> None:
     AutoConfig.for_model(
         "gemma", hidden_size=64, intermediate_size=64, num_hidden_layers=1, max_position_embeddings=16384
     ).save_pretrained(tmp_path)
-    found = plan(str(tmp_path), 1)
-    assert not only(found, "colocate", "fsdp").faults
-    assert "model_type='gemma'" in only(found, "colocate", "megatron").faults[0]
+    actual = plan(str(tmp_path), 1)
+    assert not only(actual, "colocate", "fsdp").faults
+    assert "model_type='gemma'" in only(actual, "colocate", "megatron").faults[0]
 
 
 def test_what_megatron_lacks_is_planned_for_fsdp() -> None:
-    found = plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer"}, placement={"mode": "colocate"})
-    assert not only(found, "colocate", "fsdp").faults
-    assert "learner.cpu_offload" in only(found, "colocate", "megatron").faults[0]
+    actual = plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer"}, placement={"mode": "colocate"})
+    assert not only(actual, "colocate", "fsdp").faults
+    assert "learner.cpu_offload" in only(actual, "colocate", "megatron").faults[0]
     with pytest.raises(ConfigError, match=r"learner\.cpu_offload"):
         plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer", "backend": "megatron"})
 
@@ -170,14 +170,14 @@ def test_kv_cache_by_hand() -> None:
 def test_engines_by_hand() -> None:
     hf = AutoConfig.from_pretrained(find_architecture("Qwen/Qwen3-8B"))
     fleet = Fleet("disaggregate", 8, 40 * GIB, 8192)
-    found = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), fleet))
-    assert [(each.engines, each.tensor) for each in found] == [(8, 1), (4, 2), (2, 4), (1, 8)]
-    assert found[0].weights == 2 * 8_190_735_360
-    assert found[0].cache == int(0.85 * 40 * GIB) - found[0].weights
-    assert found[0].cache_tokens == found[0].cache // (2 * 36 * 2 * 8 * 128)
-    assert all(each.rows(8192) >= ROWS for each in found)
+    actual = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), fleet))
+    assert [(rollout.engines, rollout.tensor) for rollout in actual] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert actual[0].weights == 2 * 8_190_735_360
+    assert actual[0].cache == int(0.85 * 40 * GIB) - actual[0].weights
+    assert actual[0].cache_tokens == actual[0].cache // (2 * 36 * 2 * 8 * 128)
+    assert all(rollout.rows(8192) >= ROWS for rollout in actual)
     small = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), Fleet("colocate", 2, 8 * GIB, 8192)))
-    assert [(each.tensor, each.cache_tokens) for each in small] == [(2, 0)]
+    assert [(rollout.tensor, rollout.cache_tokens) for rollout in small] == [(2, 0)]
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def test_what_does_not_fit_with_full_recomputation_is_said(folder: Path, overrid
 def test_what_is_set_and_what_is_not_on_a_known_gpu_stays(
     tmp_path: Path, overrides: list[str], gpu: int | None
 ) -> None:
-    given = load_config(None, overrides)
-    assert with_recompute(given, tmp_path, lambda: gpu) == (given, [])
+    config = load_config(None, overrides)
+    assert with_recompute(config, tmp_path, lambda: gpu) == (config, [])
 
 
 def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> None:
@@ -63,11 +63,11 @@ def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> 
 def test_the_estimate_is_that_of_the_backend(folder: Path) -> None:
     fsdp = estimate_memory(load_config(None, AS_ON_A_GPU), folder)[0]
     two = ["learner.backend=megatron", "learner.ranks=2", "learner.megatron.tensor_model_parallel_size=2"]
-    found, device = estimate_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
+    memory, device = estimate_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
     assert device == "cuda"
-    assert found.weights == pytest.approx(fsdp.weights / 4, rel=1e-3), "bfloat16, and half of all matrices"
+    assert memory.weights == pytest.approx(fsdp.weights / 4, rel=1e-3), "bfloat16, and half of all matrices"
     [line] = describe_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
-    assert f"about {found.total / 2**30:.1f} GiB on each of 2 learner ranks (cuda)" in line
+    assert f"about {memory.total / 2**30:.1f} GiB on each of 2 learner ranks (cuda)" in line
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

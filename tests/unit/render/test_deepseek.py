@@ -60,9 +60,9 @@ def without_thought(call):
 def sensible(messages):
     """Whether the published template does not leave out openings and closings: one call, and an answer right after."""
     roles = [key for key, _ in groupby(message.role for message in messages)]
-    after = [roles[index + 1] for index, role in enumerate(roles[:-1]) if role == "tool"]
+    state_after = [roles[index + 1] for index, role in enumerate(roles[:-1]) if role == "tool"]
     made = [message for message in messages if message.tool_calls]
-    return len(made) <= 1 and set(after) <= {"assistant"}
+    return len(made) <= 1 and set(state_after) <= {"assistant"}
 
 
 @pytest.mark.parametrize(("name", "text"), [("deepseek-v3", V3_TEMPLATE), ("deepseek-r1", R1_TEMPLATE)])
@@ -77,9 +77,9 @@ def test_it_writes_what_the_template_writes(name, text, data):
 
 @given(st.lists(st.builds(Message, st.sampled_from(["user", "assistant"]), contents), min_size=1, max_size=4), words)
 def test_the_distilled_models_template_agrees_where_there_are_no_tools(messages, system):
-    given = (Message("system", system), *messages)
+    message = (Message("system", system), *messages)
     made = family_tokenizer("deepseek-r1")
-    assert DeepSeekR1().text(given, ()) == template_text(made, "deepseek_r1_distill", given)
+    assert DeepSeekR1().text(message, ()) == template_text(made, "deepseek_r1_distill", message)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-r1"])
@@ -109,13 +109,13 @@ def test_every_exchange_with_tools_is_written_alike():
 
 def test_offered_tools_are_told_in_the_system_prompt():
     text = DeepSeekV3().text((Message("system", "Be brief."), ASK), TOOLS[:1])
-    before, schema, after = re.split(r"```(?:json)?\n?", text)
-    assert before == (
+    state_before, schema, state_after = re.split(r"```(?:json)?\n?", text)
+    assert state_before == (
         f"{BEGIN}Be brief.\n\n## Tools\n\n### Function\n\nYou have the following functions available:\n\n- `look_up`:\n"
     )
     told = {"name": "look_up", "description": "Look a word up.", "parameters": TOOLS[0].parameters}
     assert schema == json.dumps(told, indent=4) + "\n"
-    assert after == f"{USER}{ASK.content}{ASSISTANT}"
+    assert state_after == f"{USER}{ASK.content}{ASSISTANT}"
     assert DeepSeekV3().text((ASK,), TOOLS).count("```json") == 2
 
 
@@ -182,8 +182,8 @@ def test_kept_reasoning_stays_one_row():
     for new in (FOUND, (MORE,)):
         row = KEEPS.render((ASK,)).token_ids + sampled + KEEPS.bridge(history, sampled, new)
         assert KEEPS.render((*history, *new)).token_ids == row
-    given = Message("assistant", "<think>\nHm.\n</think>\n\nYes.")
-    for content in (given.content, given.content.removeprefix("<think>\n")):
+    message = Message("assistant", "<think>\nHm.\n</think>\n\nYes.")
+    for content in (message.content, message.content.removeprefix("<think>\n")):
         text = KEEPS.format.text((ASK, Message("assistant", content), MORE), ())
         assert f"{ASSISTANT}<think>\nHm.\n</think>\n\nYes.{EOS}" in text
     assert f"{ASSISTANT}Yes.{EOS}" in KEEPS.format.text((ASK, Message("assistant", "Yes."), MORE), ())
@@ -208,11 +208,11 @@ def test_an_inline_message_is_part_of_the_turn():
 def test_calls_of_r1_count_where_it_does_not_reason():
     """A call that is drafted in the reasoning is none; after a tool the prompt has not begun to reason."""
     call = f"{CALLS}{FENCED}{CALLS_END}"
-    asked, answered = R1.render((ASK,)).token_ids, R1.render((ASK, Message("assistant", "t"), *FOUND)).token_ids
-    assert not said(R1, call, prompt_ids=asked)
+    text, answered = R1.render((ASK,)).token_ids, R1.render((ASK, Message("assistant", "t"), *FOUND)).token_ids
+    assert not said(R1, call, prompt_ids=text)
     assert not said(R1, call)
     assert said(R1, call, prompt_ids=answered)[0].status is CallStatus.OK
-    assert len(said(R1, f"{call}</think>{call}", prompt_ids=asked)) == 1
+    assert len(said(R1, f"{call}</think>{call}", prompt_ids=text)) == 1
     assert len(said(R1, f"<think>{call}</think>{call}", prompt_ids=answered)) == 1
 
 
@@ -220,8 +220,8 @@ def test_calls_of_r1_count_where_it_does_not_reason():
 def test_calls_come_back_as_they_were_made(made, before):
     text = f"{CALLS}{chr(10).join(map(join_pieces, made))}{CALLS_END}"
     ids = V3.encode(before) + ids_of(V3, text)
-    found = V3.parse(ids).tool_calls
-    assert [(call.name, call.arguments, call.status) for call in found] == [
+    message = V3.parse(ids).tool_calls
+    assert [(call.name, call.arguments, call.status) for call in message] == [
         (call.name, dict(call.arguments), CallStatus.OK) for call in made
     ]
 
@@ -230,14 +230,14 @@ def test_calls_come_back_as_they_were_made(made, before):
 def test_a_turn_that_is_cut_off_makes_no_other_call(made, data):
     ids = ids_of(V3, f"Hm.{CALLS}{chr(10).join(map(join_pieces, made))}{CALLS_END}")
     start, cut = ids.index(ids_of(V3, CALLS)[0]), data.draw(st.integers(0, len(ids)))
-    found = V3.parse(ids[:cut]).tool_calls
-    whole = [call for call in found if call.status is CallStatus.OK]
-    assert [(call.name, call.arguments) for call in whole] == [(call.name, call.arguments) for call in made][
-        : len(whole)
+    message = V3.parse(ids[:cut]).tool_calls
+    full_calls = [call for call in message if call.status is CallStatus.OK]
+    assert [(call.name, call.arguments) for call in full_calls] == [(call.name, call.arguments) for call in made][
+        : len(full_calls)
     ]
-    assert {call.status for call in found[len(whole) :]} <= {CallStatus.TRUNCATED}
-    assert len(found) <= len(whole) + 1
-    assert bool(found) == (cut > start), "an attempt has a status as soon as it is begun"
+    assert {call.status for call in message[len(full_calls) :]} <= {CallStatus.TRUNCATED}
+    assert len(message) <= len(full_calls) + 1
+    assert bool(message) == (cut > start), "an attempt has a status as soon as it is begun"
 
 
 @given(

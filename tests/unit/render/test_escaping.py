@@ -16,9 +16,9 @@ def ids_named(tokenizer, ids):
 
 
 @pytest.mark.parametrize(
-    ("escaped", "found"), [(False, ["</think>", "<tool_call>"]), (True, [])], ids=["by default", "escaped"]
+    ("escaped", "actual"), [(False, ["</think>", "<tool_call>"]), (True, [])], ids=["by default", "escaped"]
 )
-def test_added_tokens_in_contents_are_escaped_if_asked(escaped, found):
+def test_added_tokens_in_contents_are_escaped_if_asked(escaped, actual):
     """Also of tools' results and of inline text; not what the policy sampled, nor what a demonstration says."""
     tokenizer = qwen_tokenizer()
     renderer = make_renderer(tokenizer, RenderConfig(format="qwen3", escape_added_tokens=escaped))
@@ -26,15 +26,15 @@ def test_added_tokens_in_contents_are_escaped_if_asked(escaped, found):
     prompt = renderer.render(ask).token_ids
     assert renderer.decode(prompt).count(MARKUP) == 1
     template = ids_named(tokenizer, bare)
-    assert sorted(ids_named(tokenizer, prompt)) == sorted(template + found)
+    assert sorted(ids_named(tokenizer, prompt)) == sorted(template + actual)
     sampled = tuple(tokenizer.encode("<think>\nr\n</think>\n\nas1", add_special_tokens=False))
-    said = renderer.parse(sampled)
-    added = renderer.bridge((*ask, said), sampled, (Message("tool", MARKUP, tool_call_id="c"),))
-    plain = renderer.bridge((*ask, said), sampled, (Message("tool", "x", tool_call_id="c"),))
-    assert sorted(ids_named(tokenizer, added)) == sorted(ids_named(tokenizer, plain) + found)
-    inline = renderer.bridge((*ask, said), sampled, (Message("user", MARKUP, inline=True),))
-    assert ids_named(tokenizer, inline) == found
+    message = renderer.parse(sampled)
+    added = renderer.bridge((*ask, message), sampled, (Message("tool", MARKUP, tool_call_id="c"),))
+    plain = renderer.bridge((*ask, message), sampled, (Message("tool", "x", tool_call_id="c"),))
+    assert sorted(ids_named(tokenizer, added)) == sorted(ids_named(tokenizer, plain) + actual)
+    inline = renderer.bridge((*ask, message), sampled, (Message("user", MARKUP, inline=True),))
+    assert ids_named(tokenizer, inline) == actual
     demonstrated = Message("assistant", "<think>\nr\n</think>\n\nas1")
-    for turn in (said, demonstrated):
+    for turn in (message, demonstrated):
         assert ids_named(tokenizer, renderer.render((Message("user", "x"), turn)).token_ids).count("</think>") == 1
     assert ids_named(tokenizer, renderer.encode(MARKUP)) == ["</think>", "<tool_call>"]

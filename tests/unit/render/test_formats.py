@@ -83,13 +83,13 @@ def test_whatever_is_said_is_kept(case, script: Script):
     assert markers_in(case, prompt) == markers_in(case, renderer.render(plain(history), tools).token_ids)
     for sampled, new in script.turns:
         ids = sampled.ids(tokenizer, renderer.end_token_id)
-        said = renderer.parse(ids, tools, prompt_ids=prompt)
+        message = renderer.parse(ids, tools, prompt_ids=prompt)
         without_end = ids[:-1] if ids[-1] in renderer.end_token_ids else ids
-        assert (said.token_ids, said.content) == (without_end, renderer.decode(without_end))
-        for call in said.tool_calls:
+        assert (message.token_ids, message.content) == (without_end, renderer.decode(without_end))
+        for call in message.tool_calls:
             assert (call.status is CallStatus.OK) == (call.fault == "")
             assert call.status is not CallStatus.OK or not tools or call.name in {tool.name for tool in tools}
-        history.append(said)
+        history.append(message)
         added = renderer.bridge(history, ids, new, tools)
         bare = renderer.bridge(history, ids, plain(new), tools)
         if isinstance(added, Fork):
@@ -124,8 +124,8 @@ def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
         flows = flows or (text[:1].isspace() and renderer.decode(prompt[-1:]).isspace())
         end = tokenizer.convert_tokens_to_ids(ends[0]) if ends else renderer.end_token_id
         ids = (*tokenizer.encode(text, add_special_tokens=False), end)
-        said = renderer.parse(ids, tools, prompt_ids=prompt)
-        history.append(said)
+        message = renderer.parse(ids, tools, prompt_ids=prompt)
+        history.append(message)
         added = renderer.bridge(history, ids, new, tools)
         history += new
         full = renderer.render(history, tools).token_ids
@@ -134,7 +134,8 @@ def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
             assert not CASES[case][1].get("keep_thinking"), "keeps everything"
             # The generic format cannot tell what the template left out before: it may render anew what stays as it was.
             assert (
-                case.startswith("template") or full[: len(prompt) + len(said.token_ids)] != prompt + said.token_ids
+                case.startswith("template")
+                or full[: len(prompt) + len(message.token_ids)] != prompt + message.token_ids
             ), added
             prompt = full
         else:
@@ -188,10 +189,10 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
         assert set(row.mask_reason[of_policy]) <= {MaskReason.NONE, MaskReason.SHARED}
         assert set(row.mask_reason[~of_policy]) <= {MaskReason.OBSERVED}
         for index, request in enumerate(row.request_ids):
-            here = np.flatnonzero(row.requests == index)
-            ids = row.token_ids[here].tolist()
+            result = np.flatnonzero(row.requests == index)
+            ids = row.token_ids[result].tolist()
             assert ids == list(said[request])[: len(ids)], "a fork may share the beginning of a turn"
-            trained[request] = trained.get(request, 0) + int(row.mask[here].sum())
+            trained[request] = trained.get(request, 0) + int(row.mask[result].sum())
     assert trained == {request: len(ids) for request, ids in said.items()}, "each token once, in one row"
     prompts = {asked.request_id: asked.prompt.token_ids for asked in sampler.requests}
     rows = [tuple(row.token_ids.tolist()) for row in rollout.rows]

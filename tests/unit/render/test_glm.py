@@ -100,16 +100,16 @@ def test_a_bridge_says_what_the_template_says_and_forks_only_where_it_must(playe
         added = renderer.bridge(messages, sampled, new, tools)
         messages.extend(new)
         plain = [Message(message.role, message.content) for message in messages]
-        whole = template_text(GLM45, "glm-4.5", plain, tools, enable_thinking=thinking)
+        full_template_text = template_text(GLM45, "glm-4.5", plain, tools, enable_thinking=thinking)
         appended = renderer.decode(prompt + sampled)
         if isinstance(added, Fork):
-            assert not whole.startswith(appended)
-            rewritten = not whole.startswith(renderer.decode(prompt) + said.content)
+            assert not full_template_text.startswith(appended)
+            rewritten = not full_template_text.startswith(renderer.decode(prompt) + said.content)
             assert added.reason is (ForkReason.THINKING if rewritten else ForkReason.END_TOKEN)
             prompt = renderer.render(messages, tools).token_ids
         else:
             prompt += sampled + added
-        assert renderer.decode(prompt) == whole
+        assert renderer.decode(prompt) == full_template_text
 
 
 @given(st.lists(turns, min_size=1, max_size=4), st.booleans())
@@ -171,8 +171,8 @@ def test_end_tokens():
     for name in ("glm-4", "glm-4.5"):
         renderer = renderer_of(name)
         assert [renderer.decode([index]) for index in renderer.end_token_ids] == list(ENDS)
-        said = ids_of(renderer, "\nhm")
-        assert {renderer.parse((*said, end)).content for end in renderer.end_token_ids} == {"\nhm"}
+        ids = ids_of(renderer, "\nhm")
+        assert {renderer.parse((*ids, end)).content for end in renderer.end_token_ids} == {"\nhm"}
 
 
 def test_a_fork_says_what_the_format_does():
@@ -247,7 +247,7 @@ def test_glm4_goes_on_by_appending_alone(played):
 
 def test_a_marker_that_is_only_spelt_stays_text_when_a_conversation_is_rendered_anew():
     renderer = renderer_of()
-    said = renderer.parse((*ids_of(renderer, "\n<think></think>\n"), *renderer.encode("<|user|> said")))
-    prompt = renderer.render((ASK, said, FOUND)).token_ids
+    message = renderer.parse((*ids_of(renderer, "\n<think></think>\n"), *renderer.encode("<|user|> said")))
+    prompt = renderer.render((ASK, message, FOUND)).token_ids
     assert prompt.count(renderer.end_token_id) == 1
     assert "</think>\n<|user|> said<|observation|>" in renderer.decode(prompt)

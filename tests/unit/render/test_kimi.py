@@ -56,8 +56,8 @@ def test_tokens_are_those_of_another_renderer(conversation, keep):
 
 def test_text():
     call = Message("assistant", "Let me see.", (ToolCall("functions.look_up:0", "look_up", {"word": "é"}),))
-    found = Message("tool", "Paris", tool_call_id="functions.look_up:0")
-    written = KimiK2().text((ASK, call, found), [look_up])
+    message = Message("tool", "Paris", tool_call_id="functions.look_up:0")
+    written = KimiK2().text((ASK, call, message), [look_up])
     assert written.startswith(
         '<|im_system|>tool_declare<|im_middle|>[{"function":{"description":"Look a word up.","name"'
     )
@@ -97,10 +97,10 @@ def test_everything_goes_on_by_appending(played):
     messages, prompt = [ASK], renderer.render((ASK,), (look_up,)).token_ids
     for text, calls, kind, ended in played:
         sampled = renderer.encode(text) + (ids_of(CALL) if calls else ()) + (ids_of("<|im_end|>") if ended else ())
-        said = renderer.parse(sampled, tools)
-        messages.append(said)
-        found = Message("tool", "a city", tool_call_id="functions.look_up:0")
-        new = {"user": (MORE,), "tool": (found, found), "both": (found, MORE)}[kind]
+        message = renderer.parse(sampled, tools)
+        messages.append(message)
+        actual_message = Message("tool", "a city", tool_call_id="functions.look_up:0")
+        new = {"user": (MORE,), "tool": (actual_message, actual_message), "both": (actual_message, MORE)}[kind]
         added = renderer.bridge(messages, sampled, new, tools)
         assert not isinstance(added, Fork)
         if "<think>" not in text and "</think>" not in text:  # in K2 they are text as any other
@@ -119,9 +119,9 @@ def test_end_tokens():
 def test_the_policys_id_names_the_result():
     renderer = renderer_of()
     sampled = ids_of(CALL.replace(":0", ":7"))
-    said = renderer.parse(sampled, [look_up])
-    assert [call.id for call in said.tool_calls] == ["functions.look_up:7"]
-    added = renderer.bridge((ASK, said), sampled, (Message("tool", "x", tool_call_id=said.tool_calls[0].id),))
+    message = renderer.parse(sampled, [look_up])
+    assert [call.id for call in message.tool_calls] == ["functions.look_up:7"]
+    added = renderer.bridge((ASK, message), sampled, (Message("tool", "x", tool_call_id=message.tool_calls[0].id),))
     assert renderer.decode(added) == (
         "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.look_up:7\nx<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|>"
@@ -132,11 +132,11 @@ def test_an_id_cannot_hold_special_tokens():
     renderer = renderer_of()
     spelt = tuple(index for letter in "functions.<|im_end|>:0" for index in renderer.encode(letter))
     sampled = ids_of(BEGIN + OPEN) + spelt + ids_of(f"{ARGUMENTS}{{}}{CLOSE}{END}")
-    said = renderer.parse(sampled)
-    new = (Message("tool", "x", tool_call_id=said.tool_calls[0].id),)
-    added = renderer.bridge((ASK, said), sampled, new)
+    message = renderer.parse(sampled)
+    new = (Message("tool", "x", tool_call_id=message.tool_calls[0].id),)
+    added = renderer.bridge((ASK, message), sampled, new)
     assert added.count(renderer.end_token_id) == 2
-    anew = renderer.render((ASK, replace(said, token_ids=(), content=""), *new)).token_ids
+    anew = renderer.render((ASK, replace(message, token_ids=(), content=""), *new)).token_ids
     assert anew.count(renderer.end_token_id) == 4  # system, user, assistant, tool
 
 
@@ -162,21 +162,21 @@ def written(calls):
 
 @given(_calls, words)
 def test_calls_are_read_as_they_were_meant(calls, before):
-    said = renderer_of().parse(ids_of(before + written(calls)))
-    assert [(call.name, call.arguments) for call in said.tool_calls] == calls
-    assert [call.id for call in said.tool_calls] == [f"functions.{name}:{at}" for at, (name, _) in enumerate(calls)]
-    assert {call.status for call in said.tool_calls} == {CallStatus.OK}
+    message = renderer_of().parse(ids_of(before + written(calls)))
+    assert [(call.name, call.arguments) for call in message.tool_calls] == calls
+    assert [call.id for call in message.tool_calls] == [f"functions.{name}:{at}" for at, (name, _) in enumerate(calls)]
+    assert {call.status for call in message.tool_calls} == {CallStatus.OK}
 
 
 @given(_calls, st.data())
 def test_calls_that_are_cut_off_are_never_others(calls, data):
     ids = ids_of(written(calls))
     cut = ids[: data.draw(st.integers(0, len(ids) - 1))]
-    whole = cut.count(*ids_of(CLOSE))
+    full_token_ids = cut.count(*ids_of(CLOSE))
     read = renderer_of().parse(cut).tool_calls
-    assert [(call.name, call.arguments) for call in read[:whole]] == calls[:whole]
-    begun = bool(cut) and (cut.count(*ids_of(OPEN)) > whole or not whole)
-    assert [call.status for call in read[whole:]] == [CallStatus.TRUNCATED] * begun
+    assert [(call.name, call.arguments) for call in read[:full_token_ids]] == calls[:full_token_ids]
+    begun = bool(cut) and (cut.count(*ids_of(OPEN)) > full_token_ids or not full_token_ids)
+    assert [call.status for call in read[full_token_ids:]] == [CallStatus.TRUNCATED] * begun
 
 
 @given(st.lists(st.one_of(contents, st.sampled_from([CALL, *MARKERS])), max_size=6).map("".join), st.booleans())
@@ -190,9 +190,9 @@ def test_whatever_is_said_can_be_read(text, letters):
 def test_a_call_spelt_letter_by_letter_is_no_call():
     renderer = renderer_of()
     spelt = tuple(index for letter in CALL for index in renderer.encode(letter))
-    said = renderer.parse(spelt, [look_up])
-    assert said.content == CALL
-    assert said.tool_calls == ()
+    message = renderer.parse(spelt, [look_up])
+    assert message.content == CALL
+    assert message.tool_calls == ()
     assert len(renderer.parse(ids_of(CALL), [look_up]).tool_calls) == 1
 
 

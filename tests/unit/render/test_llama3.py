@@ -67,9 +67,9 @@ def test_auto_takes_the_format_of_the_template_and_its_date(name):
 
 def test_the_date_stays_as_it_was_when_the_renderer_was_made(monkeypatch):
     renderer = renderer_of("llama3.2")
-    before = renderer.render(ASK)
+    text_before = renderer.render(ASK)
     monkeypatch.setattr("agentrl.render.formats.llama3.today", lambda: "01 Jan 1970")
-    assert renderer.render(ASK) == before
+    assert renderer.render(ASK) == text_before
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_either_end_token_stays_and_the_conversation_goes_on_behind_it(end):
     sampled = renderer.encode(CALL)
     if end is not None:
         sampled += (renderer._encoder.special_ids[end],)
-    said = renderer.parse(sampled, TOOLS)
-    assert [call.status for call in said.tool_calls] == [CallStatus.OK]
-    assert said.content == CALL
-    added = renderer.bridge((*ASK, said), sampled, (Message("tool", "<|eot_id|>"),), TOOLS)
+    message = renderer.parse(sampled, TOOLS)
+    assert [call.status for call in message.tool_calls] == [CallStatus.OK]
+    assert message.content == CALL
+    added = renderer.bridge((*ASK, message), sampled, (Message("tool", "<|eot_id|>"),), TOOLS)
     assert renderer.decode(added) == ("" if end else "<|eot_id|>") + (
         '<|start_header_id|>ipython<|end_header_id|>\n\n"<|eot_id|>"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -142,9 +142,9 @@ def test_the_end_of_the_text_ends_the_turn_and_is_no_place_to_go_on():
     renderer = renderer_of()
     sampled = (*renderer.encode("Done."), renderer._encoder.special_ids["<|end_of_text|>"])
     assert sampled[-1] in renderer.end_token_ids
-    said = renderer.parse(sampled)
-    assert said.content == "Done."
-    fork = renderer.bridge((*ASK, said), sampled, ASK)
+    message = renderer.parse(sampled)
+    assert message.content == "Done."
+    fork = renderer.bridge((*ASK, message), sampled, ASK)
     assert isinstance(fork, Fork)
     assert fork.reason is ForkReason.END_TOKEN
     assert "<|end_of_text|>" in fork.detail
@@ -154,9 +154,9 @@ def test_what_was_sampled_is_rendered_word_for_word_where_it_must_be_rendered_an
     """A call that its own way of writing survives: the template would have written it otherwise."""
     renderer = renderer_of()
     text = '<|python_tag|>{"parameters": {"word":"é"}, "name": "look_up"}; {"name": "add", "parameters": {}}'
-    said = renderer.parse(renderer._encoder.template(text), TOOLS)
-    assert [call.name for call in said.tool_calls] == ["look_up", "add"]
-    again = renderer.render((*ASK, said, Message("tool", "3")), TOOLS).token_ids
+    message = renderer.parse(renderer._encoder.template(text), TOOLS)
+    assert [call.name for call in message.tool_calls] == ["look_up", "add"]
+    again = renderer.render((*ASK, message, Message("tool", "3")), TOOLS).token_ids
     assert f"\n\n{text}<|eot_id|>" in renderer.decode(again)
     assert again.count(renderer._encoder.special_ids["<|python_tag|>"]) == 1
 
@@ -182,11 +182,11 @@ def test_numbers_that_a_schema_cannot_check(number):
 
 def test_half_a_character_in_what_a_tool_says_is_replaced():
     renderer = renderer_of()
-    said = renderer.parse(renderer.encode(r'{"name": "look_up", "parameters": {"word": "\ud800"}}'), TOOLS)
-    answer = Message("tool", str(said.tool_calls[0].arguments["word"]))
+    message = renderer.parse(renderer.encode(r'{"name": "look_up", "parameters": {"word": "\ud800"}}'), TOOLS)
+    answer = Message("tool", str(message.tool_calls[0].arguments["word"]))
     for ids in (
-        renderer.bridge((*ASK, said), said.token_ids, (answer,)),
-        renderer.render((*ASK, said, answer)).token_ids,
+        renderer.bridge((*ASK, message), message.token_ids, (answer,)),
+        renderer.render((*ASK, message, answer)).token_ids,
     ):
         assert '"\ufffd"<|eot_id|>' in renderer.decode(ids)
 
@@ -207,8 +207,8 @@ def test_bridges_are_those_of_another_renderer(sample, new, end):
     renderer, tokenizer = renderer_of(), family_tokenizer("llama3.1")
     prompt = renderer.render(ASK)
     sampled = sample.ids(tokenizer, renderer._encoder.special_ids[end])
-    said = renderer.parse(sampled)
-    added = renderer.bridge((*ASK, said), sampled, new)
+    message = renderer.parse(sampled)
+    added = renderer.bridge((*ASK, message), sampled, new)
     expected = Other(tokenizer, "llama-3").bridge(prompt.token_ids, sampled, new)
     if isinstance(added, Fork):
         assert added.reason is ForkReason.END_TOKEN

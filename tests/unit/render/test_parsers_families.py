@@ -112,8 +112,8 @@ _arguments = st.fixed_dictionaries({}, optional={
 @pytest.mark.parametrize("name", WRITERS)
 @given(calls=st.lists(st.tuples(st.just("typed"), _arguments), min_size=1, max_size=2))
 def test_calls_are_read_as_their_family_writes_them(name, calls):
-    found = read(name.split()[0], WRITERS[name](calls), (typed,))
-    assert [(call.name, call.arguments, call.status) for call in found] == [(*call, CallStatus.OK) for call in calls]
+    actual = read(name.split()[0], WRITERS[name](calls), (typed,))
+    assert [(call.name, call.arguments, call.status) for call in actual] == [(*call, CallStatus.OK) for call in calls]
 
 
 OTHER_WRITERS = {
@@ -292,8 +292,10 @@ def test_nothing_that_a_policy_says_raises(parts, name):
 
 def openings(name):
     """Return the beginnings of calls of a parser, after which hostile text is read as part of a call."""
-    whole = [write([("typed", {"text": "QQ", "count": 3})]) for key, write in WRITERS.items() if key.split()[0] == name]
-    return ["", *(text[:at] for text in whole for at in (text.index("typed"), text.index("QQ")))]
+    full_writes = [
+        write([("typed", {"text": "QQ", "count": 3})]) for key, write in WRITERS.items() if key.split()[0] == name
+    ]
+    return ["", *(text[:at] for text in full_writes for at in (text.index("typed"), text.index("QQ")))]
 
 
 REPEATED = 18_000
@@ -320,11 +322,13 @@ def test_the_parser_reads_what_the_familys_template_writes(name):
     calls = tuple(ToolCall(f"c{number}", "typed", {"text": "é", "count": 3}) for number in range(1))
     renderer = make_renderer(qwen_tokenizer(template(name)), RenderConfig())
     assert type(renderer.parser) is PARSERS[TEMPLATES[name]]
-    asked, said = Message("user", "q"), Message("assistant", "", calls)
-    before = renderer.decode(renderer.render((asked,), (typed,)).token_ids)
-    whole = renderer.decode(renderer.render((asked, said, Message("tool", "r", tool_call_id="c0")), (typed,)).token_ids)
-    assert whole.startswith(before)
-    found = renderer.parse(renderer.encode(whole[len(before) :]), (typed,)).tool_calls
-    assert [(call.name, call.arguments, call.status) for call in found[:1]] == [
+    message, said = Message("user", "q"), Message("assistant", "", calls)
+    text_before = renderer.decode(renderer.render((message,), (typed,)).token_ids)
+    full_message = renderer.decode(
+        renderer.render((message, said, Message("tool", "r", tool_call_id="c0")), (typed,)).token_ids
+    )
+    assert full_message.startswith(text_before)
+    actual_message = renderer.parse(renderer.encode(full_message[len(text_before) :]), (typed,)).tool_calls
+    assert [(call.name, call.arguments, call.status) for call in actual_message[:1]] == [
         ("typed", {"text": "é", "count": 3}, CallStatus.OK)
     ]

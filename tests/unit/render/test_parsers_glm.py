@@ -113,9 +113,9 @@ def test_a_glm4_call_that_is_cut_off_is_never_another_call(given_arguments, data
 def test_whatever_is_said_can_be_read(text, letters):
     for name, tools in (("glm-4.5", (typed, look_up)), ("glm-4", (find,))):
         ids = family_tokenizer(name).encode(text, add_special_tokens=False, split_special_tokens=letters)
-        said = renderer_of(name).parse(ids, tools)
-        assert said.token_ids == tuple(ids[:-1] if ids and ids[-1] in renderer_of(name).end_token_ids else ids)
-        for call in said.tool_calls:
+        message = renderer_of(name).parse(ids, tools)
+        assert message.token_ids == tuple(ids[:-1] if ids and ids[-1] in renderer_of(name).end_token_ids else ids)
+        for call in message.tool_calls:
             json.dumps(dict(call.arguments))
             assert bool(call.fault) == (call.status is not CallStatus.OK)
 
@@ -123,9 +123,9 @@ def test_whatever_is_said_can_be_read(text, letters):
 def test_a_call_spelt_letter_by_letter_is_no_call():
     renderer = renderer_of()
     spelt = tuple(index for letter in CALL for index in renderer.encode(letter))
-    said = renderer.parse(spelt, [look_up])
-    assert said.content == CALL
-    assert said.tool_calls == ()
+    message = renderer.parse(spelt, [look_up])
+    assert message.content == CALL
+    assert message.tool_calls == ()
     assert len(renderer.parse(renderer.encode(CALL), [look_up]).tool_calls) == 1
 
 

@@ -62,13 +62,13 @@ def test_a_turn_that_is_cut_off_makes_no_other_calls(parser, style, data):
     """The calls that were whole before the cut, then at most one, which says that it is cut off."""
     made, text = data.draw(turns(style))
     cut = text[: data.draw(st.integers(0, len(text) - 1))]
-    found = read(parser, cut)
-    whole = [call for call in found if call.status is CallStatus.OK]
-    assert whole == made[: len(whole)]
-    assert found[len(whole) :] == [call for call in found if call.status is CallStatus.TRUNCATED]
-    assert len(found) - len(whole) <= 1
+    actual = read(parser, cut)
+    full_calls = [call for call in actual if call.status is CallStatus.OK]
+    assert full_calls == made[: len(full_calls)]
+    assert actual[len(full_calls) :] == [call for call in actual if call.status is CallStatus.TRUNCATED]
+    assert len(actual) - len(full_calls) <= 1
     if style == "python" and "<|python_start|>" not in text:
-        assert not whole, "a list is one statement"
+        assert not full_calls, "a list is one statement"
 
 
 @pytest.mark.parametrize(

@@ -195,9 +195,9 @@ def test_auto_knows_qwen3_thinking_by_its_opener():
     switched = make_renderer(qwen_tokenizer(published), RenderConfig(thinking=False))
     assert switched.format.name == "qwen3"
     assert switched.decode(switched.render([ASK]).token_ids).endswith("</think>\n\n")
-    kept = make_renderer(qwen_tokenizer(published), RenderConfig(keep_thinking=True))
-    assert kept.format.name == "qwen3"
-    assert drive(kept, [ASK], (thought("r1", "a1"), [MORE]))[1].count("r1") == 1
+    kept_renderer = make_renderer(qwen_tokenizer(published), RenderConfig(keep_thinking=True))
+    assert kept_renderer.format.name == "qwen3"
+    assert drive(kept_renderer, [ASK], (thought("r1", "a1"), [MORE]))[1].count("r1") == 1
 
 
 def test_arguments_nested_too_deeply_are_a_fault():
@@ -221,11 +221,11 @@ def test_half_a_character_in_a_call_can_be_answered():
     """JSON can spell a lone surrogate, which no tokenizer takes: it becomes a replacement character."""
     renderer = make(format="qwen3")
     ids = renderer.encode('<tool_call>\n{"name": "look_up", "arguments": {"word": "\\ud83d"}}\n</tool_call>')
-    said = renderer.parse(ids, TOOLS)
-    (call,) = said.tool_calls
+    message = renderer.parse(ids, TOOLS)
+    (call,) = message.tool_calls
     echo = call.arguments["word"]
     assert (call.status, echo) == (CallStatus.OK, "�")
-    added = renderer.bridge([ASK, said], ids, [Message("tool", "\ud83d", tool_call_id="c")], TOOLS)
+    added = renderer.bridge([ASK, message], ids, [Message("tool", "\ud83d", tool_call_id="c")], TOOLS)
     assert "<tool_response>\n�\n</tool_response>" in renderer.decode(added)
 
 

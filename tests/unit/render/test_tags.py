@@ -139,8 +139,8 @@ def test_through_the_renderer_schemas_are_checked_and_reasoning_is_left_out() ->
     renderer = make_renderer(qwen_tokenizer(), RenderConfig(format="qwen3", tool_parser="tags"))
 
     def calls(text: str) -> list[tuple[str, CallStatus]]:
-        said = renderer.parse((*renderer.encode(text), renderer.end_token_id), TOOLS)
-        return [(call.name, call.status) for call in said.tool_calls]
+        message = renderer.parse((*renderer.encode(text), renderer.end_token_id), TOOLS)
+        return [(call.name, call.status) for call in message.tool_calls]
 
     assert calls("<think>\n<search>x</search>\n</think>\n\n<look></look>") == [("look", CallStatus.OK)]
     assert calls("<add><a>1</a></add>") == [("add", CallStatus.SCHEMA_VIOLATION)]

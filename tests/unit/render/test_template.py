@@ -71,13 +71,13 @@ def test_a_raw_prompt_gets_no_template_and_keeps_its_special_tokens(tokenizer):
         assert renderer.decode(prompt.token_ids) == raw.content
         assert sum(index in SPECIAL for index in prompt.token_ids) == 2
         assert renderer.decode([renderer.end_token_id]) == "<|im_end|>"
-        said, found = Message("assistant", " is"), Message("user", "<|im_end|>", inline=True)
-        bridged = follow(renderer, (raw,), renderer.encode(said.content), (found,))
-        assert bridged == renderer.render((raw, said, found))
+        message, actual_message = Message("assistant", " is"), Message("user", "<|im_end|>", inline=True)
+        bridged = follow(renderer, (raw,), renderer.encode(message.content), (actual_message,))
+        assert bridged == renderer.render((raw, message, actual_message))
         assert bridged.token_ids[: len(prompt.token_ids)] == prompt.token_ids
         assert sum(index in SPECIAL for index in bridged.token_ids) == 2, "what follows a raw prompt stays text"
         with pytest.raises(ConversationError, match=r"data\.apply_chat_template=true"):
-            renderer.render((raw, said, *FOLLOWING))
+            renderer.render((raw, message, *FOLLOWING))
 
 
 def test_without_a_chat_template_only_raw_prompts_can_be_rendered(tokenizer):
@@ -94,8 +94,8 @@ def test_bridge_keeps_every_token_and_the_newline_after_the_end_token(tokenizer,
     """``prompt | sampled | <|im_end|> (observed unless sampled) \\n <|im_start|> user …``."""
     renderer = renderer_of(tokenizer)
     prompt = renderer.render(ASK)
-    said = renderer.encode("Paris is")
-    sampled = (*said, renderer.end_token_id) if ended else said
+    token_ids = renderer.encode("Paris is")
+    sampled = (*token_ids, renderer.end_token_id) if ended else token_ids
     bridged = follow(renderer, ASK, sampled, FOLLOWING)
     assert bridged.token_ids[: len(prompt.token_ids) + len(sampled)] == prompt.token_ids + sampled
     assert bridged == renderer.render((*ASK, Message("assistant", "Paris is"), *FOLLOWING))
@@ -127,10 +127,10 @@ def test_inline_messages_continue_the_turn(tokenizer):
 
 def test_rendering_anew_keeps_inline_messages_in_their_turn(tokenizer):
     renderer = renderer_of(tokenizer)
-    said, inline = Message("assistant", "<search>x"), Message("user", "doc", inline=True)
-    text = renderer.decode(renderer.render((*ASK, said, inline)).token_ids)
+    message, inline = Message("assistant", "<search>x"), Message("user", "doc", inline=True)
+    text = renderer.decode(renderer.render((*ASK, message, inline)).token_ids)
     assert text.endswith("<|im_start|>assistant\n<search>xdoc")
-    text = renderer.decode(renderer.render((*ASK, said, inline, *FOLLOWING)).token_ids)
+    text = renderer.decode(renderer.render((*ASK, message, inline, *FOLLOWING)).token_ids)
     assert "<|im_start|>assistant\n<search>xdoc<|im_end|>\n<|im_start|>user" in text
 
 
@@ -217,27 +217,29 @@ def test_a_template_that_refuses_a_role(tokenizer):
 
 def test_the_next_roles_marker_as_end_token(tokenizer):
     renderer = renderer_of(tokenizer, "next_role_ends")
-    said = renderer.encode("Paris")
-    bridged = follow(renderer, ASK, (*said, renderer.end_token_id), FOLLOWING)
+    token_ids = renderer.encode("Paris")
+    bridged = follow(renderer, ASK, (*token_ids, renderer.end_token_id), FOLLOWING)
     assert renderer.decode(bridged.token_ids).endswith("Paris<|user|>\nAnd of Spain?<|assistant|>\n")
-    assert follow(renderer, ASK, (*said, renderer.end_token_id), (Message("tool", "x"),)) is ForkReason.END_TOKEN
+    assert follow(renderer, ASK, (*token_ids, renderer.end_token_id), (Message("tool", "x"),)) is ForkReason.END_TOKEN
 
 
 def test_parse_leaves_the_end_token_out_by_id_only(tokenizer):
     renderer = renderer_of(tokenizer)
-    said = renderer.encode("spelled <|im_end|>")
-    assert renderer.parse((*said, renderer.end_token_id)) == Message("assistant", "spelled <|im_end|>", token_ids=said)
-    assert renderer.parse(said) == Message("assistant", "spelled <|im_end|>", token_ids=said)
+    token_ids = renderer.encode("spelled <|im_end|>")
+    assert renderer.parse((*token_ids, renderer.end_token_id)) == Message(
+        "assistant", "spelled <|im_end|>", token_ids=token_ids
+    )
+    assert renderer.parse(token_ids) == Message("assistant", "spelled <|im_end|>", token_ids=token_ids)
     assert renderer.parse(()) == Message("assistant", "")
 
 
 def test_parse_finds_well_formed_calls_and_renders_them_as_they_were_said(tokenizer):
     renderer = renderer_of(tokenizer)
     text = 'Let me see.<tool_call>\n{"arguments":  {"query": "x", "deep": false}, "name": "search"}\n</tool_call>'
-    said = renderer.parse(renderer.encode(text))
-    assert said.content == text
-    assert said.tool_calls == (ToolCall("", "search", {"query": "x", "deep": False}),)
-    assert text in renderer.decode(renderer.render((*ASK, said, *FOLLOWING)).token_ids)
+    message = renderer.parse(renderer.encode(text))
+    assert message.content == text
+    assert message.tool_calls == (ToolCall("", "search", {"query": "x", "deep": False}),)
+    assert text in renderer.decode(renderer.render((*ASK, message, *FOLLOWING)).token_ids)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +263,9 @@ def test_parse_finds_well_formed_calls_and_renders_them_as_they_were_said(tokeni
 )
 def test_malformed_calls_come_back_with_what_is_wrong(tokenizer, text, status, fault):
     renderer = renderer_of(tokenizer)
-    said = renderer.parse(renderer.encode(text), [search])
-    assert said.content == text
-    [call] = said.tool_calls
+    message = renderer.parse(renderer.encode(text), [search])
+    assert message.content == text
+    [call] = message.tool_calls
     assert call.status is status
     assert re.search(fault, call.fault)
 
@@ -307,5 +309,5 @@ def test_a_template_whose_opener_begins_to_reason():
     assert follow(renderer, ASK, ids, FOLLOWING) is ForkReason.THINKING
     assert follow(renderer, ASK, renderer.encode("still thinking"), (answer,)) is ForkReason.THINKING
     keeps = make_renderer(made, RenderConfig(format="template", keep_thinking=True))
-    kept = renderer.decode(follow(keeps, ASK, ids, FOLLOWING).token_ids)
-    assert "<think>\nhm\n</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd of Spain?" in kept
+    kept_text = renderer.decode(follow(keeps, ASK, ids, FOLLOWING).token_ids)
+    assert "<think>\nhm\n</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd of Spain?" in kept_text

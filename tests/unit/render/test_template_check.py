@@ -38,11 +38,13 @@ def check(family: str, name: str, keep_thinking: bool = False) -> Findings:
     return check_template(family_tokenizer(family, template(name)), RenderConfig(keep_thinking=keep_thinking))
 
 
-def at(findings: Findings, turn: str, before: str) -> TurnTransition:
-    (found,) = (
-        transition for transition in findings.transitions if (transition.turn, transition.before) == (turn, before)
+def at(findings: Findings, turn: str, state_before: str) -> TurnTransition:
+    (result,) = (
+        transition
+        for transition in findings.transitions
+        if (transition.turn, transition.before) == (turn, state_before)
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -84,15 +86,15 @@ def test_qwen3_row_by_row() -> None:
     forked, kept = check("qwen3", "qwen3"), check("qwen3", "qwen3", keep_thinking=True)
     turns = [(transition.turn, transition.before) for transition in forked.transitions]
     assert turns == [
-        *((turn, before) for turn in ("plain", "reasoning") for before in (USER, RESULT, RESULTS, SYSTEM)),
-        *(("tool call", before) for before in (USER, RESULT, SYSTEM, RESULTS)),
+        *((turn, state_before) for turn in ("plain", "reasoning") for state_before in (USER, RESULT, RESULTS, SYSTEM)),
+        *(("tool call", state_before) for state_before in (USER, RESULT, SYSTEM, RESULTS)),
     ]
-    for before, after in zip(forked.transitions, kept.transitions, strict=True):
-        drops = (before.turn, before.before) == ("reasoning", USER)
-        assert (before.continuation, after.continuation) == (
+    for state_before, state_after in zip(forked.transitions, kept.transitions, strict=True):
+        drops = (state_before.turn, state_before.before) == ("reasoning", USER)
+        assert (state_before.continuation, state_after.continuation) == (
             (Continuation.FORK, Continuation.KEEP) if drops else (Continuation.BRIDGE, Continuation.BRIDGE)
         )
-        assert before.reason is (ForkReason.THINKING if drops else None)
+        assert state_before.reason is (ForkReason.THINKING if drops else None)
     difference = at(forked, "reasoning", USER).difference
     assert difference is not None
     assert difference.was.startswith("<think>\nre1\n</think>")
@@ -140,7 +142,7 @@ def test_another_parser_that_reads_the_calls_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "written", "ending", "after"),
+    ("family", "name", "written", "ending", "state_after"),
     [
         ("qwen3", "qwen3", ("<|im_end|>",), Ending.TRAINED, "\n"),
         ("llama3", "llama3_1", ("<|eot_id|>",), Ending.TRAINED, ""),
@@ -150,10 +152,10 @@ def test_another_parser_that_reads_the_calls_is_named() -> None:
         ("qwen3", "gptoss", ("<|return|>", "<|end|>"), Ending.SPLIT, ""),
     ],
 )
-def test_the_end_of_a_turn(family: str, name: str, written: tuple[str, ...], ending: Ending, after: str) -> None:
+def test_the_end_of_a_turn(family: str, name: str, written: tuple[str, ...], ending: Ending, state_after: str) -> None:
     end = check(family, name).end
-    assert (end.written, end.ending, end.after) == (written, ending, after)
-    assert end.after_tokens == len(after)
+    assert (end.written, end.ending, end.after) == (written, ending, state_after)
+    assert end.after_tokens == len(state_after)
     assert (set(written) <= set(end.stops)) is (ending is Ending.TRAINED)
 
 
@@ -163,8 +165,8 @@ def test_an_end_token_that_the_engine_does_not_stop_at() -> None:
     end = "{% if loop.last %}<|endoftext|>{% else %}<|im_end|>{% endif %}\n{% endfor %}"
     opener = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     tokenizer = family_tokenizer("qwen3", turn + end + opener)
-    found = check_template(tokenizer).end
-    assert (found.written, found.stops, found.ending) == (
+    token_ids = check_template(tokenizer).end
+    assert (token_ids.written, token_ids.stops, token_ids.ending) == (
         ("<|endoftext|>", "<|im_end|>"),
         ("<|im_end|>",),
         Ending.OTHER,
@@ -200,7 +202,9 @@ def test_the_line_of_train(family: str, name: str, keep: bool, line: str) -> Non
 def test_a_template_without_tool_results() -> None:
     findings = check("qwen3", "gemma3")
     assert findings.fault == ""
-    assert {at(findings, "plain", before).continuation for before in (RESULT, RESULTS)} == {Continuation.REFUSE}
+    assert {at(findings, "plain", state_before).continuation for state_before in (RESULT, RESULTS)} == {
+        Continuation.REFUSE
+    }
     assert "no tool results" in findings.summary()
 
 
@@ -226,8 +230,8 @@ def test_another_template_and_another_format_can_be_asked_for(tmp_path: Path) ->
     tokenizer = family_tokenizer("qwen3", template("qwen3"))
     assert check_template(tokenizer, RenderConfig(chat_template=file)).format == "qwen2.5"
     tokenizer = family_tokenizer("qwen3", template("qwen3"))
-    asked = check_template(tokenizer, RenderConfig(format="qwen3", thinking=False))
-    assert asked.opener == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert at(asked, "plain", USER).reason is ForkReason.THINKING, "the opener's empty thought does not stay"
+    token_ids = check_template(tokenizer, RenderConfig(format="qwen3", thinking=False))
+    assert token_ids.opener == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert at(token_ids, "plain", USER).reason is ForkReason.THINKING, "the opener's empty thought does not stay"
     with pytest.raises(ModelError, match=r"render\.format"):
         check_template(tokenizer, RenderConfig(format="llama3"))

@@ -123,12 +123,12 @@ def test_or_drops_or_scores_the_sample(grader, rollout, body, message, on_error,
 
 def test_a_fault_concerns_only_the_sample_it_is_of(grader, rollout):
     body = "def score(samples): return [math.nan if s.final == '5' else 1.0 for s in samples]"
-    one, other = rollout("4"), rollout("5", name="1")
-    assert grade(grader(body, on_error="drop"), one, other) == [1.0, 0.25]
-    assert (one.dropped, other.dropped) == (False, True)
+    one, other_rollout = rollout("4"), rollout("5", name="1")
+    assert grade(grader(body, on_error="drop"), one, other_rollout) == [1.0, 0.25]
+    assert (one.dropped, other_rollout.dropped) == (False, True)
     body = "def score(sample): return 1 / (sample.final == '4')"
-    one, other = rollout("4"), rollout("5", name="1")
-    assert grade(grader(body, on_error="score"), other, one) == [0.0, 1.0]
+    one, other_rollout = rollout("4"), rollout("5", name="1")
+    assert grade(grader(body, on_error="score"), other_rollout, one) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_late_thread_takes_no_place_from_later_calls():
     async def main():
         slow = [call(["slow"]) for _ in range(2 * THREADS)]
         results = await asyncio.gather(*slow, return_exceptions=True)
-        assert all(isinstance(one, TimeoutError) for one in results)
+        assert all(isinstance(result, TimeoutError) for result in results)
         assert await call(["quick"]) == 1.0
 
     try:

@@ -48,25 +48,25 @@ def test_a_label_that_cannot_be_read(workers):
 
 
 def test_many_threads_share_few_processes(workers):
-    others = len(children()) - len(workers._idle)
+    other_processes = len(children()) - len(workers._idle)
     with ThreadPoolExecutor(8) as pool:
         same = list(pool.map(lambda number: workers.equivalent(str(number), "3"), range(8)))
     assert same == [number == 3 for number in range(8)]
-    assert 1 <= len(children()) - others <= 2
+    assert 1 <= len(children()) - other_processes <= 2
 
 
 def test_what_takes_too_long_is_wrong_and_its_process_is_gone():
-    before = {child.pid for child in children()}
+    processes_before = {child.pid for child in children()}
     pool = WorkerPool(size=1, limit_s=0.3)
     try:
         assert pool.equivalent("9^{9^{9^{9}}}", "3") is False
-        assert {child.pid for child in children()} == before, "killed, and waited for"
+        assert {child.pid for child in children()} == processes_before, "killed, and waited for"
         pool.limit_s = 30
         assert pool.equivalent("3", "3"), "the pool goes on with another process"
-        assert len(children()) == len(before) + 1
+        assert len(children()) == len(processes_before) + 1
     finally:
         pool.close()
-    assert {child.pid for child in children()} == before
+    assert {child.pid for child in children()} == processes_before
 
 
 class DyingWorker:

@@ -15,11 +15,11 @@ from agentrl.runtime.interrupt import SIGNALS, Interrupt, handled_signals, leave
 @pytest.fixture(autouse=True)
 def inherited_handlers() -> Iterator[None]:
     """Tests start with the handlers of a program in a terminal: one in the background ignores Ctrl-C."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    for number, handler in before.items():
+    for number, handler in handlers_before.items():
         signal.signal(number, handler)
 
 

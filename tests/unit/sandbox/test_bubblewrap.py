@@ -104,7 +104,7 @@ def test_a_full_sandbox_still_answers(bubblewrap: Bubblewrap) -> None:
 
 
 def test_nothing_is_left_when_it_is_closed(bubblewrap: Bubblewrap) -> None:
-    before = own_groups(os.getpid()), descendants(os.getpid()), bubblewrap.descriptors()
+    processes_before = own_groups(os.getpid()), descendants(os.getpid()), bubblewrap.descriptors()
 
     async def use(sandbox: Sandbox) -> None:
         assert own_groups(os.getpid())
@@ -119,7 +119,7 @@ def test_nothing_is_left_when_it_is_closed(bubblewrap: Bubblewrap) -> None:
 
     for _ in range(3):
         bubblewrap(use)
-    assert (own_groups(os.getpid()), descendants(os.getpid()), bubblewrap.descriptors()) == before
+    assert (own_groups(os.getpid()), descendants(os.getpid()), bubblewrap.descriptors()) == processes_before
 
 
 def test_a_runner_killed_from_outside_is_a_failure(bubblewrap: Bubblewrap) -> None:
@@ -160,9 +160,9 @@ def test_opening_given_up_leaves_nothing(bubblewrap: Bubblewrap) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await (await opening).close()
 
-    before = descendants(os.getpid()), bubblewrap.descriptors()
+    processes_before = descendants(os.getpid()), bubblewrap.descriptors()
     bubblewrap.loop.run(main())
-    assert (descendants(os.getpid()), bubblewrap.descriptors()) == before
+    assert (descendants(os.getpid()), bubblewrap.descriptors()) == processes_before
     assert own_groups(os.getpid()) == []
 
 

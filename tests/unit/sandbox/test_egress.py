@@ -76,8 +76,8 @@ def talk(hosts: list[str], *requests: bytes) -> list[bytes]:
 def received(answer: bytes) -> dict[str, Any]:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 "), answer
-    found: dict[str, Any] = json.loads(body)
-    return found
+    record: dict[str, Any] = json.loads(body)
+    return record
 
 
 def test_a_request_reaches_its_host_as_from_a_client(echo: int) -> None:
@@ -173,10 +173,10 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         proxy = EgressProxy([f"127.0.0.1:{echo}"])
         await proxy.start(listener)
-        port, before = listener.getsockname()[1], len(os.listdir("/proc/self/fd"))
+        port, paths_before = listener.getsockname()[1], len(os.listdir("/proc/self/fd"))
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
         await run_ready_tasks()
-        assert len(os.listdir("/proc/self/fd")) - before - len(idle) <= egress.CONNECTIONS
+        assert len(os.listdir("/proc/self/fd")) - paths_before - len(idle) <= egress.CONNECTIONS
         for _, writer in idle[: egress.CONNECTIONS + 50]:
             writer.transport.abort()
         reader, writer = idle[-1]
@@ -187,7 +187,7 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
         writer.transport.abort()
         await proxy.close()
         # Closed transports, and the web server's thread, give their descriptors back a moment later.
-        await until(lambda: len(os.listdir("/proc/self/fd")) < before)
+        await until(lambda: len(os.listdir("/proc/self/fd")) < paths_before)
 
     asyncio.run(main())
 

@@ -40,8 +40,8 @@ CONTAINER = "c0ffee" * 10
     ids=["version 2", "version 1 with an empty version 2", "another process", "no name"],
 )
 def test_where_memory_kills_are_counted(mounts: str, groups: str, expected: str | None) -> None:
-    found = oom_file(groups, parse_mounts(mounts), CONTAINER)
-    assert found == (None if expected is None else Path(expected))
+    actual = oom_file(groups, parse_mounts(mounts), CONTAINER)
+    assert actual == (None if expected is None else Path(expected))
 
 
 class Container:

@@ -106,9 +106,9 @@ def test_both_formats_do_what_the_table_says(
     machine: str, data: st.DataObject, arguments: tuple[int, int, int, int]
 ) -> None:
     name = data.draw(st.sampled_from(sorted(CHECKED)) | st.sampled_from(sorted(NUMBERS[machine])))
-    wanted = expected(name, arguments)
-    assert run_bpf(PROGRAMS[machine], NUMBERS[machine][name], ARCH[machine], arguments) == wanted
-    assert run_docker(PROFILE, name, arguments) == wanted
+    expected_value = expected(name, arguments)
+    assert run_bpf(PROGRAMS[machine], NUMBERS[machine][name], ARCH[machine], arguments) == expected_value
+    assert run_docker(PROFILE, name, arguments) == expected_value
 
 
 @pytest.mark.parametrize("machine", sorted(NUMBERS))

@@ -87,9 +87,11 @@ def test_in_kuhn_poker_with_cards_in_the_moves_uniform_play_is_as_exploitable():
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_a_best_response_is_the_best_of_all_pure_strategies(chances):
     mixed = strategy(**dict(zip((*FIRST, *SECOND), chances, strict=True)))
-    found = best_response_payoff(KuhnTree(), mixed, 1)
+    actual_best_response_payoff = best_response_payoff(KuhnTree(), mixed, 1)
     pure = [strategy(**dict(zip(SECOND, bets, strict=True))) for bets in product((0, 1), repeat=6)]
-    assert found == pytest.approx(max(expected_payoff(KuhnTree(), (mixed, one), 1) for one in pure), abs=1e-9)
+    assert actual_best_response_payoff == pytest.approx(
+        max(expected_payoff(KuhnTree(), (mixed, one), 1) for one in pure), abs=1e-9
+    )
     assert exploitability(KuhnTree(), (mixed, mixed)) >= -1e-12
 
 

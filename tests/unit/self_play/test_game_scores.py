@@ -51,14 +51,14 @@ class Engine:
 SCORES = GameScores(KuhnTree(), Bytes(), 1.0, 300)
 
 
-@pytest.mark.parametrize(("strategy", "found"), [(nash_strategy(NASH), 0.0), (UNIFORM, 11 / 24)])
-def test_legal_moves_are_normalised_and_the_rest_is_reported(strategy, found):
+@pytest.mark.parametrize(("strategy", "actual"), [(nash_strategy(NASH), 0.0), (UNIFORM, 11 / 24)])
+def test_legal_moves_are_normalised_and_the_rest_is_reported(strategy, actual):
     played = asyncio.run(SCORES.strategy(Engine(strategy, 0.2)))
     first, second = played.moves
     for where, moves in strategy.items():
         assert (first | second)[where] == pytest.approx(moves, abs=1e-6)
     metrics = SCORES.metrics(played)
-    assert metrics == pytest.approx({"eval/exploitability": found, "eval/other_output": 0.2}, abs=1e-5)
+    assert metrics == pytest.approx({"eval/exploitability": actual, "eval/other_output": 0.2}, abs=1e-5)
 
 
 def test_the_pool_plays_the_mixture_of_its_snapshots():
@@ -81,12 +81,12 @@ class TwoPolicies:
 def test_each_seat_is_played_by_its_policy():
     played = asyncio.run(SCORES.strategy(TwoPolicies(), ("first-v1", "second-v1")))
     swapped = asyncio.run(SCORES.strategy(TwoPolicies(), ("second-v1", "first-v1")))
-    found = [SCORES.metrics(one)["eval/exploitability"] for one in (played, swapped)]
-    wanted = [
+    actual = [SCORES.metrics(one)["eval/exploitability"] for one in (played, swapped)]
+    expected = [
         exploitability(KuhnTree(), seats) for seats in ((nash_strategy(NASH), UNIFORM), (UNIFORM, nash_strategy(NASH)))
     ]
-    assert found == pytest.approx(wanted, abs=1e-5)
-    assert sum(wanted) == pytest.approx(11 / 24), "each player of an equilibrium gains nothing by it"
+    assert actual == pytest.approx(expected, abs=1e-5)
+    assert sum(expected) == pytest.approx(11 / 24), "each player of an equilibrium gains nothing by it"
 
 
 @dataclass
@@ -136,5 +136,5 @@ def test_without_a_live_engine_there_is_no_strategy():
 
 @pytest.mark.parametrize(("env", "has"), [("kuhn_poker", True), ("tictactoe", False), ("single_turn", False)])
 def test_only_an_environment_with_a_tree_has_it(env, has):
-    found = open_game_scores(load_config(None, [f"env.name={env}"]), Bytes(), 300)
-    assert (found is not None) is has
+    game_scores = open_game_scores(load_config(None, [f"env.name={env}"]), Bytes(), 300)
+    assert (game_scores is not None) is has

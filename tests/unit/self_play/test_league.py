@@ -42,7 +42,7 @@ def played(step):
         "a": (POLICY, POLICY), "b": (POLICY, "fixed:random"), "c": ("fixed:random", POLICY), "d": (POLICY, "step_000000"),
     }  # fmt: skip
     rewards = {one.episode: one.seat_rewards for one in rollouts}
-    return [Game(name, players[name[-1]], found) for name, found in rewards.items()], rollouts
+    return [Game(name, players[name[-1]], reward) for name, reward in rewards.items()], rollouts
 
 
 def trained(steps, log=None):
@@ -59,14 +59,14 @@ def trained(steps, log=None):
 
 def test_a_step_has_ratings_scores_and_asymmetry_as_metrics():
     league = trained(0)
-    found, warnings = league.record(*played(1))
+    record, warnings = league.record(*played(1))
     assert warnings == []
-    assert found["self_play/score/random"] == 1.0
-    assert found["self_play/score/past"] == 0.0
-    assert found["self_play/asymmetry"] == 1.0
-    assert found["self_play/score/role=first"] == pytest.approx(2 / 3), "two wins and a loss"
-    assert found["self_play/score/role=second"] == 0.5
-    assert (found["self_play/mirror_reward/first"], found["self_play/mirror_reward/second"]) == (1.0, -1.0)
+    assert record["self_play/score/random"] == 1.0
+    assert record["self_play/score/past"] == 0.0
+    assert record["self_play/asymmetry"] == 1.0
+    assert record["self_play/score/role=first"] == pytest.approx(2 / 3), "two wins and a loss"
+    assert record["self_play/score/role=second"] == 0.5
+    assert (record["self_play/mirror_reward/first"], record["self_play/mirror_reward/second"]) == (1.0, -1.0)
     assert league.ratings.ranking() == ["step_000000", POLICY, "fixed:random"]
 
 
@@ -158,11 +158,11 @@ def test_the_most_active_players_are_shown_by_rating():
     ratings = Ratings()
     for player in ("step_000029", "step_000028"):
         ratings.copy(POLICY, player)
-    found = shown_players(ratings, results)
-    assert len(found) == MOST_PLAYERS
-    assert POLICY in found
-    assert set(found[:2]) == {"step_000028", "step_000029"}
-    assert "step_000000" not in found
+    actual_shown_players = shown_players(ratings, results)
+    assert len(actual_shown_players) == MOST_PLAYERS
+    assert POLICY in actual_shown_players
+    assert set(actual_shown_players[:2]) == {"step_000028", "step_000029"}
+    assert "step_000000" not in actual_shown_players
 
 
 def test_a_folder_without_a_league(tmp_path, capsys):

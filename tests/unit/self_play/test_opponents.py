@@ -16,10 +16,10 @@ MIX = {"mirror": 0.5, "past": 0.3, "fixed:random": 0.2}
 
 @given(st.integers(0, 10**6), st.integers(0, 500), st.integers(1, 40))
 def test_every_class_has_its_share_of_every_step(seed, step, tasks):
-    found = Counter(task_opponents(MIX, tasks, seed, step))
-    assert found.total() == tasks
+    counter = Counter(task_opponents(MIX, tasks, seed, step))
+    assert counter.total() == tasks
     for name, share in MIX.items():
-        assert abs(found[name] - share * tasks) < 1 + 1e-9
+        assert abs(counter[name] - share * tasks) < 1 + 1e-9
 
 
 def test_shares_are_exact_in_the_mean_and_relative_to_their_sum():
@@ -42,24 +42,24 @@ def seatings(mix=MIX, *, seats=2, samples=4, snapshots=("step_000000", "step_000
 
 
 def test_a_task_has_one_opponent_and_the_policy_changes_seats():
-    found = seatings()
-    assert found == seatings()
-    assert len(found) == 20
-    for of_task in found:
-        assert len({one.opponent for one in of_task}) == 1
+    actual = seatings()
+    assert actual == seatings()
+    assert len(actual) == 20
+    for of_task in actual:
+        assert len({rollout.opponent for rollout in of_task}) == 1
         if of_task[0].opponent == "mirror":
             assert set(of_task) == {Seating("mirror", (POLICY, POLICY))}
         else:
-            assert [one.players.index(POLICY) for one in of_task] in ([0, 1, 0, 1], [1, 0, 1, 0])
-            assert len({name for one in of_task for name in one.players}) == 2
-    names = Counter(of_task[0].players[1 - of_task[0].players.index(POLICY)] for of_task in found)
+            assert [rollout.players.index(POLICY) for rollout in of_task] in ([0, 1, 0, 1], [1, 0, 1, 0])
+            assert len({name for rollout in of_task for name in rollout.players}) == 2
+    names = Counter(of_task[0].players[1 - of_task[0].players.index(POLICY)] for of_task in actual)
     assert (names["step_000000"], names["step_000020"]) == (3, 3)
     assert names["fixed:random"] == 4
 
 
 def test_with_one_sample_seats_change_from_task_to_task():
-    found = seatings({"fixed:random": 1.0}, seats=3, samples=1)
-    assert [one.players.index(POLICY) for (one,) in found[:6]] == [0, 1, 2, 0, 1, 2]
+    actual = seatings({"fixed:random": 1.0}, seats=3, samples=1)
+    assert [one.players.index(POLICY) for (one,) in actual[:6]] == [0, 1, 2, 0, 1, 2]
 
 
 def test_without_swapping_the_policy_is_first():

@@ -19,34 +19,34 @@ def even(name):
 
 @given(st.integers(1, 8), st.integers(1, 60), st.integers(0, 1000))
 def test_it_keeps_the_first_the_newest_and_the_best(keep, snapshots, choice):
-    found = OpponentPool(PoolConfig(keep=keep))
+    opponent_pool = OpponentPool(PoolConfig(keep=keep))
     kept, best = set(), None
     for step in range(snapshots):
         kept.add(step)
-        gone = found.add(step, best)
+        gone = opponent_pool.add(step, best)
         assert set(gone) <= kept
         kept -= set(gone)
-        assert kept == set(found.steps)
-        assert found.steps == sorted(found.steps)
+        assert kept == set(opponent_pool.steps)
+        assert opponent_pool.steps == sorted(opponent_pool.steps)
         assert step in kept
         if best is not None and keep >= 3:
             assert {0, best} <= kept
-        best = found.steps[choice % len(found.steps)]
+        best = opponent_pool.steps[choice % len(opponent_pool.steps)]
     assert len(kept) == min(keep, snapshots)
 
 
 def test_snapshots_stay_spread_over_the_run():
-    found = OpponentPool(PoolConfig(keep=5))
+    opponent_pool = OpponentPool(PoolConfig(keep=5))
     for step in range(0, 400, 10):
-        found.add(step)
-    gaps = np.diff(found.steps)
-    assert (found.steps[0], found.steps[-1]) == (0, 390)
+        opponent_pool.add(step)
+    gaps = np.diff(opponent_pool.steps)
+    assert (opponent_pool.steps[0], opponent_pool.steps[-1]) == (0, 390)
     assert gaps.max() <= 0.6 * 390
 
 
 def test_due_once_every_so_many_steps():
-    found = OpponentPool(PoolConfig(snapshot_every=20), [0])
-    assert [step for step in range(61) if found.due(step)] == [20, 40, 60]
+    opponent_pool = OpponentPool(PoolConfig(snapshot_every=20), [0])
+    assert [step for step in range(61) if opponent_pool.due(step)] == [20, 40, 60]
 
 
 def test_weights():
@@ -60,21 +60,21 @@ def test_weights():
 
 @pytest.mark.parametrize("choose", ["latest", "uniform", "recent", "pfsp"])
 def test_the_choice_is_a_function_of_seed_and_step(choose):
-    found = pool(5, choose=choose)
-    chosen = [found.choose(7, step, 2, even) for step in range(50)]
+    actual_pool = pool(5, choose=choose)
+    chosen = [actual_pool.choose(7, step, 2, even) for step in range(50)]
     assert chosen == [pool(5, choose=choose).choose(7, step, 2, even) for step in range(50)]
     assert all(len(set(names)) == len(names) for names in chosen)
     if choose == "latest":
         assert chosen == [["step_000080"]] * 50
     else:
-        assert chosen != [found.choose(8, step, 2, even) for step in range(50)]
-        assert {name for names in chosen for name in names} == {snapshot_name(step) for step in found.steps}
+        assert chosen != [actual_pool.choose(8, step, 2, even) for step in range(50)]
+        assert {name for names in chosen for name in names} == {snapshot_name(step) for step in actual_pool.steps}
 
 
 def test_probabilities_are_those_of_the_weights():
-    found = pool(3, choose="recent", recency=0.5)
-    chosen = [found.choose(1, step, 1, even)[0] for step in range(1000)]
-    shares = [chosen.count(snapshot_name(step)) / 1000 for step in found.steps]
+    actual_pool = pool(3, choose="recent", recency=0.5)
+    chosen = [actual_pool.choose(1, step, 1, even)[0] for step in range(1000)]
+    shares = [chosen.count(snapshot_name(step)) / 1000 for step in actual_pool.steps]
     assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7], abs=0.04)
 
 

@@ -43,12 +43,12 @@ def test_the_order_in_which_games_end_changes_nothing():
 def test_more_games_are_less_uncertainty_and_a_changed_player_is_more_uncertain():
     ratings = Ratings()
     ratings.update(games(20, 0))
-    before = ratings.rating("step_000040").sigma
+    state_before = ratings.rating("step_000040").sigma
     ratings.update(games(20, 1))
-    after = ratings.rating("step_000040")
-    assert after.sigma < before
+    rating_after = ratings.rating("step_000040")
+    assert rating_after.sigma < state_before
     ratings.update([], changing={"step_000040": 1.0})
-    assert ratings.rating("step_000040") == Rating(after.mu, (after.sigma**2 + 1) ** 0.5)
+    assert ratings.rating("step_000040") == Rating(rating_after.mu, (rating_after.sigma**2 + 1) ** 0.5)
     ratings.update([], changing={"step_000040": 100.0})
     assert ratings.rating("step_000040").sigma == START_SIGMA, "never more than of an unknown player"
 

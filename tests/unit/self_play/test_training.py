@@ -217,26 +217,26 @@ def rollouts_of(episodes):
                         opponent=job.lineup.opponent,
                         episode=job.rollout_id,
                         seat_rewards=(1.0, -1.0),
-                        seats=tuple(seat_record(job.lineup, one) for one in ("player_0", "player_1")),
+                        seats=tuple(seat_record(job.lineup, rollout) for rollout in ("player_0", "player_1")),
                     )
                 )
     last = episodes[-1].rollout_id
-    for one in found:
-        if one.episode == last:
-            one.failure = Failure(FailureKind.SAMPLER, "SamplerError", "gone")
+    for rollout in found:
+        if rollout.episode == last:
+            rollout.failure = Failure(FailureKind.SAMPLER, "SamplerError", "gone")
     return found
 
 
 def test_a_step_is_recorded_once_it_is_trained(tmp_path):
     play, _ = self_play(tmp_path)
     asyncio.run(play.on_weights(learner(), 0))
-    before = play.league.state()
+    state_before = play.league.state()
     rollouts = rollouts_of(seats_of(play, 1))
-    assert play.league.state() == before, "a step that fails is sampled again"
+    assert play.league.state() == state_before, "a step that fails is sampled again"
     assert [*play.opponents] == [*range(TASKS)]
     play.on_step_trained(1, range(TASKS), rollouts)
     assert play.opponents == {}
-    games = sum(one.games for one in play.league.results.records.values()) / 2
+    games = sum(record.games for record in play.league.results.records.values()) / 2
     assert games == 15, "one of sixteen failed"
     assert play.metrics()["self_play/asymmetry"] == 1.0
     [row] = read_league(tmp_path)

@@ -73,12 +73,12 @@ def test_provenance_marks_exactly_what_the_expert_said() -> None:
     )
     assert row.key == RowKey(task.id, f"{task.id}/demonstration-1")
     relation, (subject, answer) = task.metadata["relations"][0], task.metadata["path"]
-    said = row.provenance == Provenance.DEMONSTRATED
-    assert renderer.decode(row.token_ids[said]) == (
+    result = row.provenance == Provenance.DEMONSTRATED
+    assert renderer.decode(row.token_ids[result]) == (
         f"<think> {relation} </think><search> {subject} </search><think> answer </think><answer> {answer} </answer>"
     )
     assert reward == 1.0
-    assert (row.mask == said).all()
+    assert (row.mask == result).all()
     assert set(row.provenance) == {Provenance.OBSERVED, Provenance.DEMONSTRATED}
     text = renderer.decode(row.token_ids)
     assert text.startswith("<|im_start|>user\nAnswer the given question.")
@@ -156,8 +156,11 @@ def test_items_are_a_function_of_the_configuration() -> None:
     two[0]  # the order of asking must not matter
     for a, b in zip(one[2][0].rows, pickle.loads(pickle.dumps(two))[2][0].rows, strict=True):
         assert (a.token_ids == b.token_ids).all()
-    other = demonstrations("sft.steps=5", "sft.seed=7")
-    assert any(a.key.rollout_id != b.key.rollout_id for a, b in zip(one[0][0].rows, other[0][0].rows, strict=True))
+    other_demonstrations = demonstrations("sft.steps=5", "sft.seed=7")
+    assert any(
+        a.key.rollout_id != b.key.rollout_id
+        for a, b in zip(one[0][0].rows, other_demonstrations[0][0].rows, strict=True)
+    )
 
 
 def test_curriculum() -> None:
@@ -179,8 +182,8 @@ def test_curriculum() -> None:
 def test_workers_change_nothing() -> None:
     def ids(workers: int) -> list[list[int]]:
         run = config("sft.steps=4", f"sft.workers={workers}")
-        found = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
-        return [micro.token_ids_L.tolist() for batch in found for [micro] in batch.micro]
+        actual_batches = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
+        return [micro.token_ids_L.tolist() for batch in actual_batches for [micro] in batch.micro]
 
     assert ids(0) == ids(2)
 
@@ -189,10 +192,10 @@ def test_batches_weigh_policy_and_context() -> None:
     run = config("sft.steps=1", "sft.context_weight=0.3")
     [batch] = batches(run, Demonstrations(run, RendererOf(WARM, RenderConfig())))
     [[micro]] = batch.micro
-    said = micro.provenance_L == Provenance.DEMONSTRATED
+    result = micro.provenance_L == Provenance.DEMONSTRATED
     assert batch.kind == "sft"
-    assert float(micro.weight_L[said].sum()) == pytest.approx(1.0, abs=1e-4)
-    assert float(micro.weight_L[~said].sum()) == pytest.approx(0.3, abs=1e-4)
+    assert float(micro.weight_L[result].sum()) == pytest.approx(1.0, abs=1e-4)
+    assert float(micro.weight_L[~result].sum()) == pytest.approx(0.3, abs=1e-4)
     assert batch.metrics["sft/reward"] == 1.0
 
 
@@ -228,11 +231,11 @@ def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGINT)
 
     run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.batch_size=1", "sft.steps_per_world=60")
-    before = signal.getsignal(signal.SIGINT)
+    handlers_before = signal.getsignal(signal.SIGINT)
     with pytest.raises(RunStopped, match="after 50 of 100000"):
         sft(run, note=interrupting)
     assert (tmp_path / "model" / "model.safetensors").is_file()
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is handlers_before
 
 
 def test_a_taskset_is_needed() -> None:

@@ -28,7 +28,7 @@ from agentrl.render.registry import make_renderer
 
 def run(program: str, given: str) -> str | None:
     """Run a program of the taskset's own in this process; None where it fails."""
-    before, out = sys.stdin, io.StringIO()
+    state_before, out = sys.stdin, io.StringIO()
     sys.stdin = io.StringIO(given)
     try:
         with contextlib.redirect_stdout(out):
@@ -36,7 +36,7 @@ def run(program: str, given: str) -> str | None:
     except Exception:
         return None
     finally:
-        sys.stdin = before
+        sys.stdin = state_before
     return out.getvalue()
 
 
@@ -45,8 +45,8 @@ def passes(program: str | None, task: Task) -> bool:
         return False
     printed = (run(program, given) for given in task.answer["inputs"])
     return all(
-        text is not None and text.split() == wanted.split()
-        for text, wanted in zip(printed, task.answer["outputs"], strict=True)
+        text is not None and text.split() == expected.split()
+        for text, expected in zip(printed, task.answer["outputs"], strict=True)
     )
 
 
@@ -95,8 +95,8 @@ def test_a_task_shows_its_public_example_and_hides_the_rest() -> None:
     for task in contest.split("train")[:50]:
         problem = contest.problem(task)
         assert task.question.startswith(problem.statement + "\n\nInput:\n")
-        given, wanted = task.question.partition("Input:\n")[2].split("\nOutput:\n")
-        assert problem.solve(given).split() == wanted.split()
+        given, expected = task.question.partition("Input:\n")[2].split("\nOutput:\n")
+        assert problem.solve(given).split() == expected.split()
         assert len(task.answer["inputs"]) == len(task.answer["outputs"]) == 5
         assert len({given, *(text.rstrip() for text in task.answer["inputs"])}) == 6, "no hidden test is shown"
         assert not any(text.rstrip() in task.question for text in task.answer["inputs"])

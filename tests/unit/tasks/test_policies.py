@@ -14,9 +14,9 @@ NAMES = ("multihop-warm", "multihop-discover")
 
 
 def folder(name: str) -> Path:
-    found = model_folder(name)
-    assert found is not None
-    return found
+    actual_model_folder = model_folder(name)
+    assert actual_model_folder is not None
+    return actual_model_folder
 
 
 @pytest.mark.parametrize("name", NAMES)

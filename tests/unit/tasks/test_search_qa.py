@@ -75,11 +75,15 @@ def test_published_rows(tmp_path: Path, name: str) -> None:
 def test_gold_answers_score_1_and_others_0(tmp_path: Path, name: str) -> None:
     env = make_env("search_r1")
     for task in SearchQa(train=write(tmp_path / name, ROWS)).split("train"):
-        for answer, wanted in [*((gold, 1.0) for gold in task.answer), (task.answer[0].upper(), 1.0), ("no idea", 0.0)]:
+        for answer, expected in [
+            *((gold, 1.0) for gold in task.answer),
+            (task.answer[0].upper(), 1.0),
+            ("no idea", 0.0),
+        ]:
             (prompt,), _ = env.reset(options={"task": task})
             assert prompt.content == PROMPT.replace("{question}", task.question)
             _, reward, terminated, _, _ = env.step(Message("assistant", f"<answer> {answer} </answer>"))
-            assert (terminated, reward) == (True, wanted)
+            assert (terminated, reward) == (True, expected)
 
 
 def test_files_add_up_and_evaluation_takes_its_sources_in_turn(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ def test_a_call_is_read_and_its_result_appended(renderer: ChatRenderer) -> None:
     """Layout: prompt | what was said <|im_end|> | newline, result turn, opener: nothing before changes."""
     prompt = renderer.render((ASK,), [TOOL]).token_ids
     said_ids = (*renderer.encode(SAID), renderer.end_token_id)
-    said = renderer.parse(said_ids, [TOOL], prompt_ids=prompt)
-    (call,) = said.tool_calls
+    message = renderer.parse(said_ids, [TOOL], prompt_ids=prompt)
+    (call,) = message.tool_calls
     assert (call.status, call.name) == (CallStatus.OK, "python")
     assert call.arguments == {"code": 'x = "a"\nprint(12 * 13)'}
     result = Message("tool", "156\n", tool_call_id="c")
-    added = renderer.bridge((ASK, said), said_ids, (result,), [TOOL])
+    added = renderer.bridge((ASK, message), said_ids, (result,), [TOOL])
     assert not isinstance(added, Fork)
     assert renderer.decode(added) == "\n<|im_start|>tool\n156\n<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer.render((ASK, said, result), [TOOL]).token_ids == (*prompt, *said_ids, *added)
+    assert renderer.render((ASK, message, result), [TOOL]).token_ids == (*prompt, *said_ids, *added)
 
 
 def test_the_template_leaves_every_turn_as_it_was(folder: Path) -> None:

@@ -17,9 +17,9 @@ from agentrl.render.renderer import ChatRenderer
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    found = model_folder("tictactoe-warm")
-    assert found is not None
-    return found
+    actual_model_folder = model_folder("tictactoe-warm")
+    assert actual_model_folder is not None
+    return actual_model_folder
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def test_its_moves_are_legal(folder: Path, renderer: ChatRenderer) -> None:
     """The probability of a legal move and an end token, exactly, in the mean over positions of random play."""
     model = load_model(folder).float().eval()
     taskset = GamePositions("tictactoe", {"show_lines": True}, seed=5)
-    found = []
+    actual = []
     for task in taskset.split("eval")[:60]:
         prompt = renderer.render(task.prompt).token_ids
         moves = [(*renderer.encode(move), renderer.end_token_id) for move in task.metadata["legal_moves"]]
         with torch.inference_mode():
             logits_M_3_V = model(torch.tensor([(*prompt, *move) for move in moves])).logits[:, len(prompt) - 1 : -1]
         chosen_M_3 = logits_M_3_V.log_softmax(-1).gather(-1, torch.tensor(moves)[..., None]).squeeze(-1)
-        found.append(float(chosen_M_3.sum(-1).exp().sum()))
-    assert sum(found) / len(found) > 0.95
+        actual.append(float(chosen_M_3.sum(-1).exp().sum()))
+    assert sum(actual) / len(actual) > 0.95

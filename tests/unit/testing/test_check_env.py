@@ -31,8 +31,8 @@ class Guess(Env):
             return ToolCalls((ToolCall(self.call_id(), "search", {"query": "x"}),)), 0.0, False, False, {}
         self.turn += 1
         heard = action.results[0].content if isinstance(action, ToolResults) else ""
-        said = Message("user", f"{heard}{self.number()}")
-        return (said,), self.reward(), self.turn == 3, False, {"metrics": self.metrics()}
+        message = Message("user", f"{heard}{self.number()}")
+        return (message,), self.reward(), self.turn == 3, False, {"metrics": self.metrics()}
 
     def call_id(self) -> str:
         return f"c{self.calls}"

@@ -29,9 +29,9 @@ def ask(sampler: ScriptedSampler, session: str = "s", request: str = "r", **para
 
 @pytest.mark.parametrize(("fake", "protocol"), [(ScriptedSampler, Sampler), (FakeLearner, LearnerGroup)])
 def test_signatures_are_the_protocols(fake: type, protocol: type) -> None:
-    wanted = [name for name, value in vars(protocol).items() if not name.startswith("_") and callable(value)]
-    assert wanted
-    for name in wanted:
+    expected = [name for name, value in vars(protocol).items() if not name.startswith("_") and callable(value)]
+    assert expected
+    for name in expected:
         ours, theirs = inspect.signature(getattr(fake, name)), inspect.signature(getattr(protocol, name))
         assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
 
@@ -59,7 +59,7 @@ def test_logprobs_do_not_depend_on_who_asks_first() -> None:
 
 
 def test_a_script_may_be_a_function_or_hold_errors() -> None:
-    sampler = ScriptedSampler(lambda asked: [asked.turn, len(asked.prompt.token_ids)])
+    sampler = ScriptedSampler(lambda request: [request.turn, len(request.prompt.token_ids)])
     assert [ask(sampler).token_ids for _ in range(2)] == [(0, 3), (1, 3)]
     with pytest.raises(SamplerError, match="gone"):
         ask(ScriptedSampler({"s": [SamplerError("gone")]}))
@@ -152,8 +152,8 @@ def test_the_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     learner.train_step(batch())
     learner.save(tmp_path)
     assert (tmp_path / "model").is_dir()
-    other = FakeLearner()
-    other.load(tmp_path)
-    assert other.steps == 1
+    other_step = FakeLearner()
+    other_step.load(tmp_path)
+    assert other_step.steps == 1
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        other.load(tmp_path / "model")
+        other_step.load(tmp_path / "model")

@@ -102,7 +102,7 @@ def test_any_text_has_a_value_or_a_fault(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "wanted"),
+    ("expression", "expected"),
     [
         ("0.1 + 0.2", "0.3"),
         ("2^10", "1024"),
@@ -129,8 +129,8 @@ def test_any_text_has_a_value_or_a_fault(text: str) -> None:
         ("+".join(["1"] * 900), "900"),
     ],
 )
-def test_values(expression: str, wanted: str) -> None:
-    assert format_number(evaluate(expression)) == wanted
+def test_values(expression: str, expected: str) -> None:
+    assert format_number(evaluate(expression)) == expected
 
 
 @pytest.mark.parametrize("name", ["sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "ln"])

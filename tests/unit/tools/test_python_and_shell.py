@@ -34,7 +34,7 @@ class Turn(LoneSession):
 
 def play(tools: Sequence[HostedTool], *calls: tuple[str, str], end_before: int | None = None) -> list[ToolResult]:
     """Run calls ``(tool, text)`` in one session; the sandbox is ended before call number ``end_before``."""
-    known = {tool.spec.name: tool for tool in tools}
+    known_tool_by_name = {tool.spec.name: tool for tool in tools}
 
     async def run() -> list[ToolResult]:
         results = []
@@ -44,8 +44,8 @@ def play(tools: Sequence[HostedTool], *calls: tuple[str, str], end_before: int |
                 if number == end_before:
                     await session.opened[-1].close()
                 call = ToolCall(f"c{number}", name, {ARGUMENT[name]: text})
-                assert not known[name].spec.schema_fault(call.arguments)
-                results.append(await known[name].call(session, call))
+                assert not known_tool_by_name[name].spec.schema_fault(call.arguments)
+                results.append(await known_tool_by_name[name].call(session, call))
         return results
 
     return asyncio.run(run())
@@ -118,9 +118,9 @@ def test_time_and_length_are_bounded_by_options() -> None:
 
 def test_the_policy_is_told_when_its_files_are_gone() -> None:
     calls = [("shell", "echo kept > note; echo done"), ("python", "import os; print(os.listdir())"), ("shell", "ls")]
-    _, told, after = play([PythonTool(), ShellTool()], *calls, end_before=1)
-    assert told.content == f"{REPLACED}\n[]"
-    assert after.content == "[no output]"
+    _, rollout, rollout_after = play([PythonTool(), ShellTool()], *calls, end_before=1)
+    assert rollout.content == f"{REPLACED}\n[]"
+    assert rollout_after.content == "[no output]"
 
 
 def test_text_that_is_no_text_is_the_calls_fault() -> None:
@@ -131,12 +131,12 @@ def test_text_that_is_no_text_is_the_calls_fault() -> None:
 
 
 def test_a_null_character_ends_the_call_alone() -> None:
-    python, shell, after = play(
+    python, shell, rollout_after = play(
         [PythonTool(), ShellTool()], ("python", "a\0b"), ("shell", "a\0b"), ("python", "print(1)")
     )
     assert "null bytes" in python.content
     assert "null byte" in shell.content
-    assert after.content == "1"
+    assert rollout_after.content == "1"
 
 
 @pytest.mark.parametrize(

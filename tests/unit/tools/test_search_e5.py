@@ -93,9 +93,9 @@ def answers(result: list[list[dict]]) -> list[list[tuple[str, float]]]:
     return [[(hit["document"]["id"], hit["score"]) for hit in hits] for hits in result]
 
 
-def assert_same(found: list[list[tuple[str, float]]], wanted: list[list[tuple[str, float]]]) -> None:
-    assert [[name for name, _ in hits] for hits in found] == [[name for name, _ in hits] for hits in wanted]
-    for hits, right in zip(found, wanted, strict=True):
+def assert_same(actual: list[list[tuple[str, float]]], expected_value: list[list[tuple[str, float]]]) -> None:
+    assert [[name for name, _ in hits] for hits in actual] == [[name for name, _ in hits] for hits in expected_value]
+    for hits, right in zip(actual, expected_value, strict=True):
         assert [score for _, score in hits] == pytest.approx([score for _, score in right], abs=1e-5)
 
 
@@ -106,27 +106,27 @@ def test_a_real_server_builds_saves_loads_and_answers_as_numpy(
     index = tmp_path / "made" / "e5_Flat.index"
     options = {"corpus": str(corpus), "retriever": "e5", "model": str(model), "index": str(index), "topk": 4}
     arguments = SearchService().launch_arguments(options, None, tmp_path)  # type: ignore[arg-type]
-    wanted = expected(model, QUERIES, 4)
-    assert len({name for hits in wanted for name, _ in hits}) > 4, "the queries tell documents apart"
+    expected_value = expected(model, QUERIES, 4)
+    assert len({name for hits in expected_value for name, _ in hits}) > 4, "the queries tell documents apart"
     log = tmp_path / "log"
     with launch_tool("search", arguments, log=log, timeout_s=120) as server, httpx.Client(trust_env=False) as http:
         many = http.post(f"{server.url}/retrieve", json={"queries": QUERIES, "return_scores": True}).json()
         one = http.post(f"{server.url}/retrieve", json={"query": QUERIES[1], "topk": 2}).json()
-    assert_same(answers(many["result"]), wanted)
-    assert [hit["id"] for hit in one["result"][0]] == [name for name, _ in wanted[1][:2]]
-    assert many["result"][0][0]["document"] == next(row for row in ROWS if row["id"] == wanted[0][0][0])
+    assert_same(answers(many["result"]), expected_value)
+    assert [hit["id"] for hit in one["result"][0]] == [name for name, _ in expected_value[1][:2]]
+    assert many["result"][0][0]["document"] == next(row for row in ROWS if row["id"] == expected_value[0][0][0])
     assert "built the index, saved as" in log.read_text()
     assert [path.name for path in index.parent.iterdir()] == ["e5_Flat.index"]
 
     loaded = open_corpora({"default": corpus}, "e5", model=str(model), indexes={"default": index})
-    assert_same(answers(loaded.search(QUERIES, 4)), wanted)
+    assert_same(answers(loaded.search(QUERIES, 4)), expected_value)
     assert "loaded" in capsys.readouterr().out
 
 
 def test_padding_changes_nothing_and_texts_are_cut(model: Path) -> None:
     texts = ["short", "a much longer text about Tamo Rilek and the town of Sadova " * 30]
-    wanted = direct(model, [f"query: {text}" for text in texts])
-    np.testing.assert_allclose(Encoder(str(model)).encode(texts, "query"), wanted, atol=1e-5)
+    expected_value = direct(model, [f"query: {text}" for text in texts])
+    np.testing.assert_allclose(Encoder(str(model)).encode(texts, "query"), expected_value, atol=1e-5)
     assert Encoder(str(model)).encode([], "query").shape == (0, 32)
 
 
@@ -143,9 +143,9 @@ def test_vectors_searched_block_by_block_as_faiss_does(
     encoder, index = searched
     queries = encoder.encode(QUERIES, "query")
     for topk in (1, 5, len(ROWS)):
-        wanted_scores, wanted = index.search(queries, topk)
+        wanted_scores, expected_value = index.search(queries, topk)
         scores, numbers = FlatOnDevice(index, torch.device("cpu"), torch.float32).search(queries, topk)
-        np.testing.assert_array_equal(numbers, wanted)
+        np.testing.assert_array_equal(numbers, expected_value)
         np.testing.assert_allclose(scores, wanted_scores, atol=1e-6)
         halves, _ = FlatOnDevice(index, torch.device("cpu")).search(queries, topk)
         np.testing.assert_allclose(halves, wanted_scores, atol=2e-4)
@@ -168,9 +168,9 @@ def test_an_index_that_does_not_fit_is_refused_with_numbers(model: Path, corpus:
         open_corpora(files, "e5", **{"model": str(model), "indexes": {"default": path}, **options})  # type: ignore[arg-type]
 
     opening()
-    other = make_model(tmp_path / "wide", width=48)
+    other_model = make_model(tmp_path / "wide", width=48)
     with pytest.raises(ConfigError, match=r"holds vectors of 32 numbers, and .*wide makes vectors of 48"):
-        opening(model=str(other))
+        opening(model=str(other_model))
     write_corpus(ROWS[:20], corpus)
     with pytest.raises(ConfigError, match="holds 23 passages, and the corpus has 20"):
         opening()

@@ -152,9 +152,9 @@ def search(arguments: dict[str, object], options: dict[str, object] | None = Non
 
 
 def test_local_search_answers_as_the_server_does() -> None:
-    found = search({"query": "sadova"}, {"topk": 1})
-    assert (found.call_id, found.status, found.content) == ("c", ToolStatus.OK, '"Sadova"\nSadova is a town.')
-    assert ids(found.data) == ["0"]
+    actual = search({"query": "sadova"}, {"topk": 1})
+    assert (actual.call_id, actual.status, actual.content) == ("c", ToolStatus.OK, '"Sadova"\nSadova is a town.')
+    assert ids(actual.data) == ["0"]
     assert len(search({"query": "sadova", "topk": 2}, {"topk": 1}).data) == 2
     nothing = search({"query": "xyzzy"}, {"topk": 1})
     assert (nothing.status, nothing.content, nothing.data) == (ToolStatus.OK, "No document matches the query.", [])

@@ -136,8 +136,8 @@ def test_many_queries_of_a_request_let_others_in() -> None:
 
     tool = Counting(SearchOptions(), bm25_corpora({"train": ROWS}))
     queries = [f"place {number % 300}" for number in range(600)]
-    found = asyncio.run(tool.search(queries, 1, None))
-    assert [hits[0]["document"] for hits in found] == [ROWS[number % 300] for number in range(600)]
+    result = asyncio.run(tool.search(queries, 1, None))
+    assert [hits[0]["document"] for hits in result] == [ROWS[number % 300] for number in range(600)]
     assert tool.batches == (256, 256, 88)
 
 
@@ -266,8 +266,8 @@ def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path
             async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
                 health = (await http.get("/health")).json()
                 assert (health["corpora"], health["sessions"]) == ({"train": 300}, 0)
-                found = await http.post("/retrieve", json={"query": "place 7", "topk": 1})
-                assert found.json() == {"result": [[ROWS[7]]]}
+                actual = await http.post("/retrieve", json={"query": "place 7", "topk": 1})
+                assert actual.json() == {"result": [[ROWS[7]]]}
             async with Client(f"{server.url}/mcp") as mcp:
                 answer = await mcp.call_tool("search", {"query": "place 3", "topk": 1})
                 assert answer.content[0].text == ROWS[3]["contents"]  # type: ignore[union-attr]

@@ -117,12 +117,12 @@ class FakeServer:
         if path == "/tools":
             return 200, {"tools": self.tools}
         if parts == ["sessions"]:
-            known = [
+            known_names = [
                 name
                 for name, episode in self.sessions.items()
                 if f"{self.processes[name]}/{episode}" == body["episode_id"]
             ]
-            name = known[0] if known else f"s{next(self._numbers)}"
+            name = known_names[0] if known_names else f"s{next(self._numbers)}"
             self.processes[name], _, self.sessions[name] = body["episode_id"].partition("/")
             return 200, {"session_id": name, "server": self.instance}
         if parts == ["calls"]:

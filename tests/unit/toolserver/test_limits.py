@@ -256,13 +256,13 @@ async def test_what_a_session_keeps_for_retries_is_small() -> None:
     session = await make_sessions(tool).open()
     tracemalloc.start()
     try:
-        before, _ = tracemalloc.get_traced_memory()
+        traced_memory_before, _ = tracemalloc.get_traced_memory()
         for number in range(3 * limits.KEPT_IDS):
             await session.call(ToolCall(f"{number:0250d}🙂", "fake", {"n": number}))
             tool.calls.clear()
-        after, _ = tracemalloc.get_traced_memory()
+        traced_memory_after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 2 * limits.KEPT_BYTES
+    assert traced_memory_after - traced_memory_before < 2 * limits.KEPT_BYTES
     last = ToolCall(f"{3 * limits.KEPT_IDS - 1:0250d}🙂", "fake", {"n": 3 * limits.KEPT_IDS - 1})
     assert json.loads((await session.call(last)).body)["data"] == [["x"] * 50]

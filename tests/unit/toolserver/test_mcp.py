@@ -117,16 +117,16 @@ async def say(client: Client, text: str, tool: str = "echo") -> tuple[bool, str,
 def test_any_client_sees_the_tools_and_has_a_session_of_its_own() -> None:
     async def main() -> None:
         async with served() as server:
-            async with Client(server.url) as one, Client(server.url) as other:
-                (tool,) = (await one.list_tools()).tools
+            async with Client(server.url) as client, Client(server.url) as other_client:
+                (tool,) = (await client.list_tools()).tools
                 assert (tool.name, tool.description, tool.input_schema) == ("echo", "Say it again.", SCHEMA)
                 assert len(server.sessions) == 0  # none before the first call
-                assert [await say(one, "a"), await say(one, "b"), await say(other, "c")] == [
+                assert [await say(client, "a"), await say(client, "b"), await say(other_client, "c")] == [
                     (False, "ok", "a 1"),
                     (False, "ok", "b 2"),
                     (False, "ok", "c 1"),
                 ]
-                data = (await one.call_tool("echo", {"text": "d"})).meta
+                data = (await client.call_tool("echo", {"text": "d"})).meta
                 assert data == {STATUS: "ok", DATA: {"said": "d"}}
                 assert len(server.sessions) == 2
             await until(lambda: len(server.sessions) == 0)
@@ -137,10 +137,10 @@ def test_any_client_sees_the_tools_and_has_a_session_of_its_own() -> None:
 def test_files_stay_in_a_session_and_go_with_it() -> None:
     async def main() -> None:
         async with served([Code()], sandboxed=True) as server:
-            async with Client(server.url) as one, Client(server.url) as other:
-                await say(one, "open('kept', 'w').write('mine')", "code")
-                assert await say(one, "print(open('kept').read())", "code") == (False, "ok", "mine")
-                error, status, text = await say(other, "open('kept')", "code")
+            async with Client(server.url) as client, Client(server.url) as other_client:
+                await say(client, "open('kept', 'w').write('mine')", "code")
+                assert await say(client, "print(open('kept').read())", "code") == (False, "ok", "mine")
+                error, status, text = await say(other_client, "open('kept')", "code")
                 assert (error, status) == (True, "error")
                 assert "FileNotFoundError" in text
             await until(lambda: len(server.sessions) == 0)
@@ -189,10 +189,10 @@ def test_a_session_that_was_closed_for_idleness_is_not_opened_again_in_silence()
 def test_no_more_sessions_than_the_server_takes() -> None:
     async def main() -> None:
         async with served(max_sessions=1, queue_timeout_s=0) as server:
-            async with Client(server.url) as one:
-                await say(one, "a")
-                async with Client(server.url) as other:
-                    error, status, text = await say(other, "b")
+            async with Client(server.url) as client:
+                await say(client, "a")
+                async with Client(server.url) as other_client:
+                    error, status, text = await say(other_client, "b")
                     assert (error, status) == (True, "unavailable")
                     assert "server.max_sessions" in text
             await until(lambda: len(server.sessions) == 0)

@@ -107,7 +107,7 @@ def test_each_episode_has_a_process_that_ends_with_it_and_one_that_dies_takes_no
     async def main() -> None:
         async with hosted(command=BARE) as sessions:
             one, other = await sessions.open("one"), await sessions.open("other")
-            pids = [int(said.content) for said in await asyncio.gather(say(one, "pid"), say(other, "pid"))]
+            pids = [int(message.content) for message in await asyncio.gather(say(one, "pid"), say(other, "pid"))]
             assert pids[0] != pids[1]
             running = asyncio.create_task(say(one, "hang"))
             await asyncio.sleep(0.1)

@@ -133,8 +133,8 @@ for soft, expected in ((100, most), (hard, hard)):
 
 
 def test_the_file_limit_is_raised_and_never_lowered() -> None:
-    said = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["True", "True"]
+    completed = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["True", "True"]
 
 
 def test_a_worker_whose_result_is_never_read_ends_with_the_main_process(tmp_path: Path) -> None:

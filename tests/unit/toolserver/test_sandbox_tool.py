@@ -17,7 +17,7 @@ def content(status: ToolStatus, out: str = "", err: str = "", code: int | None =
 
 
 @pytest.mark.parametrize(
-    ("got", "wanted"),
+    ("got", "expected"),
     [
         (content(ToolStatus.OK, "1\n2\n"), "1\n2"),
         (content(ToolStatus.OK), "[no output]"),
@@ -36,8 +36,8 @@ def content(status: ToolStatus, out: str = "", err: str = "", code: int | None =
         (content(ToolStatus.KILLED, code=-11, detail="killed by SIGSEGV"), "[killed by SIGSEGV]"),
     ],
 )
-def test_a_policy_reads_what_was_printed_and_what_ended_it(got: str, wanted: str) -> None:
-    assert got == wanted
+def test_a_policy_reads_what_was_printed_and_what_ended_it(got: str, expected: str) -> None:
+    assert got == expected
 
 
 def test_data_are_everything_and_json() -> None:
@@ -130,9 +130,9 @@ def test_a_policy_is_told_once_that_its_files_are_lost() -> None:
 
 
 def test_it_is_not_told_twice_where_the_outcome_said_so() -> None:
-    ended, after = runs(lone(), Job("c", code="die"), Job("c", code="x"))
+    ended, runs_after = runs(lone(), Job("c", code="die"), Job("c", code="x"))
     assert ended.content == "[out of memory; the sandbox was ended]"
-    assert after.content == "box1"
+    assert runs_after.content == "box1"
 
 
 @pytest.mark.parametrize("job", [Job("c", code="print('\ud800')"), Job("c", argv=("echo", "\udfff"))])

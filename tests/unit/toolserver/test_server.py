@@ -108,13 +108,13 @@ async def test_without_the_sdk_mcp_clients_read_what_to_install(monkeypatch: pyt
 
 @in_loop
 async def test_sandboxes_are_real_and_gone_at_the_end() -> None:
-    before = set(psutil.Process().children(recursive=True))
+    processes_before = set(psutil.Process().children(recursive=True))
     async with open_sessions([FakeTool(in_sandbox)], UNSAFE, sandboxed=True) as sessions:
         session = await sessions.open()
         answer = await session.call(ToolCall("1", "fake", {"code": "print(6 * 7)"}))
         assert (answer.result.status, answer.result.content) == (ToolStatus.OK, "42\n")
-        assert set(psutil.Process().children(recursive=True)) > before
-    assert set(psutil.Process().children(recursive=True)) <= before
+        assert set(psutil.Process().children(recursive=True)) > processes_before
+    assert set(psutil.Process().children(recursive=True)) <= processes_before
 
 
 TOOLS = """

@@ -67,15 +67,16 @@ async def test_a_retry_waits_for_the_call_that_runs_even_if_the_first_caller_has
 
 
 @pytest.mark.parametrize(
-    "other", [ToolCall("c", "fake", {"x": 2}), ToolCall("c", "other", {"x": 1}), ToolCall("c", "fake", {"x": True})]
+    "other_tool_call",
+    [ToolCall("c", "fake", {"x": 2}), ToolCall("c", "other", {"x": 1}), ToolCall("c", "fake", {"x": True})],
 )
 @in_loop
-async def test_an_id_that_was_another_call(other: ToolCall) -> None:
+async def test_an_id_that_was_another_call(other_tool_call: ToolCall) -> None:
     sessions = make_sessions(FakeTool(echo), FakeTool(echo, "other"))
     session = await sessions.open()
     await say(sessions, session, ToolCall("c", "fake", {"x": 1}))
     with pytest.raises(Conflict, match="'c' was another call"):
-        await say(sessions, session, other)
+        await say(sessions, session, other_tool_call)
 
 
 @in_loop
@@ -357,9 +358,9 @@ async def test_a_sandbox_that_does_not_open_fails_the_call_and_the_next_tries_ag
 @in_loop
 async def test_a_fresh_sandbox_is_another_one_and_goes_with_its_block() -> None:
     async def score(session: ToolSession, call: ToolCall) -> ToolResult:
-        own = await session.sandbox()
-        async with session.fresh_sandbox() as one, session.fresh_sandbox() as two:
-            assert len({own.id, one.id, two.id}) == 3
+        own_sandbox = await session.sandbox()
+        async with session.fresh_sandbox() as fresh_sandbox, session.fresh_sandbox() as two:
+            assert len({own_sandbox.id, fresh_sandbox.id, two.id}) == 3
             assert len(backend.alive) == 3
             if call.arguments:
                 raise ValueError("scoring broke")

@@ -66,9 +66,9 @@ async def image_of(sessions, episode: str, image: str | None):
 @in_loop
 async def test_each_episode_runs_in_the_image_of_its_task_and_each_image_is_started_once() -> None:
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend("team/*", "exact:1"))
-    wanted = ["team/a", "team/a", "team/b:2", "exact:1", "usual", None]
-    results = await asyncio.gather(*(image_of(sessions, str(n), image) for n, image in enumerate(wanted)))
-    assert [result.data for result in results] == [*wanted[:5], "usual"]
+    expected = ["team/a", "team/a", "team/b:2", "exact:1", "usual", None]
+    results = await asyncio.gather(*(image_of(sessions, str(n), image) for n, image in enumerate(expected)))
+    assert [result.data for result in results] == [*expected[:5], "usual"]
     assert sorted(image for what, image in Images.events if what == "start") == ["exact:1", "team/a", "team/b:2"]
     await sessions.stop()
     assert sorted(image for what, image in Images.events if what == "close") == ["exact:1", "team/a", "team/b:2"]

@@ -29,7 +29,7 @@ def written(folder: Path) -> dict[int, list[Rollout]]:
 def ages(folder: Path) -> list[int]:
     """The age of the oldest token of each step."""
     oldest = {
-        step: min(int(row.versions[row.mask == 1].min()) for one in some for row in one.rows if row.mask.any())
+        step: min(int(row.versions[row.mask == 1].min()) for rollout in some for row in rollout.rows if row.mask.any())
         for step, some in written(folder).items()
     }
     return [step - 1 - version for step, version in oldest.items()]
@@ -37,7 +37,7 @@ def ages(folder: Path) -> list[int]:
 
 def counted(folder: Path) -> Counter[str]:
     """How often each rollout was trained."""
-    return Counter(one.rollout_id for some in written(folder).values() for one in some)
+    return Counter(rollout.rollout_id for some in written(folder).values() for rollout in some)
 
 
 ALL = Counter(f"{step}/{offset}/{sample}" for step in range(1, 13) for offset in range(4) for sample in range(2))
@@ -46,12 +46,12 @@ ALL = Counter(f"{step}/{offset}/{sample}" for step in range(1, 13) for offset in
 @pytest.mark.parametrize("staleness", [1, 2, 5])
 def test_no_token_is_older_than_the_bound(tmp_path: Path, staleness: int) -> None:
     train(tmp_path, make_config("train.steps=12", f"async.max_staleness={staleness}"), seed=staleness)
-    found = ages(tmp_path)
-    assert len(found) == 12
-    assert max(found) == staleness, "the bound is used, and kept"
+    actual = ages(tmp_path)
+    assert len(actual) == 12
+    assert max(actual) == staleness, "the bound is used, and kept"
     assert counted(tmp_path) == ALL
     rows = steps(tmp_path)
-    assert [row["async/staleness_max"] for row in rows] == found
+    assert [row["async/staleness_max"] for row in rows] == actual
     assert all(row["async/staleness_mean"] <= row["async/staleness_p95"] <= row["async/staleness_max"] for row in rows)
     assert {"async/running_episodes", "async/finished_groups", "async/staleness_longest"} <= rows[0].keys()
 
@@ -134,17 +134,17 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None
         train(tmp_path / name, config, kind=kind, learner=learners[name])
     batches = [[fields(batch) for batch in learner.batches] for learner in learners.values()]
     assert len(batches[0]) == len(batches[1]) == 4
-    for one, other in zip(*batches, strict=True):
-        assert len(one) == len(other) > 0
-        assert all(map(same, one, other))
+    for first, second in zip(*batches, strict=True):
+        assert len(first) == len(second) > 0
+        assert all(map(same, first, second))
     rows = [
         [{key: value for key, value in row.items() if not key.startswith("time/")} for row in steps(folder)]
         for folder in (tmp_path / "plain", tmp_path / "scheduler")
     ]
     assert rows[0] == rows[1]
     for step, some in written(tmp_path / "plain").items():
-        other = written(tmp_path / "scheduler")[step]
-        assert sorted(one.rollout_id for one in some) == sorted(one.rollout_id for one in other)
+        second = written(tmp_path / "scheduler")[step]
+        assert sorted(first.rollout_id for first in some) == sorted(first.rollout_id for first in second)
         assert read_advantages(tmp_path / "plain" / "rollouts", step) == read_advantages(
             tmp_path / "scheduler" / "rollouts", step
         )
@@ -162,32 +162,36 @@ def test_a_resumed_run_trains_every_group_once(tmp_path: Path, resumed_with: int
     assert ahead, "some groups were trained before others that began earlier"
     run = train(tmp_path, make_config("train.steps=12", f"async.max_staleness={resumed_with}"), seed=9)
     assert run.step == 12
-    tasks = Counter(one.prompt_id for some in written(tmp_path).values() for one in some)
+    tasks = Counter(rollout.prompt_id for some in written(tmp_path).values() for rollout in some)
     assert set(tasks.values()) == {2}, "48 of the 50 tasks, each with its two samples"
     assert len(tasks) == 48
     assert (run.position.first, run.position.ahead) == (48, ())
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_names_stay_unique_if_a_resumed_run_has_another_batch_size(tmp_path: Path, before: int, after: int) -> None:
+@pytest.mark.parametrize(("state_before", "state_after"), [(2, 4), (4, 2)])
+def test_names_stay_unique_if_a_resumed_run_has_another_batch_size(
+    tmp_path: Path, state_before: int, state_after: int
+) -> None:
     settings = ["train.steps=12", "async.max_staleness=1"]
-    for size, trained in ((before, 6), (after, 2)):
+    for size, trained in ((state_before, 6), (state_after, 2)):
         with pytest.raises(LearnerError):
             train(tmp_path, make_config(*settings, f"rollout.batch_size={size}"), learner=FakeLearner(fail_at=trained))
-    train(tmp_path, make_config(*settings, f"rollout.batch_size={after}"))
-    groups = {one.rollout_id.rpartition("/")[0] for some in written(tmp_path).values() for one in some}
-    first, rest = 7 * before, 5 * after  # the seventh step failed, with its batch in the journal
+    train(tmp_path, make_config(*settings, f"rollout.batch_size={state_after}"))
+    groups = {rollout.rollout_id.rpartition("/")[0] for some in written(tmp_path).values() for rollout in some}
+    first, rest = 7 * state_before, 5 * state_after  # the seventh step failed, with its batch in the journal
     assert counted(tmp_path).total() == len(counted(tmp_path)) == 2 * (first + rest)
-    assert groups == {f"{at // before + 1}/{at % before}" for at in range(first + rest)}
+    assert groups == {f"{at // state_before + 1}/{at % state_before}" for at in range(first + rest)}
 
 
 def test_an_evaluation_has_the_newest_weights(tmp_path: Path) -> None:
-    given = make_config("train.steps=3", "async.max_staleness=3", "train.eval_every=1", "eval.save_rollouts=true")
-    train(tmp_path, given)
+    config = make_config("train.steps=3", "async.max_staleness=3", "train.eval_every=1", "eval.save_rollouts=true")
+    train(tmp_path, config)
     for step in (1, 2, 3):
         rollouts = read_rollouts(tmp_path / "rollouts" / f"eval_{step:06d}.jsonl")
         assert len(rollouts) == 3
-        assert {int(v) for one in rollouts for row in one.rows for v in row.versions[row.versions >= 0]} == {step}
+        assert {int(v) for rollout in rollouts for row in rollout.rows for v in row.versions[row.versions >= 0]} == {
+            step
+        }
     assert max(ages(tmp_path)) <= 3
 
 
@@ -248,15 +252,15 @@ def test_in_a_synchronous_run_nothing_is_sampled_between_two_steps(tmp_path: Pat
             await check_idle()
             await Evaluator.begin(self)
 
-    given = make_config("train.steps=2", "train.eval_every=1", f"rollout.filter_groups.filters={filters}")
-    train(tmp_path, given, kind=Quiet, engines=engines, evaluator=QuietEvaluator)
+    config = make_config("train.steps=2", "train.eval_every=1", f"rollout.filter_groups.filters={filters}")
+    train(tmp_path, config, kind=Quiet, engines=engines, evaluator=QuietEvaluator)
     assert (engines.paused, calls) == (["push 0", "push 1", "push 2"], 10), "and no engine is paused"
 
 
 def test_a_synchronous_run_may_sync_less_often_and_replace_filtered_groups(tmp_path: Path) -> None:
     engines = Engines(0)
-    given = make_config("train.steps=4", "weights.sync_every=2", "rollout.filter_groups.filters=[zero_variance]")
-    train(tmp_path, given, engines=engines)
+    config = make_config("train.steps=4", "weights.sync_every=2", "rollout.filter_groups.filters=[zero_variance]")
+    train(tmp_path, config, engines=engines)
     assert engines.paused == ["push 0", "push 2", "push 4"]
     assert ages(tmp_path) == [0, 1, 0, 1]
 

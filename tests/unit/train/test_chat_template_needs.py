@@ -96,7 +96,7 @@ class SomeLong(_Plain):
 
 def test_some_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
     said = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    found = check(tmp_path, "some_long_prompts", said, "rollout.max_tokens=50")
+    actual = check(tmp_path, "some_long_prompts", said, "rollout.max_tokens=50")
     assert (
-        "1 of 3 prompts that were tried leave no room to answer within rollout.max_tokens=50, and are dropped" in found
+        "1 of 3 prompts that were tried leave no room to answer within rollout.max_tokens=50, and are dropped" in actual
     )

@@ -83,11 +83,11 @@ def opened(folder: Path, given: Config, model: Path, checkpoint: Path | None = N
 
 
 def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
-    given = config("algo.critic.warmup_steps=2")
-    with opened(tmp_path, given, model) as run:
+    run_config = config("algo.critic.warmup_steps=2")
+    with opened(tmp_path, run_config, model) as run:
         assert isinstance(run.steps.learner, LocalLearnerGroup)
         assert isinstance(run.steps.critic, LocalCritic)
-        before = tensors(run.steps.learner)
+        tensors_before = tensors(run.steps.learner)
         critics = [bytes(value.numpy().tobytes()) for value in values_of(run)]
 
         async def two_steps() -> None:
@@ -95,11 +95,11 @@ def test_warm_up_trains_the_critic_alone(model: Path, tmp_path: Path) -> None:
             await run._step()
 
         asyncio.run(two_steps())
-        after = tensors(run.steps.learner)
-        assert all(torch.equal(after[name], value) for name, value in before.items())
+        tensors_after = tensors(run.steps.learner)
+        assert all(torch.equal(tensors_after[name], value) for name, value in tensors_before.items())
         assert [value.numpy().tobytes() for value in values_of(run)] != critics
         asyncio.run(run._step())
-        assert not all(torch.equal(value, before[name]) for name, value in tensors(run.steps.learner).items())
+        assert not all(torch.equal(value, tensors_before[name]) for name, value in tensors(run.steps.learner).items())
     first, second, third = steps(tmp_path)
     for row in (first, second):
         assert "train/loss" not in row
@@ -117,54 +117,57 @@ def values_of(run: Trainer) -> list[torch.Tensor]:
 
 
 def test_a_run_that_goes_on_equals_one_that_was_not_ended(model: Path, tmp_path: Path) -> None:
-    given = config("train.steps_per_rollout=2")
+    run_config = config("train.steps_per_rollout=2")
 
     async def step_and_save(run: Trainer) -> None:
         await run._step()
         await run._save()
         await run._finish_save()
 
-    with opened(tmp_path / "straight", given, model) as run:
+    with opened(tmp_path / "straight", run_config, model) as run:
         asyncio.run(step_and_save(run))
         asyncio.run(run._step())
         assert isinstance(run.steps.learner, LocalLearnerGroup)
-        wanted, critics = tensors(run.steps.learner), values_of(run)
+        expected, critics = tensors(run.steps.learner), values_of(run)
     checkpoint = tmp_path / "straight" / "run" / "checkpoints" / "step_000001"
-    with opened(tmp_path / "again", given, model, checkpoint) as run:
+    with opened(tmp_path / "again", run_config, model, checkpoint) as run:
         run.step, run.position = 1, TaskPosition(2)
         asyncio.run(run._step())
         assert isinstance(run.steps.learner, LocalLearnerGroup)
         again = tensors(run.steps.learner)
-        assert all(torch.equal(again[name], value) for name, value in wanted.items())
+        assert all(torch.equal(again[name], value) for name, value in expected.items())
         assert all(map(torch.equal, values_of(run), critics))
     names = ["train/loss", "train/value_loss", "train/value_explained_variance"]
-    straight, after = steps(tmp_path / "straight")[1], steps(tmp_path / "again")[0]
-    assert [after[name] for name in names] == [straight[name] for name in names]
+    straight, state_after = steps(tmp_path / "straight")[1], steps(tmp_path / "again")[0]
+    assert [state_after[name] for name in names] == [straight[name] for name in names]
 
 
 def test_returns_and_batches_are_of_all_rollouts() -> None:
     """Also of those without an advantage; the reward arrives at the last sampled token."""
-    given = config("train.steps_per_rollout=2", "algo.advantage.options={lam: 1.0, normalise: false}")
-    assert step_settings(given).needs_scores
+    run_config = config("train.steps_per_rollout=2", "algo.advantage.options={lam: 1.0, normalise: false}")
+    assert step_settings(run_config).needs_scores
     groups = group_rollouts(rollouts(4))
     values = {row.key: np.full(len(row.mask), 0.5, np.float32) for row in groups.rows}
     scores = StepScores(values=values)
-    advantages: RowAdvantages = training_step(given, groups, scores).advantages
-    returns = training_step(given, groups, scores).returns
-    for one in groups.rollouts_N:
-        [row] = one.rows
+    advantages: RowAdvantages = training_step(run_config, groups, scores).advantages
+    returns = training_step(run_config, groups, scores).returns
+    for rollout in groups.rollouts_N:
+        [row] = rollout.rows
         there = row.mask.astype(bool)
-        assert advantages[row.key][there] == pytest.approx(one.reward - 0.5)
-        assert returns[row.key][there] == pytest.approx(one.reward)
-    batches = training_step(given, groups, scores).value_batches()
+        assert advantages[row.key][there] == pytest.approx(rollout.reward - 0.5)
+        assert returns[row.key][there] == pytest.approx(rollout.reward)
+    batches = training_step(run_config, groups, scores).value_batches()
     assert [{key.rollout_id for micro in batch.micro[0] for key in micro.keys} for batch in batches] == [
         {"r0", "r1"},
         {"r2", "r3"},
     ]
-    found = value_metrics(
+    actual_value_metrics = value_metrics(
         [{"train/loss": 2.0, "train/trained_tokens": 9.0}, {"train/loss": 4.0}], groups, scores.values, returns
     )
-    assert found == {"train/value_loss": 3.0, "train/value_explained_variance": pytest.approx(0, abs=1e-6)}
+    assert actual_value_metrics == {
+        "train/value_loss": 3.0,
+        "train/value_explained_variance": pytest.approx(0, abs=1e-6),
+    }
     exact = value_metrics([], groups, returns, returns)
     assert exact == {"train/value_explained_variance": 1.0}
 

@@ -15,9 +15,9 @@ def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / STATE).write_text("{}")
     error = CheckpointError(f"{newest}/state.json is damaged")
-    found = str(_with_older(error, tmp_path, newest, None))
-    assert f"The one before it is {older}: move step_000004 away, then" in found
-    assert f"agentrl train --resume run.dir={tmp_path}" in found
+    actual = str(_with_older(error, tmp_path, newest, None))
+    assert f"The one before it is {older}: move step_000004 away, then" in actual
+    assert f"agentrl train --resume run.dir={tmp_path}" in actual
     samples = Path("samples.jsonl")
     assert f"run.dir={tmp_path} --replay {samples}" in str(_with_older(error, tmp_path, newest, samples))
     assert _with_older(CheckpointError("another file"), tmp_path, newest, None).args == ("another file",)

@@ -22,22 +22,22 @@ def written(folder: Path) -> dict[int, tuple[list[Rollout], list[Rollout]]]:
     """By step: the rollouts that were trained, and those that were filtered."""
     found = {}
     for step, path in rollout_files(folder).items():
-        some = read_rollouts(path)
-        found[step] = ([one for one in some if not one.filtered], [one for one in some if one.filtered])
+        rollouts = read_rollouts(path)
+        found[step] = ([one for one in rollouts if not one.filtered], [one for one in rollouts if one.filtered])
     return found
 
 
 def by_task(rollouts: list[Rollout]) -> dict[str, set[float]]:
     """The rewards of each task."""
     found: dict[str, set[float]] = {}
-    for one in rollouts:
-        found.setdefault(one.prompt_id, set()).add(one.reward)
+    for rollout in rollouts:
+        found.setdefault(rollout.prompt_id, set()).add(rollout.reward)
     return found
 
 
 def ages(folder: Path) -> list[int]:
     return [
-        step - 1 - min(int(row.versions[row.mask == 1].min()) for one in trained for row in one.rows)
+        step - 1 - min(int(row.versions[row.mask == 1].min()) for rollout in trained for row in rollout.rows)
         for step, (trained, _) in written(folder).items()
     ]
 
@@ -49,7 +49,7 @@ def test_each_batch_is_full_of_groups_that_pass(tmp_path: Path, staleness: int) 
     for row, (trained, filtered) in zip(rows, written(tmp_path).values(), strict=True):
         assert [len(rewards) for rewards in by_task(trained).values()] == [2] * 4, "4 groups, rewards differ"
         assert all(len(rewards) == 1 for rewards in by_task(filtered).values())
-        assert all(one.dropped and one.filtered == "zero_variance" for one in filtered)
+        assert all(rollout.dropped and rollout.filtered == "zero_variance" for rollout in filtered)
         assert row["rollout/episodes"] == 8
         assert row["train/flat_groups"] == row["rollout/dropped"] == 0
         assert row["rollout/filtered_groups"] == len(filtered) / 2
@@ -93,7 +93,7 @@ def test_over_sampled_groups_are_kept_for_later_steps(tmp_path: Path) -> None:
     for most in (5, 16):
         folder, limit = tmp_path / str(most), f"rollout.over_sampling_batch_size={most}"
         train(folder, make_config("train.steps=6", "async.max_staleness=3", "rollout.concurrency=100", limit))
-        ids = [one.rollout_id for trained, _ in written(folder).values() for one in trained]
+        ids = [rollout.rollout_id for trained, _ in written(folder).values() for rollout in trained]
         assert sorted(ids) == [f"{step}/{offset}/{n}" for step in range(1, 7) for offset in range(4) for n in range(2)]
         rows = steps(folder)
         assert all(row["async/finished_groups"] <= most for row in rows)
@@ -127,7 +127,7 @@ def test_a_step_waits_for_stragglers_up_to_a_limit(tmp_path: Path) -> None:
         folder, engines = tmp_path / str(limit), TimedEngines(0)
         options = ["async.max_staleness=4", "rollout.concurrency=100", f"rollout.straggler_timeout_s={limit}"]
         train(folder, make_config("train.steps=12", *options), engines=engines)
-        ids = [one.rollout_id for trained, _ in written(folder).values() for one in trained]
+        ids = [rollout.rollout_id for trained, _ in written(folder).values() for rollout in trained]
         assert sorted(ids) == sorted(f"{step}/{o}/{n}" for step in range(1, 13) for o in range(4) for n in range(2))
         assert max(ages(folder)) <= 4
         rows = steps(folder)
@@ -180,7 +180,7 @@ def test_a_failed_sample_is_run_again_without_its_group(tmp_path: Path) -> None:
     engines = Flaky(0)
     train(tmp_path, make_config("train.steps=3", "async.max_staleness=1"), engines=engines)
     for trained, _ in written(tmp_path).values():
-        assert [one.dropped for one in trained] == [False] * 8
+        assert [rollout.dropped for rollout in trained] == [False] * 8
     begun = [request.session_id for request in engines.requests if request.turn == 0]
     sessions = [name for name in begun if not name.startswith("eval")]
     assert engines.failed == 12, "the second sample of each group"

@@ -48,7 +48,7 @@ class Scripted(Evaluator):
 
     def of_run(self, *arguments: Any) -> Evaluator:
         """Return it with the weights of a run."""
-        [self.weights] = [one for one in arguments if isinstance(one, EngineWeights)]
+        [self.weights] = [argument for argument in arguments if isinstance(argument, EngineWeights)]
         return self
 
     async def begin(self) -> None:
@@ -98,7 +98,7 @@ def test_the_rows_have_the_lag_of_tokens_in_versions(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [2, 4, 5]
     for row in rows:
         rollouts = read_rollouts(tmp_path / "rollouts" / f"eval_{int(row['step']):06d}.jsonl")
-        newest = max(int(row.versions[row.mask == 1].max()) for one in rollouts for row in one.rows)
+        newest = max(int(row.versions[row.mask == 1].max()) for rollout in rollouts for row in rollout.rows)
         assert row["eval/lag_max"] == newest - row["step"]
         assert 0 <= row["eval/lag_mean"] <= row["eval/lag_max"] <= row["eval/lag_steps"]
     assert max(row["eval/lag_max"] for row in rows) > 0
@@ -113,11 +113,11 @@ def test_engines_pause_for_a_sync_also_if_only_an_evaluation_runs(tmp_path: Path
 
 
 def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path: Path) -> None:
-    engines, others = Engines(0), Engines(1)
+    engines, other_engines = Engines(0), Engines(1)
 
     given = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
-    train(tmp_path, given, engines=engines, eval_engines=EvalEngines(fleet_of(others), sync_of(others)))
-    assert others.paused == ["push 3", "push 5"]
+    train(tmp_path, given, engines=engines, eval_engines=EvalEngines(fleet_of(other_engines), sync_of(other_engines)))
+    assert other_engines.paused == ["push 3", "push 5"]
     rows = evaluations(tmp_path)
     assert [(row["step"], row["eval/lag_max"]) for row in rows] == [(3, 0), (5, 0)]
     assert rows[0]["eval/lag_steps"] > 0
@@ -142,10 +142,10 @@ def test_a_goal_that_is_reached_ends_the_run_with_an_evaluation_of_its_last_poli
 def test_the_checkpoint_of_the_best_policy_is_kept_until_its_result_and_after(tmp_path: Path, best: int) -> None:
     """Two newer checkpoints are written meanwhile."""
     evaluator = Scripted(60.0, {best: 5.0})
-    given = background(
+    result = background(
         "train.steps=8", "train.keep_best=rating", "train.eval_every=4" if best == 4 else "train.eval_every=2"
     )
-    scripted(tmp_path, given, evaluator)
+    scripted(tmp_path, result, evaluator)
     kept = complete_checkpoints(tmp_path / "checkpoints")
     assert {path.name for path in kept} == {f"step_{step:06d}" for step in {best, 7, 8}}
     assert [(state["score"], state["evaluated"]) for state in map(read_state, kept) if state["score"] == 5.0] == [

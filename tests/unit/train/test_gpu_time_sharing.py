@@ -219,9 +219,9 @@ def test_a_lost_engine_does_not_stop_the_others() -> None:
             world.sync_weights = sync_weights  # type: ignore[method-assign]
             await source.sync_weights(world.learner, 1, watch)
             engines = "e0 e1" if phase == "kv_cache" else "e1"
-            wanted = ["e0 release"] * (phase != "release") + ["e1 release", "ended", "wake"]
-            wanted += ["e0 weights"] * (phase == "kv_cache") + ["e1 weights", f"push 1 to {engines}", "sleep"]
-            assert world.said() == [*wanted, "e1 kv_cache"]
+            expected = ["e0 release"] * (phase != "release") + ["e1 release", "ended", "wake"]
+            expected += ["e0 weights"] * (phase == "kv_cache") + ["e1 weights", f"push 1 to {engines}", "sleep"]
+            assert world.said() == [*expected, "e1 kv_cache"]
 
         asyncio.run(run())
 
@@ -279,7 +279,7 @@ def test_a_learner_without_enough_memory_ends_the_run() -> None:
 def test_engines_are_restarted_only_while_episodes_run() -> None:
     """A restart needs the GPU: it waits until the engines have it, and the learner waits for the end of the restart."""
     world = World()
-    other = World()
+    other_world = World()
 
     async def restart() -> None:
         assert world.launch_in is not None
@@ -290,8 +290,8 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
             world.log.append("live")
 
     async def run() -> None:
-        source = world.sampling(restart_sync=other)
-        other.learner = world.learner
+        source = world.sampling(restart_sync=other_world)
+        other_world.learner = world.learner
         await source.weights.open()
         watch = Stopwatch()
         await source.sync_weights(world.learner, 3, watch)
@@ -303,7 +303,7 @@ def test_engines_are_restarted_only_while_episodes_run() -> None:
             await asyncio.sleep(0.01)
             assert world.said() == ["launch"]
         assert world.said() == ["live"]
-        assert other.said() == ["push 3 to e0"]
+        assert other_world.said() == ["push 3 to e0"]
         await restarting
 
     run_virtual(run())

@@ -41,10 +41,10 @@ class Ranks:
     group = True
 
     async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
-        for place, rollout in enumerate(rollouts):
+        for index, rollout in enumerate(rollouts):
             assert rollout.reward == -1.0
-            rollout.reward = float(place)
-            rollout.metrics = {"place": float(place)}
+            rollout.reward = float(index)
+            rollout.metrics = {"place": float(index)}
 
 
 def ended(name: str, reward: float, version: int = 0) -> Rollout:
@@ -66,8 +66,13 @@ def ended(name: str, reward: float, version: int = 0) -> Rollout:
 
 def summary(rollouts: Sequence[Rollout]) -> list[Any]:
     return [
-        (one.rollout_id, one.reward, one.metrics, [(row.logprobs.tolist(), row.versions.tolist()) for row in one.rows])
-        for one in rollouts
+        (
+            rollout.rollout_id,
+            rollout.reward,
+            rollout.metrics,
+            [(row.logprobs.tolist(), row.versions.tolist()) for row in rollout.rows],
+        )
+        for rollout in rollouts
     ]
 
 

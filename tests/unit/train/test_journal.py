@@ -65,9 +65,11 @@ def content(batch: GlobalBatch) -> list[Any]:
 
 def check(folder: Path) -> None:
     """Every group of the finished run was trained once."""
-    trained = Counter(one.rollout_id for some in rollouts_of(folder).values() for one in some)
-    wanted = {f"{step}/{offset}/{sample}" for step in range(1, STEPS + 1) for offset in range(4) for sample in range(2)}
-    assert trained == Counter(wanted)
+    trained = Counter(rollout.rollout_id for some in rollouts_of(folder).values() for rollout in some)
+    expected = {
+        f"{step}/{offset}/{sample}" for step in range(1, STEPS + 1) for offset in range(4) for sample in range(2)
+    }
+    assert trained == Counter(expected)
     state = read_journal(folder)
     assert state is not None
     assert state.faults() == []
@@ -128,7 +130,7 @@ def test_a_journal_that_is_cut_at_any_byte_loses_no_group_and_trains_none_twice(
         shutil.copytree(tmp_path / "run", folder)
         (folder / JOURNAL / LOG).write_bytes(log[:size])
         train(folder, config, seed=number)
-        tasks = Counter(one.prompt_id for some in rollouts_of(folder).values() for one in some)
+        tasks = Counter(rollout.prompt_id for some in rollouts_of(folder).values() for rollout in some)
         assert len(tasks) == 4 * STEPS
         assert set(tasks.values()) == {2}, f"cut at byte {size} of {len(log)}"
 
@@ -146,8 +148,8 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
         Journal(tmp_path)
     log.write_bytes(data)
     [group, *_] = sorted((log.parent / "groups").iterdir())
-    whole = group.read_bytes()
-    group.write_bytes(whole[:-40] + b"x" + whole[-39:])
+    full_content = group.read_bytes()
+    group.write_bytes(full_content[:-40] + b"x" + full_content[-39:])
     with pytest.raises(ConfigError, match=r"00000000\.jsonl, line 2 .*damaged"):
         Journal(tmp_path, keys=recorded_keys(config)).read_group(0)
     group.unlink()
@@ -159,12 +161,12 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 
 def test_rollouts_that_all_kept_checkpoints_have_trained_are_removed(tmp_path: Path) -> None:
     train(tmp_path, make_config("train.steps=6", "train.save_every=2", "async.max_staleness=1"))
-    kept = sorted(int(path.stem) for path in (tmp_path / JOURNAL / "groups").iterdir())
+    kept_paths = sorted(int(path.stem) for path in (tmp_path / JOURNAL / "groups").iterdir())
     state = read_journal(tmp_path)
     assert state is not None
     needed = sorted(position for step in (5, 6) for position in state.batches[step].positions)
-    assert set(needed) <= set(kept)
-    assert len(kept) < 24
+    assert set(needed) <= set(kept_paths)
+    assert len(kept_paths) < 24
 
 
 @pytest.mark.parametrize(("then", "staleness"), [("[zero_variance]", 1), ("[]", 1), ("[]", 0)])
@@ -186,9 +188,9 @@ def test_groups_that_were_filtered_before_a_kill_stay_filtered(
         patch.setattr(format_of_journal.JournalLog, "write", write)
         with pytest.raises(Killed):
             train(tmp_path, make_config(*fixed, "rollout.filter_groups.filters=[zero_variance]"))
-    before = read_journal(tmp_path)
-    assert before is not None
-    dropped = {group.position for group in before.untaken if group.dropped}
+    journal_before = read_journal(tmp_path)
+    assert journal_before is not None
+    dropped = {group.position for group in journal_before.untaken if group.dropped}
     assert dropped
     run = train(tmp_path, make_config(*fixed, f"rollout.filter_groups.filters={then}"))
     state = read_journal(tmp_path)

@@ -29,8 +29,8 @@ from tests.unit.learner.learners import make_model
 )
 def test_a_schedule_begins_after_the_warm_up_and_ends_at_its_share(schedule: str, expected: list[float]) -> None:
     config = OptimizerConfig(schedule=schedule, min_lr_ratio=0.5, warmup_steps=2)
-    found = [lr_scale(config, done / 10, 10, "constant") for done in (0, 1, 2, 4, 7, 10)]
-    assert found == pytest.approx(expected)
+    actual = [lr_scale(config, done / 10, 10, "constant") for done in (0, 1, 2, 4, 7, 10)]
+    assert actual == pytest.approx(expected)
     assert lr_scale(OptimizerConfig(warmup_steps=20, schedule="linear"), 0.9, 10, "constant") == 1
 
 
@@ -58,8 +58,8 @@ def test_rates_go_by_the_number_of_weights_and_given_ones_stay(tmp_path: Path) -
     chosen = [resolve_optimizer(auto, folder, use) for folder in (small, large) for use in ("policy", "critic", "sft")]
     assert [one.lr for one in chosen] == [3e-4, 3e-4, 3e-4, 1e-6, 1e-5, 1e-5]
     assert [one.warmup_steps for one in chosen] == [0, 0, 0, 10, 10, 10]
-    given = resolve_optimizer(OptimizerConfig(lr=2e-3), large, "policy")
-    assert (given.lr, given.warmup_steps) == (2e-3, 10)
+    optimizer = resolve_optimizer(OptimizerConfig(lr=2e-3), large, "policy")
+    assert (optimizer.lr, optimizer.warmup_steps) == (2e-3, 10)
     assert usual_rates(135_000_000).policy == 5e-5
     line = describe_optimizer(OptimizerConfig(warmup_steps=4, schedule="cosine"), large, "policy")
     assert line.startswith("adamw, learning rate 1e-06 (auto: 8,")

@@ -29,10 +29,10 @@ TASKS = [Task(f"t{index}", (Message("user", "?"),)) for index in range(7)]
 
 @given(position=st.integers(0, 40), count=st.integers(1, 20), seed=st.integers(0, 5))
 def test_order_depends_on_position_alone(position: int, count: int, seed: int) -> None:
-    whole = TaskOrder(TASKS, seed).get_samples(position + count)
+    full_tasks = TaskOrder(TASKS, seed).get_samples(position + count)
     resumed = TaskOrder(TASKS, seed)
     resumed.load_state({"position": position})
-    assert resumed.get_samples(count) == whole[position:]
+    assert resumed.get_samples(count) == full_tasks[position:]
 
 
 def test_every_epoch_has_every_task_once() -> None:
@@ -186,8 +186,8 @@ def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
 
 def test_metrics_are_by_role_too_if_there_are_several() -> None:
     rollouts = [rollout("a", sample, float(sample)) for sample in range(4)]
-    for number, one in enumerate(rollouts):
-        one.role, one.metrics = ("first", "second")[number % 2], {"illegal": float(number == 1)}
+    for number, message in enumerate(rollouts):
+        message.role, message.metrics = ("first", "second")[number % 2], {"illegal": float(number == 1)}
     rollouts[3].dropped = True
     metrics = rollout_metrics(rollouts, group_rollouts(rollouts), None)
     assert (metrics["train/reward/role=first"], metrics["train/reward/role=second"]) == (1.0, 1.0)

@@ -18,8 +18,8 @@ from tests.unit.algo.ragged import make_ragged
 def rollouts():
     """Return rollouts of two policies, alternately, in groups of both."""
     found = list(make_ragged(5, sizes=(6, 4), rewards=(0.0, 1.0, 3.0)).groups.rollouts_N)
-    for number, one in enumerate(found):
-        one.policy = one.role = ("first", "second")[number % 2]
+    for number, message in enumerate(found):
+        message.policy = message.role = ("first", "second")[number % 2]
     return found
 
 
@@ -48,12 +48,12 @@ def test_each_policy_is_trained_as_if_it_were_alone(name, denominator):
     assert {step.policy for step in steps} == {"first", "second"}
     for policy in ("first", "second"):
         alone = group_rollouts([one for one in rollouts() if one.policy == policy])
-        wanted = training_step(config, alone).advantages
-        assert all(np.array_equal(advantages[key], value) for key, value in wanted.items())
+        expected = training_step(config, alone).advantages
+        assert all(np.array_equal(advantages[key], value) for key, value in expected.items())
         mine = [step for step in steps if step.policy == policy]
-        others = training_step(config, alone).optimizer_steps()
-        assert [(one.index, one.trained) for one in mine] == [(one.index, one.trained) for one in others]
-        assert [one.counted for one in mine] == [one.counted for one in others]
+        other_optimizer_steps = training_step(config, alone).optimizer_steps()
+        assert [(one.index, one.trained) for one in mine] == [(one.index, one.trained) for one in other_optimizer_steps]
+        assert [one.counted for one in mine] == [one.counted for one in other_optimizer_steps]
         for key, value in baselines_after(config, alone).items():
             assert baselines[key] == value
 
@@ -69,11 +69,11 @@ def test_scores_take_a_batch_of_each_policy():
             asked.append((batch.policy, {key.rollout_id for micros in batch.micro for m in micros for key in m.keys}))
             return super().logprobs(batch, policy)
 
-    found = score_rollouts(step_settings(config), groups, Learner({"w": torch.ones(1)}))
+    actual_rollouts = score_rollouts(step_settings(config), groups, Learner({"w": torch.ones(1)}))
     assert [policy for policy, _ in asked] == ["first", "second"]
     for policy, ids in asked:
-        assert ids == {one.rollout_id for one in groups.rollouts_N if one.policy == policy}
-    assert found.learner.keys() == {row.key for row in groups.rows if row.mask[1:].any()}
+        assert ids == {rollout.rollout_id for rollout in groups.rollouts_N if rollout.policy == policy}
+    assert actual_rollouts.learner.keys() == {row.key for row in groups.rows if row.mask[1:].any()}
 
 
 def test_metrics_are_by_policy():

@@ -89,7 +89,7 @@ async def train(
 def test_a_file_is_divided_into_steps_of_whole_groups(tmp_path: Path) -> None:
     samples = RecordedRollouts(samples_file(tmp_path, groups("a", "b", "c")), 2)
     assert len(samples) == 2
-    assert [{each.prompt_id for each in samples[index]} for index in range(2)] == [{"a", "b"}, {"c"}]
+    assert [{sample.prompt_id for sample in samples[index]} for index in range(2)] == [{"a", "b"}, {"c"}]
 
 
 def test_a_run_is_replayed_by_its_steps(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_replay_trains_saves_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_step_of_several_optimizer_steps(tmp_path: Path) -> None:
-    given = config("train.steps_per_rollout=2", "batch.global_batch_size=2")
+    run_config = config("train.steps_per_rollout=2", "batch.global_batch_size=2")
     learner = FakeLearner(metrics={"train/loss": 3.0, "train/ratio_max": 2.0})
-    trainer = asyncio.run(train(tmp_path, samples_file(tmp_path, groups("a", "b")), learner, given))
+    trainer = asyncio.run(train(tmp_path, samples_file(tmp_path, groups("a", "b")), learner, run_config))
     assert (trainer.step, learner.steps) == (1, 2)
     keys = [{key.prompt_id for micro in batch.micro[0] for key in micro.keys} for batch in learner.batches]
     assert keys == [{"a"}, {"b"}]
@@ -131,14 +131,14 @@ def test_a_step_of_several_optimizer_steps(tmp_path: Path) -> None:
 
 
 def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
-    given = config(
+    run_config = config(
         "sampler.temperature=0.7", "learner.ranks=2", "batch.tokens_per_micro=8", "batch.aggregation=rollout_mean"
     )
     rollouts = groups("a", "b")
     for each in rollouts:
         each.rows[0] = replace(each.rows[0], temperature=0.7)
     learner = FakeLearner()
-    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, given))
+    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, run_config))
     [batch] = learner.batches
     assert (batch.temperature, len(batch.micro)) == (0.7, 2)
     keys = [micro.keys for share in batch.micro for micro in share]
@@ -156,8 +156,8 @@ def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, 
     row = rollouts[0].rows[0]
     row.versions[int(row.mask.argmax())] = -1
     learner = FakeLearner()
-    given = config(f"train.provenance={rule}")
-    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, given))
+    run_config = config(f"train.provenance={rule}")
+    asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, run_config))
     [batch] = learner.batches
     assert batch.metrics["train/provenance_faults"] == left
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/provenance_faults"] == left
@@ -165,10 +165,10 @@ def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, 
 
 @pytest.mark.parametrize(("fail_at", "saved"), [(2, 1), (3, None)])
 def test_half_a_step_is_never_saved(tmp_path: Path, fail_at: int, saved: int | None) -> None:
-    given = config("train.steps_per_rollout=2", "train.save_every=0")
+    run_config = config("train.steps_per_rollout=2", "train.save_every=0")
     path = samples_file(tmp_path, groups("a", "b", "c", "d"))
     with pytest.raises(LearnerError):
-        asyncio.run(train(tmp_path, path, FakeLearner(fail_at=fail_at), given))
+        asyncio.run(train(tmp_path, path, FakeLearner(fail_at=fail_at), run_config))
     checkpoint = latest_checkpoint(tmp_path / "checkpoints")
     assert (checkpoint and read_state(checkpoint)["step"]) == saved
 

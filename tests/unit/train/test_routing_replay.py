@@ -128,11 +128,11 @@ def changed(sampled: tuple[str, Path, Row], tmp_path_factory: pytest.TempPathFac
     return other
 
 
-def change(folder: Path, other: Path, edit: Callable[[str, torch.Tensor], object]) -> None:
+def change(folder: Path, other_path: Path, edit: Callable[[str, torch.Tensor], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
         edit(name, tensor)
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    save_file(weights, other_path / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture
@@ -150,16 +150,16 @@ def test_the_learner_computes_what_the_engine_sampled_with(sampled, learners: Le
     differences = {}
     for replay in (False, True):
         rank = learners.open(algo=make_algo(routing_replay=replay), recompute="selective" if replay else "none").rank
-        [found] = rank.logprobs(batch).values()
-        differences[replay] = np.abs(found[at] - row.logprobs[at]).max()
+        [logprobs] = rank.logprobs(batch).values()
+        differences[replay] = np.abs(logprobs[at] - row.logprobs[at]).max()
     assert differences[True] < 1e-4
     assert differences[False] > 1e-2
     routers = {name: p for name, p in rank.model.hf.named_parameters() if name.endswith("mlp.gate.weight")}
-    before = {name: p.detach().clone() for name, p in routers.items()}
+    state_before = {name: p.detach().clone() for name, p in routers.items()}
     metrics = rank.train_step(batch)
     assert routers
     assert not metrics["train/nonfinite_gradients"]
-    assert all((p != before[name]).any() for name, p in routers.items())
+    assert all((p != state_before[name]).any() for name, p in routers.items())
 
 
 def test_experts_of_other_models_are_refused(tmp_path: Path) -> None:

@@ -74,10 +74,10 @@ def run(
 ) -> tuple[list[Rollout], list[str]]:
     """Run the group at position 0; return its rollouts and the ids of its requests."""
 
-    def answer(asked: Any) -> str:
-        if kill == (asked.session_id, asked.turn):
+    def answer(request: Any) -> str:
+        if kill == (request.session_id, request.turn):
             raise Killed
-        return f"answer {asked.session_id} {asked.turn}"
+        return f"answer {request.session_id} {request.turn}"
 
     sampler = ScriptedSampler(answer, encode=RENDERER.encode, end_token_id=RENDERER.end_token_id)
     sampler._turns.update(turns or {})
@@ -111,8 +111,8 @@ def compared(rollout: Rollout) -> dict[str, Any]:
     """All but the times."""
     rows = [dataclasses.astuple(row) for row in rollout.rows]
     plain = [[part.tolist() if isinstance(part, np.ndarray) else part for part in row] for row in rows]
-    found = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
-    return found | {"rows": plain, "seconds": 0, "tool_seconds": 0}
+    actual = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    return actual | {"rows": plain, "seconds": 0, "tool_seconds": 0}
 
 
 def test_a_killed_group_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ def run(folder: Path, staleness: int, *overrides: str) -> tuple[SharedEngines, f
             await Shared.sync_weights(self, learner, version, watch)
             ends.append(asyncio.get_running_loop().time())
 
-    given = make_config("train.steps=8", f"async.max_staleness={staleness}", "rollout.concurrency=40", *overrides)
-    given.placement.mode = "colocate"
-    train(folder, given, kind=Timed, learner=learner, engines=engines)
+    config = make_config("train.steps=8", f"async.max_staleness={staleness}", "rollout.concurrency=40", *overrides)
+    config.placement.mode = "colocate"
+    train(folder, config, kind=Timed, learner=learner, engines=engines)
     return engines, ends[-1]
 
 
@@ -114,8 +114,8 @@ def test_episodes_pause_while_the_learner_trains_and_go_on_after_the_sync(tmp_pa
     assert sum(row["async/mixed_rows"] for row in rows) > 0, "some were cut, and went on with new weights"
     assert {"time/wake_s", "time/sleep_s", "time/sync_s"} <= rows[1].keys()
     assert "time/pause_s" not in rows[1], "a sync cuts nothing"
-    found = [one for path in rollout_files(tmp_path / "async").values() for one in read_rollouts(path)]
-    assert len({one.rollout_id for one in found}) == len(found) == 64
+    rollouts = [rollout for path in rollout_files(tmp_path / "async").values() for rollout in read_rollouts(path)]
+    assert len({rollout.rollout_id for rollout in rollouts}) == len(rollouts) == 64
     engines, alone = run(tmp_path / "sync", 0)
     assert {*engines.cuts} == {None}
     assert alone > 1.2 * seconds, "the longest episodes of a step are not waited for"

@@ -34,12 +34,12 @@ def mixed(*overrides: str) -> Config:
 
 def step() -> list[Rollout]:
     """Two groups of each source: rewards 0 and 1 in those of math, 0 and 3 in one of search and 2 in all of the other."""
-    found = groups("math/1", "search/1", "math/2")
-    found += [rollout("search/2", sample, 2.0) for sample in range(2)]
-    for one in found:
+    actual_groups = groups("math/1", "search/1", "math/2")
+    actual_groups += [rollout("search/2", sample, 2.0) for sample in range(2)]
+    for one in actual_groups:
         if one.prompt_id == "search/1":
             one.reward *= 3
-    return found
+    return actual_groups
 
 
 def of(name: str, rollouts: list[Rollout]) -> RolloutGroups:
@@ -51,47 +51,47 @@ def test_each_source_has_the_advantages_that_it_would_have_alone() -> None:
         "math": ("advantage.name=rloo", "overlong={max_tokens: 8, buffer_tokens: 4}"),
         "search": ("advantage.name=reinforce_plus_plus_baseline", "loss.name=gspo"),
     }
-    given = mixed(*(f"sources.{name}.algo.{each}" for name, some in settings.items() for each in some))
-    found = training_step(given, group_rollouts(step())).advantages
-    wanted: RowAdvantages = {}
-    for name, some in settings.items():
-        wanted |= training_step(plain(*(f"algo.{each}" for each in some)), of(name, step())).advantages
-    assert found.keys() == wanted.keys()
-    assert all(np.array_equal(found[key], wanted[key]) for key in wanted)
+    run_config = mixed(*(f"sources.{name}.algo.{each}" for name, setting in settings.items() for each in setting))
+    actual = training_step(run_config, group_rollouts(step())).advantages
+    expected: RowAdvantages = {}
+    for name, setting in settings.items():
+        expected |= training_step(plain(*(f"algo.{each}" for each in setting)), of(name, step())).advantages
+    assert actual.keys() == expected.keys()
+    assert all(np.array_equal(actual[key], expected[key]) for key in expected)
     together = training_step(
         plain("algo.advantage.name=reinforce_plus_plus_baseline"), group_rollouts(step())
     ).advantages
-    assert mean_advantages(found) != mean_advantages(together)
+    assert mean_advantages(actual) != mean_advantages(together)
 
 
 def test_a_source_without_rollouts_in_a_step_is_left_out() -> None:
-    given = mixed("sources.search.algo.advantage.name=reinforce_plus_plus")
+    run_config = mixed("sources.search.algo.advantage.name=reinforce_plus_plus")
     alone = of("math", step())
-    found = training_step(given, alone).advantages
-    assert {key.prompt_id for key in found} == {"math/1", "math/2"}
-    assert training_step(given, group_rollouts([])).advantages == {}
-    assert not any("search" in key for key in source_metrics(given.sources, list(alone.rollouts_N), found))
+    advantages = training_step(run_config, alone).advantages
+    assert {key.prompt_id for key in advantages} == {"math/1", "math/2"}
+    assert training_step(run_config, group_rollouts([])).advantages == {}
+    assert not any("search" in key for key in source_metrics(run_config.sources, list(alone.rollouts_N), advantages))
 
 
 def test_the_critic_learns_from_the_sources_that_need_it() -> None:
-    given = mixed(*(f"sources.math.{each}" for each in OF_GAE), "algo.critic.warmup_steps=1")
-    assert step_settings(given).needs_scores
+    run_config = mixed(*(f"sources.math.{each}" for each in OF_GAE), "algo.critic.warmup_steps=1")
+    assert step_settings(run_config).needs_scores
     everything = group_rollouts(step())
     scores = StepScores(values={row.key: np.full(len(row.mask), 0.5, np.float32) for row in everything.rows})
-    returns = training_step(given, everything, scores).returns
+    returns = training_step(run_config, everything, scores).returns
     assert {key.prompt_id for key in returns} == {"math/1", "math/2"}
-    [batch] = training_step(given, everything, scores).value_batches()
+    [batch] = training_step(run_config, everything, scores).value_batches()
     assert {key.prompt_id for micro in batch.micro[0] for key in micro.keys} == {"math/1", "math/2"}
     alone = plain(*OF_GAE)
-    [wanted] = training_step(alone, of("math", step()), scores).value_batches()
+    [expected] = training_step(alone, of("math", step()), scores).value_batches()
     assert sum(float(micro.weight_L.sum()) for micro in batch.micro[0]) == pytest.approx(
-        sum(float(micro.weight_L.sum()) for micro in wanted.micro[0])
+        sum(float(micro.weight_L.sum()) for micro in expected.micro[0])
     )
     exact = value_metrics([], everything, returns, returns)
     assert exact == {"train/value_explained_variance": 1.0}
     search = of("search", step())
-    assert training_step(given, search, scores).returns == {}
-    assert training_step(given, search, scores).value_batches() == []
+    assert training_step(run_config, search, scores).returns == {}
+    assert training_step(run_config, search, scores).value_batches() == []
     assert value_metrics([], search, scores.values, {}) == {}
 
 
@@ -104,32 +104,40 @@ class Critic:
 
 
 def test_only_rollouts_of_such_sources_are_valued() -> None:
-    given, learner = mixed("sources.math.algo.advantage.name=gae"), FakeLearner()
-    scores = score_rollouts(step_settings(given), group_rollouts(step()), learner, Critic())
+    run_config, learner = mixed("sources.math.algo.advantage.name=gae"), FakeLearner()
+    scores = score_rollouts(step_settings(run_config), group_rollouts(step()), learner, Critic())
     assert {key.prompt_id for key in scores.values} == {"math/1", "math/2"}
-    assert score_rollouts(step_settings(given), of("search", step()), learner, Critic()).values == {}
+    assert score_rollouts(step_settings(run_config), of("search", step()), learner, Critic()).values == {}
 
 
 def test_metrics_by_source() -> None:
-    given, rollouts = mixed(), step()
+    run_config, rollouts = mixed(), step()
     rollouts[0].metrics["exact_match"] = 1.0
     rollouts[1].dropped = True
     everything = group_rollouts(rollouts)
-    found = source_metrics(given.sources, rollouts, training_step(given, everything).advantages)
-    assert found["train/math/reward"] == pytest.approx(0.5)
-    assert found["train/search/reward"] == pytest.approx((3 + 2 + 2) / 3)
-    assert found["train/search/flat_groups"] == 1.0
-    assert (found["rollout/math/dropped"], found["rollout/search/dropped"]) == (0.0, 1.0)
-    assert (found["batch/math/live_share"], found["batch/search/live_share"]) == (1.0, 0.0)
-    assert found["rollout/math/exact_match"] == 1.0
-    assert not any(key.startswith("time/") for key in found)
+    actual_source_metrics = source_metrics(
+        run_config.sources, rollouts, training_step(run_config, everything).advantages
+    )
+    assert actual_source_metrics["train/math/reward"] == pytest.approx(0.5)
+    assert actual_source_metrics["train/search/reward"] == pytest.approx((3 + 2 + 2) / 3)
+    assert actual_source_metrics["train/search/flat_groups"] == 1.0
+    assert (actual_source_metrics["rollout/math/dropped"], actual_source_metrics["rollout/search/dropped"]) == (
+        0.0,
+        1.0,
+    )
+    assert (actual_source_metrics["batch/math/live_share"], actual_source_metrics["batch/search/live_share"]) == (
+        1.0,
+        0.0,
+    )
+    assert actual_source_metrics["rollout/math/exact_match"] == 1.0
+    assert not any(key.startswith("time/") for key in actual_source_metrics)
     assert source_metrics({}, rollouts, {}) == {}
 
 
 def test_a_replayed_run_is_mixed_as_it_was_recorded(tmp_path: Path) -> None:
-    given, learner = mixed("sources.search.algo.loss.name=gspo"), FakeLearner(metrics={"train/loss": 1.0})
+    run_config, learner = mixed("sources.search.algo.loss.name=gspo"), FakeLearner(metrics={"train/loss": 1.0})
     recorded = groups("math/1", "search/1", "math/2", "search/2")
-    asyncio.run(trainer(tmp_path, given, learner, rollouts=recorded).run())
+    asyncio.run(trainer(tmp_path, run_config, learner, rollouts=recorded).run())
     assert [row["train/search/reward"] for row in steps(tmp_path)] == [0.5, 0.5]
     assert {number for batch in learner.batches for micro in batch.micro[0] for number in micro.sources} == {0, 1}
     again = read_rollouts(samples_file(tmp_path, recorded, "again.jsonl"))

@@ -22,11 +22,11 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     turns = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(0, 2)), min_size=1, max_size=5))
     first = draw(st.integers(0, 2))
     observed, versions, requests = [True], [-1], [-1]
-    for number, (before, size, newer) in enumerate(turns):
+    for number, (state_before, size, newer) in enumerate(turns):
         first = min(first + newer, VERSION)
-        observed += [True] * before + [False] * size
-        versions += [-1] * before + [first] * size
-        requests += [-1] * before + [number] * size
+        observed += [True] * state_before + [False] * size
+        versions += [-1] * state_before + [first] * size
+        requests += [-1] * state_before + [number] * size
     seen = np.array(observed)
     row = Row(
         RowKey("task", "rollout"),
@@ -49,21 +49,21 @@ def copied(rollout: Rollout) -> Row:
 
 @given(rollouts(), st.integers(0, VERSION))
 def test_no_token_is_trained_that_is_older_than_the_limit(rollout: Rollout, limit: int) -> None:
-    before, row = copied(rollout), rollout.rows[0]
+    state_before, row = copied(rollout), rollout.rows[0]
     share = mask_stale([rollout], VERSION, limit)
     check_rows([row])
-    stale = (before.mask == 1) & (VERSION - before.versions > limit)
-    assert np.array_equal(row.mask == 1, (before.mask == 1) & ~stale), "younger tokens stay, and nothing is added"
+    stale = (state_before.mask == 1) & (VERSION - state_before.versions > limit)
+    assert np.array_equal(row.mask == 1, (state_before.mask == 1) & ~stale), "younger tokens stay, and nothing is added"
     assert np.array_equal(row.mask_reason == MaskReason.STALE, stale)
-    assert np.array_equal(row.mask_reason[~stale], before.mask_reason[~stale])
-    assert share == stale.sum() / (before.mask == 1).sum()
+    assert np.array_equal(row.mask_reason[~stale], state_before.mask_reason[~stale])
+    assert share == stale.sum() / (state_before.mask == 1).sum()
     assert mask_stale([rollout], VERSION, limit) == 0, "a second time finds nothing"
 
 
 @given(rollouts(), st.integers(0, VERSION))
 def test_the_turns_of_the_other_tokens_keep_their_numbers(rollout: Rollout, limit: int) -> None:
-    [whole] = group_sequences([copied(rollout)])
-    ages = whole.gather({rollout.rows[0].key: (VERSION - rollout.rows[0].versions).astype(np.float32)})
-    expected = whole.turns_S[ages <= limit]
+    [full_sequences] = group_sequences([copied(rollout)])
+    ages = full_sequences.gather({rollout.rows[0].key: (VERSION - rollout.rows[0].versions).astype(np.float32)})
+    expected = full_sequences.turns_S[ages <= limit]
     mask_stale([rollout], VERSION, limit)
     assert group_sequences(rollout.rows)[0].turns_S.tolist() == expected.tolist()

@@ -83,10 +83,10 @@ def test_a_server_scores_from_the_first_sampled_token_to_the_last_over_observati
     client = Positions()
     turns = row([5, 6, 7], [([8, 9], True), ([10, 11], False), ([12], True), ([13], False)])
     second = row([5, 6], [([30], True)], number=1)
-    found = scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(turns, second))  # type: ignore[arg-type]
+    run_config = scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(turns, second))  # type: ignore[arg-type]
     assert client.sent == [([5, 6, 7, 8, 9, 10, 11, 12], 3), ([5, 6, 30], 2)]
-    np.testing.assert_array_equal(found["a"][turns.key], [0, 0, 0, -3, -4, -5, -6, -7, 0])
-    np.testing.assert_array_equal(found["a"][second.key], [0, 0, -2])
+    np.testing.assert_array_equal(run_config["a"][turns.key], [0, 0, 0, -3, -4, -5, -6, -7, 0])
+    np.testing.assert_array_equal(run_config["a"][second.key], [0, 0, -2])
 
 
 def test_rows_without_a_token_to_train_on_are_not_sent() -> None:
@@ -99,19 +99,19 @@ def test_rows_without_a_token_to_train_on_are_not_sent() -> None:
 def test_a_task_names_its_teacher_and_others_have_the_default() -> None:
     changes = [*ALONE, "algo.distillation.teachers.b.url=http://b", "algo.distillation.task_key=data_source"]
     with_default = load_config(None, [*changes, "algo.distillation.default=b"])
-    given = [
+    rollouts = [
         rollout(row([5], [([number], True)], name=f"r{number}"), metadata=metadata)
         for number, metadata in enumerate([{"data_source": "a"}, {"data_source": "zzz"}, {}, {"data_source": ["a"]}])
     ]
     clients = {"a": Positions(), "b": Positions()}
     teachers: Any = {name: Teacher(client=client) for name, client in clients.items()}  # type: ignore[arg-type]
-    found = scored(with_default, teachers, *given)
-    assert {name: sorted(key.rollout_id for key in rows) for name, rows in found.items()} == {
+    actual = scored(with_default, teachers, *rollouts)
+    assert {name: sorted(key.rollout_id for key in rows) for name, rows in actual.items()} == {
         "a": ["r0"],
         "b": ["r1", "r2", "r3"],
     }
     with pytest.raises(RunStopped, match=r"task_key=data_source: task 'p' has 'zzz' there, and the teachers are a, b"):
-        scored(load_config(None, changes), teachers, *given)
+        scored(load_config(None, changes), teachers, *rollouts)
 
 
 def test_a_server_that_fails_ends_the_step_with_its_name() -> None:
@@ -196,19 +196,22 @@ def hinted(sample: Sample) -> list[Message]:
     ],
 )
 def test_only_the_prompt_changes_and_values_come_back_to_the_tokens_that_were_sampled(context: str, text: str) -> None:
-    plain, other, client = prompt_of("q?"), prompt_of(text), Positions()
+    plain, other_prompt, client = prompt_of("q?"), prompt_of(text), Positions()
     rows = [
         row(plain, [([70, 71], True), ([80], False), ([72], True)]),
         row([*plain, 90], [([73], True)], number=1),
     ]
-    given = rollout(*rows, messages=(Message("user", "q?"),), label="c")
+    message = rollout(*rows, messages=(Message("user", "q?"),), label="c")
     teacher = Teacher(client=client, privileged=privileged(context))  # type: ignore[arg-type]
-    found = scored(load_config(None, ALONE), {"a": teacher}, given)["a"]
-    assert client.sent == [([*other, 70, 71, 80, 72], len(other)), ([*other, 90, 73], len(other) + 1)]
+    run_config = scored(load_config(None, ALONE), {"a": teacher}, message)["a"]
+    assert client.sent == [
+        ([*other_prompt, 70, 71, 80, 72], len(other_prompt)),
+        ([*other_prompt, 90, 73], len(other_prompt) + 1),
+    ]
     for one in rows:
         at = np.flatnonzero(one.mask)
-        np.testing.assert_array_equal(found[one.key][at], -(at + len(other) - len(plain)))
-        assert found[one.key].shape == one.mask.shape
+        np.testing.assert_array_equal(run_config[one.key][at], -(at + len(other_prompt) - len(plain)))
+        assert run_config[one.key].shape == one.mask.shape
 
 
 def test_the_page_has_a_function_that_gives_hints(tmp_path: Path) -> None:
@@ -221,17 +224,17 @@ def test_the_page_has_a_function_that_gives_hints(tmp_path: Path) -> None:
 
 def test_a_first_row_without_a_sampled_token_is_the_prompt() -> None:
     client, plain = Positions(), prompt_of("q")
-    given = rollout(row(plain, []), row(plain, [([70], True)], number=1), messages=(Message("user", "q"),), label="x")
+    message = rollout(row(plain, []), row(plain, [([70], True)], number=1), messages=(Message("user", "q"),), label="x")
     teacher = Teacher(client=client, privileged=privileged("{answer}"))  # type: ignore[arg-type]
-    scored(load_config(None, ALONE), {"a": teacher}, given)
+    scored(load_config(None, ALONE), {"a": teacher}, message)
     assert client.sent == [([*prompt_of("x"), 70], len(prompt_of("x")))]
 
 
 def test_a_list_of_answers_gives_its_first_one() -> None:
     client = Positions()
-    given = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label=["x", "y"])
+    message = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label=["x", "y"])
     teacher = Teacher(client=client, privileged=privileged("{answer}"))  # type: ignore[arg-type]
-    scored(load_config(None, ALONE), {"a": teacher}, given)
+    scored(load_config(None, ALONE), {"a": teacher}, message)
     assert client.sent == [([*prompt_of("x"), 70], len(prompt_of("x")))]
 
 
@@ -262,10 +265,10 @@ def test_a_context_that_cannot_be_made_ends_the_run(context: str, changes: dict[
 
 def test_a_row_with_another_beginning_ends_the_run() -> None:
     rewritten = replace(row(prompt_of("summary"), [([70], True)], number=1), fork=ForkReason.CONTEXT)
-    given = rollout(row(prompt_of("q"), [([70], True)]), rewritten, messages=(Message("user", "q"),), label="x")
+    message = rollout(row(prompt_of("q"), [([70], True)]), rewritten, messages=(Message("user", "q"),), label="x")
     teacher = Teacher(client=Positions(), privileged=privileged("{answer}"))  # type: ignore[arg-type]
     with pytest.raises(RunStopped, match=r"row 1 of rollout r \(fork: context\)"):
-        scored(load_config(None, ALONE), {"a": teacher}, given)
+        scored(load_config(None, ALONE), {"a": teacher}, message)
 
 
 def test_a_function_that_does_not_exist_is_refused() -> None:
@@ -276,9 +279,9 @@ def test_a_function_that_does_not_exist_is_refused() -> None:
 # Learning
 
 
-def train(config: Config, learner: LearnerGroup, given: Sequence[Rollout], scores: StepScores) -> dict[str, float]:
+def train(config: Config, learner: LearnerGroup, rollouts: Sequence[Rollout], scores: StepScores) -> dict[str, float]:
     """Take a training step, as `agentrl.train.trainer.Trainer` does, and return the distillation's metrics."""
-    step = training_step(config, given, scores)
+    step = training_step(config, rollouts, scores)
     for optimizer_step in step.optimizer_steps():
         learner.train_step(step.policy_batch(optimizer_step))
     return scores.distillation_metrics(config.algo, step.groups)
@@ -298,25 +301,25 @@ def test_a_student_learns_its_teachers_distribution_through_the_engine(tmp_path:
         teacher, student = InProcessEngine(teacher_folder, TOKENIZER), InProcessEngine(student_folder, TOKENIZER)
         client = ScoringClient("http://a", "teacher 'a'", timeout_s=9, vocabulary_size=24)
         client._http = teacher  # type: ignore[assignment]
-        teachers, found = Teachers(config.algo.distillation, {"a": Teacher(client=client)}), []
+        teachers, result = Teachers(config.algo.distillation, {"a": Teacher(client=client)}), []
         async with teacher.running(), student.running():
             for step in range(16):
                 for bucket in learner.buckets(1 << 30):
                     student.model.load_weights(bucket.tensors())
                 student.scheduler.flush()
-                given = await sample(student, [[5, 6, 7]] * 24, step)
+                reply = await sample(student, [[5, 6, 7]] * 24, step)
                 scores = StepScores(
-                    teachers=await teachers.score(group_rollouts(given), learner, pack_options(config, 0))
+                    teachers=await teachers.score(group_rollouts(reply), learner, pack_options(config, 0))
                 )
-                found.append(train(config, learner, given, scores)["train/teacher_kl"])
-        return found
+                result.append(train(config, learner, reply, scores)["train/teacher_kl"])
+        return result
 
     try:
-        found = asyncio.run(play())
+        result = asyncio.run(play())
     finally:
         learners.close()
-    assert np.mean(found[:3]) > 2
-    assert np.mean(found[-3:]) < 0.35 * np.mean(found[:3]), found
+    assert np.mean(result[:3]) > 2
+    assert np.mean(result[-3:]) < 0.35 * np.mean(result[:3]), result
 
 
 LETTERS = [RENDERER.encode(letter)[0] for letter in "abcd"]
@@ -325,8 +328,8 @@ LETTERS = [RENDERER.encode(letter)[0] for letter in "abcd"]
 def next_token(learner: LearnerGroup, config: Config, prompt: Sequence[int]) -> np.ndarray:
     """The policy's probabilities of all tokens after a prompt."""
     rows = [row(prompt, [([token], True)], name=str(token)) for token in range(VOCABULARY)]
-    found = learner.logprobs(pack(rows, pack_options(config, 0)))
-    return np.exp([found[one.key][-1] for one in rows])
+    logprobs = learner.logprobs(pack(rows, pack_options(config, 0)))
+    return np.exp([logprobs[one.key][-1] for one in rows])
 
 
 @pytest.fixture(scope="module")
@@ -359,8 +362,8 @@ def test_self_distillation_moves_probability_towards_the_privileged_answer(polic
     learners, random, plain = Learners(warm), np.random.default_rng(0), prompt_of("q")
     try:
         learner = learners.open(reference=warm, algo=config.algo, lr=4e-3, max_grad_norm=1.0)
-        now = before = next_token(learner, config, plain)
-        assert before[LETTERS].max() < 0.5
+        now = next_token_before = next_token(learner, config, plain)
+        assert next_token_before[LETTERS].max() < 0.5
         assert next_token(learner, config, prompt_of("q c"))[LETTERS[2]] > 0.8
         for step in range(steps):
             given = []
@@ -373,7 +376,7 @@ def test_self_distillation_moves_probability_towards_the_privileged_answer(polic
             now = next_token(learner, config, plain)
     finally:
         learners.close()
-    assert now[LETTERS[2]] > 0.8, (before[LETTERS], now[LETTERS])
+    assert now[LETTERS[2]] > 0.8, (next_token_before[LETTERS], now[LETTERS])
 
 
 async def sample(engine: InProcessEngine, prompts: Sequence[list[int]], step: int) -> list[Rollout]:

@@ -147,14 +147,14 @@ def test_a_trained_step_whose_weights_no_engine_took_is_saved_with_its_metrics(t
 
 
 def test_an_evaluation_that_was_interrupted_is_made_up_for_once(tmp_path: Path) -> None:
-    given = config("train.save_every=0", "train.eval_first=false", "train.eval_every=0")
-    run = trainer(tmp_path, given, FakeLearner(), interrupted=True)
+    run_config = config("train.save_every=0", "train.eval_first=false", "train.eval_every=0")
+    run = trainer(tmp_path, run_config, FakeLearner(), interrupted=True)
     with pytest.raises(RunStopped):
         asyncio.run(run.run())
     state = saved_state(tmp_path)
     assert (state["step"], state["evaluated"]) == (3, -1)
     for _ in range(2):
-        again = resumed(tmp_path, given)
+        again = resumed(tmp_path, run_config)
         asyncio.run(again.run())
         assert saved_state(tmp_path)["evaluated"] == 3
         assert again.step == 3
@@ -185,11 +185,11 @@ def test_a_step_that_trains_nothing_is_explained_once(
     out = io.StringIO()
     run = trainer(tmp_path, config(*overrides), FakeLearner(), rollouts=rollouts, console=Console(file=out, width=400))
     asyncio.run(run.run())
-    said = [line.split(" ", 2)[2] for line in out.getvalue().splitlines() if re.match(r"[\d-]{10} [\d:]{8} ", line)]
-    [warning] = [line for line in said if line.startswith("warning: step 1: nothing was trained")]
+    output = [line.split(" ", 2)[2] for line in out.getvalue().splitlines() if re.match(r"[\d-]{10} [\d:]{8} ", line)]
+    [warning] = [line for line in output if line.startswith("warning: step 1: nothing was trained")]
     for word in words:
         assert word in warning
-    lines = [line for line in said if line.startswith("step ")]
+    lines = [line for line in output if line.startswith("step ")]
     assert len(lines) == 2
     assert f"dropped {4 if rewards is None else 0}" in lines[0]
 
@@ -219,24 +219,24 @@ def test_weights_that_a_trained_step_did_not_change_are_explained_once(
 
 
 def test_a_resumed_run_has_the_baselines_of_its_checkpoint(tmp_path: Path) -> None:
-    given = config("algo.advantage.name=rae", "train.save_every=1")
-    whole = trainer(tmp_path / "whole", given, FakeLearner())
-    asyncio.run(whole.run())
+    run_config = config("algo.advantage.name=rae", "train.save_every=1")
+    full_trainer = trainer(tmp_path / "whole", run_config, FakeLearner())
+    asyncio.run(full_trainer.run())
     assert [row["self_play/baseline"] for row in steps(tmp_path / "whole")]
-    cut = trainer(tmp_path / "cut", given, FakeLearner(), refuse=2)
+    cut = trainer(tmp_path / "cut", run_config, FakeLearner(), refuse=2)
     with pytest.raises(EngineError):
         asyncio.run(cut.run())
     assert cut.steps.estimators.state()
-    assert cut.steps.estimators.state() != whole.steps.estimators.state()
-    again = resumed(tmp_path / "cut", given)
+    assert cut.steps.estimators.state() != full_trainer.steps.estimators.state()
+    again = resumed(tmp_path / "cut", run_config)
     assert again.steps.estimators.state() == cut.steps.estimators.state()
     asyncio.run(again.run())
-    assert again.steps.estimators.state() == whole.steps.estimators.state()
+    assert again.steps.estimators.state() == full_trainer.steps.estimators.state()
 
 
 def test_the_checkpoint_with_the_best_rating_is_kept(tmp_path: Path) -> None:
-    given = config("train.keep_best=rating", "train.eval_every=1", "train.eval_first=false", "train.save_every=1")
-    run = trainer(tmp_path, given, FakeLearner(), ratings=[5.0, 7.0, 6.0])
+    run_config = config("train.keep_best=rating", "train.eval_every=1", "train.eval_first=false", "train.save_every=1")
+    run = trainer(tmp_path, run_config, FakeLearner(), ratings=[5.0, 7.0, 6.0])
     run.checkpoints.keep = 1
     asyncio.run(run.run())
     assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [
@@ -262,9 +262,11 @@ class Teaching:
 
 def test_a_teachers_term_is_trained_on_and_logged_until_it_fails(tmp_path: Path) -> None:
     """A step whose teacher fails is not trained on, with the term or without it; the steps before are saved."""
-    given = config("algo.distillation.teachers.a.url=http://a", "algo.distillation.reward_coef=0", "train.save_every=0")
+    run_config = config(
+        "algo.distillation.teachers.a.url=http://a", "algo.distillation.reward_coef=0", "train.save_every=0"
+    )
     learner = FakeLearner()
-    run = trainer(tmp_path, given, learner)
+    run = trainer(tmp_path, run_config, learner)
     run.steps.teachers = Teaching(fail_at=3)  # type: ignore[assignment]
     with pytest.raises(EngineError, match="teacher 'a'"):
         asyncio.run(run.run())

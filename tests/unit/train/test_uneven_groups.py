@@ -97,8 +97,8 @@ def test_what_other_groups_hold_or_lose_changes_nothing(groups, watched, random)
     together = advantages(PLAIN, rollouts)
     alone = advantages(PLAIN, [one for one in rollouts if one.prompt_id == str(watched)])
     assert alone == {name: value for name, value in together.items() if name.startswith(f"{watched}/")}
-    kept = [reward for reward, dropped in groups[watched] if not dropped]
-    if len(set(kept)) < 2:
+    kept_rewards = [reward for reward, dropped in groups[watched] if not dropped]
+    if len(set(kept_rewards)) < 2:
         assert set(alone.values()) <= {0.0}
     else:
         assert sum(alone.values()) == pytest.approx(0, abs=1e-5)

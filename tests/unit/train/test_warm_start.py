@@ -73,10 +73,10 @@ def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_pa
     assert load_tokenizer(model).chat_template
     trained = load_model(model).state_dict()
     assert any((trained[name] != weight).any() for name, weight in load_model(WARM).state_dict().items())
-    said = console.export_text()
-    assert "2 steps of 2 demonstrations" in said
-    assert "step 2/2  loss" in said, "its progress is shown"
-    assert "Loading weights" not in said, "and no bars of other libraries"
+    export_text = console.export_text()
+    assert "2 steps of 2 demonstrations" in export_text
+    assert "step 2/2  loss" in export_text, "its progress is shown"
+    assert "Loading weights" not in export_text, "and no bars of other libraries"
     stamp = (model / "model.safetensors").stat().st_mtime_ns
     assert asyncio.run(warmed(config, tmp_path, console)) == model
     assert "made before" in console.export_text()
@@ -90,12 +90,12 @@ def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_pa
 
 @pytest.mark.timeout(120)
 def test_an_interrupted_one_leaves_no_policy_and_no_process(config: Config, tmp_path: Path) -> None:
-    others = set(psutil.Process().children(recursive=True))
+    other_processes = set(psutil.Process().children(recursive=True))
     endless = changed(config, sft={"steps": 1_000_000})
     with pytest.raises(RunStopped):
         asyncio.run(warmed(endless, tmp_path, Console(quiet=True), interrupt_after=1.0))
     assert not (tmp_path / "warm_start" / "finished").exists()
-    assert set(psutil.Process().children(recursive=True)) <= others
+    assert set(psutil.Process().children(recursive=True)) <= other_processes
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_engines_get_the_adapters_as_peft_describes_them(dtype: str | None) -> N
         assert engine.now == 3
         assert engine.found.ranks == 2
         assert len(engine.found.tensors) == 6
-        wanted = {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "gate_proj", "up_proj"]}
-        assert engine.found.config.items() >= wanted.items()
+        expected = {"r": 2, "lora_alpha": 8, "target_modules": ["down_proj", "gate_proj", "up_proj"]}
+        assert engine.found.config.items() >= expected.items()
         for name, tensor in engine.found.tensors:
             assert tensor.dtype is getattr(torch, dtype or "float32")
             assert engine.found.checksums[name] == hashlib.sha256(raw_bytes(tensor)).hexdigest()
@@ -121,8 +121,8 @@ def test_part_of_the_layers_that_sglang_joins_is_refused(tmp_path: Path) -> None
 def test_started_engines_have_room_for_the_adapters(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     sampler = SamplerConfig(sglang={"max-lora-rank": 64, "tp_size": 2})
-    found = with_adapters(sampler, LoraConfig(rank=8, target=["*.self_attn.*"]), folder).sglang
-    assert found == {
+    sglang = with_adapters(sampler, LoraConfig(rank=8, target=["*.self_attn.*"]), folder).sglang
+    assert sglang == {
         "max-lora-rank": 64,
         "tp_size": 2,
         "enable_lora": True,

@@ -73,12 +73,12 @@ def test_what_was_sent_has_another_fingerprint_if_one_weight_changes(tmp_path, t
     learner, weight = BucketLearner(), torch.tensor([1.0, 2.0])
 
     async def play() -> list[SyncedWeights]:
-        sync, found = make_transport(transport, TransportOptions(bucket_bytes=99, folder=tmp_path)), []
+        sync, actual = make_transport(transport, TransportOptions(bucket_bytes=99, folder=tmp_path)), []
         for values in ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0001]):
             weight.copy_(torch.tensor(values))
-            found.append(await sync.sync_weights(learner, [FakeEngine()], 7))
+            actual.append(await sync.sync_weights(learner, [FakeEngine()], 7))
         await sync.aclose()
-        return found
+        return actual
 
     learner._source.tensors["w1"] = weight
     first, same, other = asyncio.run(play())
@@ -361,23 +361,23 @@ def test_checksums_know_how_engines_keep_weights():
     sums.add(sent[:3])
     sums.add(sent[3:])
     named = dict(sent)
-    whole = {
+    full_cat_by_name = {
         kind: torch.cat([named[f"m.layers.0.attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
     }
-    held = {
+    values = {
         "m.embed_tokens.weight": torch.cat([sent[0][1], torch.zeros(54, 4)]),
-        "m.layers.0.attn.qkv_proj.weight": whole["weight"],
-        "m.layers.0.attn.qkv_proj.bias": whole["bias"],
+        "m.layers.0.attn.qkv_proj.weight": full_cat_by_name["weight"],
+        "m.layers.0.attn.qkv_proj.bias": full_cat_by_name["bias"],
         "m.layers.0.attn.o_proj.weight": sent[-1][1],
     }
     for dtype in (torch.float32, torch.bfloat16):
-        found = {name: tensor_checksum(tensor.to(dtype)) for name, tensor in held.items()}
-        assert sums.difference(found) is None
-        wrong = found | {"m.layers.0.attn.qkv_proj.bias": found["m.layers.0.attn.o_proj.weight"]}
+        actual = {name: tensor_checksum(tensor.to(dtype)) for name, tensor in values.items()}
+        assert sums.difference(actual) is None
+        wrong = actual | {"m.layers.0.attn.qkv_proj.bias": actual["m.layers.0.attn.o_proj.weight"]}
         assert sums.difference(wrong) == "1 of 4 weights differ: m.layers.0.attn.qkv_proj.bias"
-        assert sums.difference(found | {"x": "0"}) == "1 of 5 weights were never sent: x"
-        del found["m.layers.0.attn.o_proj.weight"]
-        assert sums.difference(found) == "1 of 3 weights are not there: m.layers.0.attn.o_proj.weight"
+        assert sums.difference(actual | {"x": "0"}) == "1 of 5 weights were never sent: x"
+        del actual["m.layers.0.attn.o_proj.weight"]
+        assert sums.difference(actual) == "1 of 3 weights are not there: m.layers.0.attn.o_proj.weight"
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def make_parts(shares: int) -> list[GlobalBatch]:
     """Return the batch of an optimizer step in two parts, a rollout each."""
     rows, found = batch_rows(), []
     for name, more in (("r0", {"completes": False}), ("r1", {"gradient_scale": 1 / count_units(rows, "token_mean")})):
-        part = [row for row in rows if row.key.rollout_id == name]
+        result = [row for row in rows if row.key.rollout_id == name]
         options: dict[str, Any] = {
             "data_parallel_size": shares,
             "tokens_per_micro": 64,
@@ -120,7 +120,7 @@ def make_parts(shares: int) -> list[GlobalBatch]:
             "units": 1,
             **more,
         }
-        found.append(pack_rows(part, {"r0": -1.5, "r1": 0.7}, **options))
+        found.append(pack_rows(result, {"r0": -1.5, "r1": 0.7}, **options))
     return found
 
 

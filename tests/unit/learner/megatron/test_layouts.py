@@ -76,15 +76,15 @@ def model_of(layout: str) -> str:
 
 @pytest.mark.parametrize(("function", "layout"), LAYOUTS, ids=[name for _, name in LAYOUTS])
 def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: str, layout: str) -> None:
-    has, wanted = found[function][layout], expected(model_of(layout))
-    assert has.metrics.keys() == wanted.metrics.keys() - ({"parts"} if "overlapped" in layout else set())
-    for step, metrics in ((step, wanted.metrics[step]) for step in has.metrics):
+    has, expected_value = found[function][layout], expected(model_of(layout))
+    assert has.metrics.keys() == expected_value.metrics.keys() - ({"parts"} if "overlapped" in layout else set())
+    for step, metrics in ((step, expected_value.metrics[step]) for step in has.metrics):
         assert metrics["train/grad_norm"] > 1e-3
         assert has.metrics[step].keys() == metrics.keys()
         for key, value in metrics.items():
             assert has.metrics[step][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (step, key)
     for kind in ("logprobs", "values"):
-        rows = getattr(wanted, kind)
+        rows = getattr(expected_value, kind)
         assert getattr(has, kind).keys() == rows.keys()
         for key, row in rows.items():
             np.testing.assert_allclose(getattr(has, kind)[key], row, atol=1e-4)
@@ -95,10 +95,10 @@ def test_a_checkpoint_of_a_sleeping_learner_goes_on_in_other_layouts(
     found, folder: Path, kind: str, labels: dict[str, str] | None
 ) -> None:
     metrics = found["resumed"]
-    wanted = metrics.pop("TP2, SP")[kind]
+    expected_value = metrics.pop("TP2, SP")[kind]
     for name, has in metrics.items():
-        assert has[kind].keys() == wanted.keys()
-        for key, value in wanted.items():
+        assert has[kind].keys() == expected_value.keys()
+        for key, value in expected_value.items():
             assert has[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
     model = folder / f"checkpoint of {kind}" / "model"
     begun_from = folder / "experts" if kind == "grpo" else critic_of(folder / "qwen3")

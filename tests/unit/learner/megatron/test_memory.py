@@ -53,32 +53,50 @@ def estimate(
 
 def test_one_rank_has_everything() -> None:
     numbers = 4 * LAYER + EMBEDDING + HEAD + 8
-    found = estimate()
-    assert (found.weights, found.gradients, found.optimizer) == (2 * numbers, 4 * numbers, 12 * numbers)
-    assert found.logits == 2 * 4 * 16 * 32
-    found = estimate(bfloat16=False)
-    assert (found.weights, found.gradients, found.optimizer) == (4 * numbers, 4 * numbers, 8 * numbers)
+    actual_estimate = estimate()
+    assert (actual_estimate.weights, actual_estimate.gradients, actual_estimate.optimizer) == (
+        2 * numbers,
+        4 * numbers,
+        12 * numbers,
+    )
+    assert actual_estimate.logits == 2 * 4 * 16 * 32
+    actual_estimate = estimate(bfloat16=False)
+    assert (actual_estimate.weights, actual_estimate.gradients, actual_estimate.optimizer) == (
+        4 * numbers,
+        4 * numbers,
+        8 * numbers,
+    )
 
 
 def test_tensor_parallelism_divides_all_but_norms() -> None:
     numbers = 4 * ((LAYER - NORMS) // 2 + NORMS) + (EMBEDDING + HEAD) // 2 + 8
-    found = estimate(2, **TENSOR)
-    assert (found.weights, found.gradients, found.optimizer) == (2 * numbers, 4 * numbers, 12 * numbers)
-    assert found.logits == 2 * 4 * 16 * 16
+    actual_estimate = estimate(2, **TENSOR)
+    assert (actual_estimate.weights, actual_estimate.gradients, actual_estimate.optimizer) == (
+        2 * numbers,
+        4 * numbers,
+        12 * numbers,
+    )
+    assert actual_estimate.logits == 2 * 4 * 16 * 16
 
 
 def test_pipeline_parallelism_divides_layers() -> None:
-    found = estimate(2, tokens=1, pipeline_model_parallel_size=2, recompute_granularity="full")
-    assert found.weights == 2 * (2 * LAYER + HEAD + 8), "the last stage, with the head and few activations"
-    found = estimate(2, tokens=1000, pipeline_model_parallel_size=2)
-    assert found.weights == 2 * (2 * LAYER + EMBEDDING), "the first stage, with the activations of two micro-batches"
+    actual_estimate = estimate(2, tokens=1, pipeline_model_parallel_size=2, recompute_granularity="full")
+    assert actual_estimate.weights == 2 * (2 * LAYER + HEAD + 8), "the last stage, with the head and few activations"
+    actual_estimate = estimate(2, tokens=1000, pipeline_model_parallel_size=2)
+    assert actual_estimate.weights == 2 * (2 * LAYER + EMBEDDING), (
+        "the first stage, with the activations of two micro-batches"
+    )
 
 
 def test_the_distributed_optimizer_divides_masters_and_moments() -> None:
     numbers = 4 * LAYER + EMBEDDING + HEAD + 8
     for options in ({}, {"context_parallel_size": 2}):
-        found = estimate(4, **options)
-        assert (found.weights, found.gradients, found.optimizer) == (2 * numbers, 4 * numbers, 3 * numbers)
+        actual_estimate = estimate(4, **options)
+        assert (actual_estimate.weights, actual_estimate.gradients, actual_estimate.optimizer) == (
+            2 * numbers,
+            4 * numbers,
+            3 * numbers,
+        )
     assert estimate(4, use_distributed_optimizer=False).optimizer == 12 * numbers
 
 
@@ -86,9 +104,11 @@ def test_expert_parallelism_divides_experts() -> None:
     experts = 2 * 8 * 3 * 8 * 4
     dense = 2 * (QKV + OUT + NORMS + 2 * 4 + 8 * 8) + EMBEDDING + HEAD + 8
     assert estimate(2, hf=MOE).weights == 2 * (dense + experts)
-    found = estimate(4, hf=MOE, expert_model_parallel_size=2)
-    assert found.weights == 2 * (dense + experts // 2)
-    assert found.optimizer == 12 * (dense // 4 + experts // 2 // 2), "experts have two replicas, the rest four"
+    actual_estimate = estimate(4, hf=MOE, expert_model_parallel_size=2)
+    assert actual_estimate.weights == 2 * (dense + experts // 2)
+    assert actual_estimate.optimizer == 12 * (dense // 4 + experts // 2 // 2), (
+        "experts have two replicas, the rest four"
+    )
 
 
 def test_activations_by_hand() -> None:
@@ -109,17 +129,17 @@ def test_activations_by_hand() -> None:
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B", "zai-org/GLM-Z1-9B-0414"])
 def test_one_rank_has_as_many_weights_as_transformers(name: str) -> None:
     family, hf = read_family(find_architecture(name), "model.path")
-    found = megatron_memory(family, hf, {}, MegatronWork(1, 64, 64))
-    assert found.weights == 2 * sum(weight.numel() for weight in meta_model(find_architecture(name)).parameters())
+    actual = megatron_memory(family, hf, {}, MegatronWork(1, 64, 64))
+    assert actual.weights == 2 * sum(weight.numel() for weight in meta_model(find_architecture(name)).parameters())
 
 
 @pytest.mark.parametrize("name", ["zai-org/GLM-4.5", "deepseek-ai/DeepSeek-V3"])
 def test_routers_have_a_bias_that_transformers_does_not_count(name: str) -> None:
     family, hf = read_family(find_architecture(name), "model.path")
-    found = megatron_memory(family, hf, {}, MegatronWork(1, 64, 64))
+    actual = megatron_memory(family, hf, {}, MegatronWork(1, 64, 64))
     biases = (hf.num_hidden_layers - hf.first_k_dense_replace) * hf.n_routed_experts
     numbers = sum(weight.numel() for weight in meta_model(find_architecture(name)).parameters())
-    assert found.weights == 2 * (numbers + biases)
+    assert actual.weights == 2 * (numbers + biases)
 
 
 def test_more_ranks_never_need_more_memory_a_rank() -> None:

@@ -18,9 +18,9 @@ def texts(ids):
 
 
 def part(page, name):
-    found = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', page.html.decode(), re.DOTALL)
-    assert found
-    return found[1]
+    match = re.search(rf'<script type="[^"]*" id="{name}">(.*?)</script>', page.html.decode(), re.DOTALL)
+    assert match
+    return match[1]
 
 
 @pytest.fixture

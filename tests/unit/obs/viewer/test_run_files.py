@@ -46,8 +46,8 @@ def test_rollouts_come_with_steps_and_advantages(run):
     ],
 )
 def test_filters(run, filters, expected):
-    found, chosen = shown(run, filters)
-    assert len(found) == expected
+    actual, chosen = shown(run, filters)
+    assert len(actual) == expected
     assert chosen.notes == (f"Only {', '.join(filters.words())}.",)
 
 
@@ -60,18 +60,18 @@ def test_nan_rewards_fit_no_bound(make_rollout, pieces):
 
 @pytest.mark.parametrize("most", [1, 2, 7, 12, 20, 35])
 def test_sampling_keeps_whole_groups_and_reports_what_is_left_out(run, most):
-    found, chosen = shown(run, Filters(), most)
-    assert 0 < len(found) <= max(2, most)
-    groups = {(step, number.split("-")[0], int(number.split("-")[1]) // 2) for step, number in found}
-    assert len(found) == 2 * len(groups)
-    assert len(found) > most - 3
-    assert f"{len(found)} of 36 rollouts" in chosen.notes[0]
-    assert f"{36 - len(found)} are left out" in chosen.notes[0]
+    actual, chosen = shown(run, Filters(), most)
+    assert 0 < len(actual) <= max(2, most)
+    groups = {(step, number.split("-")[0], int(number.split("-")[1]) // 2) for step, number in actual}
+    assert len(actual) == 2 * len(groups)
+    assert len(actual) > most - 3
+    assert f"{len(actual)} of 36 rollouts" in chosen.notes[0]
+    assert f"{36 - len(actual)} are left out" in chosen.notes[0]
 
 
 def test_sampling_spreads_over_the_steps(run):
-    found, _ = shown(run, Filters(), 12)
-    assert len({step for step, _ in found}) >= 5
+    actual, _ = shown(run, Filters(), 12)
+    assert len({step for step, _ in actual}) >= 5
 
 
 def test_no_note_if_nothing_is_left_out(run):
@@ -121,7 +121,7 @@ def test_a_long_run_is_thinned_before_it_is_read(tmp_path, make_rollout, pieces)
             return super().read(step, filters)
 
     run = open_run(tmp_path)
-    found, _ = shown(Watched(run.folder, run.rollouts, run.steps), Filters(), 5)
-    assert len(found) == 5
+    actual, _ = shown(Watched(run.folder, run.rollouts, run.steps), Filters(), 5)
+    assert len(actual) == 5
     assert len(read) <= 25
-    assert np.diff([step for step, _ in found]).max() <= 40
+    assert np.diff([step for step, _ in actual]).max() <= 40
