@@ -79,8 +79,8 @@ class OwnDaemon:
         ]
         (self.folder / "none.json").write_text("{}")
         # Those that were killed leave their ids there, which a new one believes as long as they are not even reaped.
-        for left in ("docker.pid", "exec/containerd/containerd.pid"):
-            (self.folder / left).unlink(missing_ok=True)
+        for pid_file in ("docker.pid", "exec/containerd/containerd.pid"):
+            (self.folder / pid_file).unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + STARTS_WITHIN_S
@@ -92,8 +92,10 @@ class OwnDaemon:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if "level=fatal" in line or "level=error" in line or "failed to start" in line]
-        return (told or lines or ["it printed nothing"])[-1]
+        fault_lines = [
+            line for line in lines if "level=fatal" in line or "level=error" in line or "failed to start" in line
+        ]
+        return (fault_lines or lines or ["it printed nothing"])[-1]
 
     def kill(self) -> None:
         """SIGKILL the daemon; containerd dies with it, its containers stay."""
@@ -257,7 +259,7 @@ def _debootstrap(tar: Path) -> None:
             raise NoDocker(f"debootstrap ended with {made.returncode}: {lines[-1]}")
         for spare in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/locale", "usr/share/man"):
             shutil.rmtree(root / spare, ignore_errors=True)
-        part = Path(folder) / "image.tar"
+        archive = Path(folder) / "image.tar"
         subprocess.run(
             [
                 "tar",
@@ -267,12 +269,12 @@ def _debootstrap(tar: Path) -> None:
                 "-C",
                 str(root),
                 "-cf",
-                str(part),
+                str(archive),
                 ".",
             ],
             check=True,
         )
-        part.rename(tar)
+        archive.rename(tar)
 
 
 def main() -> None:

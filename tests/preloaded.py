@@ -215,10 +215,10 @@ def _send(address: str, request: Request) -> socket.socket:
 def _line(connection: socket.socket) -> Any:
     line = b""
     while not line.endswith(b"\n"):
-        part = connection.recv(1)
-        if not part:
+        byte = connection.recv(1)
+        if not byte:
             raise RuntimeError("the preloaded process has ended")
-        line += part
+        line += byte
     return json.loads(line)
 
 
@@ -306,9 +306,9 @@ def _receive(client: socket.socket) -> Request:
     return Request(**fields | {"files": dict(zip(map(int, fields["files"]), files, strict=True))})
 
 
-def _tell(client: socket.socket, told: Mapping[str, Any]) -> None:
+def _tell(client: socket.socket, message: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):  # whoever asked for it is gone
-        client.sendall(json.dumps(told).encode() + b"\n")
+        client.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _end(pids: Sequence[int]) -> None:

@@ -16,16 +16,18 @@ PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 
 def table(first: str) -> dict[str, str]:
     """The rows of the table whose first heading is this: the name in the first cell, and the rest."""
-    _, head, rest = PAGE.partition(f"\n| {first} |")
+    _, head, page_end = PAGE.partition(f"\n| {first} |")
     assert head, first
-    return dict(re.findall(r"^\| `([\w/]+)`[^|]*\|(.*)\|$", rest.partition("\n\n")[0], re.MULTILINE))
+    return dict(re.findall(r"^\| `([\w/]+)`[^|]*\|(.*)\|$", page_end.partition("\n\n")[0], re.MULTILINE))
 
 
-@pytest.mark.parametrize(("key", "known"), [("algo.advantage.name", ESTIMATORS), ("algo.loss.name", POLICY_LOSSES)])
-def test_every_variant_has_a_formula_and_its_options(key: str, known: dict[str, type[Algorithm]]) -> None:
+@pytest.mark.parametrize(
+    ("key", "known_options"), [("algo.advantage.name", ESTIMATORS), ("algo.loss.name", POLICY_LOSSES)]
+)
+def test_every_variant_has_a_formula_and_its_options(key: str, known_options: dict[str, type[Algorithm]]) -> None:
     rows = table(f"`{key}`")
-    assert set(rows) == set(known)
-    for name, algorithm in known.items():
+    assert set(rows) == set(known_options)
+    for name, algorithm in known_options.items():
         options = algorithm.Options
         cell = rows[name].rpartition("|")[2]
         if name != "gspo_token":

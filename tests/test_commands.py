@@ -66,8 +66,8 @@ class Command:
 
 def blocks(page: Path) -> list[str]:
     """Return the blocks of a page that are lines of a shell: those without a language."""
-    actual_text = re.findall(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [text for language, text in actual_text if language in ("", "bash")]
+    blocks = re.findall(r"^ *```(\S*)\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in blocks if language in ("", "bash")]
 
 
 def commands(page: Path) -> Iterator[Command]:

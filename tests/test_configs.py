@@ -68,10 +68,10 @@ def test_the_page_lists_every_recipe() -> None:
     page = (ROOT / "docs" / "presets.md").read_text()
     rows = re.findall(r"^\| `algo/(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", page, re.MULTILINE)
     assert sorted(row[0] for row in rows) == [path.stem for path in RECIPES]
-    for name, *said in rows:
+    for name, *cells in rows:
         config = load_config(find_config(f"algo/{name}"))
         algo, batch = config.algo, config.batch
-        assert said == [algo.advantage.name, algo.loss.name, batch.aggregation, batch.denominator], name
+        assert cells == [algo.advantage.name, algo.loss.name, batch.aggregation, batch.denominator], name
 
 
 def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:

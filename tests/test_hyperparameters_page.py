@@ -36,7 +36,11 @@ def test_named_defaults_are_those_of_the_configuration() -> None:
 def test_the_table_of_learning_rates_is_that_of_auto() -> None:
     rows = re.findall(r"^\| (\d+) million \| (\S+) \| (\S+) \| (\d+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 3
-    for size, policy, other, warmup in rows:
+    for size, policy, critic_rate, warmup in rows:
         rates = usual_rates(int(size) * 1_000_000)
-        assert (rates.policy, rates.critic_or_sft, rates.warmup_steps) == (float(policy), float(other), int(warmup))
+        assert (rates.policy, rates.critic_or_sft, rates.warmup_steps) == (
+            float(policy),
+            float(critic_rate),
+            int(warmup),
+        )
         assert rates.size == int(size) * 1_000_000

@@ -34,8 +34,8 @@ def test_every_message_is_one_of_the_code(page: str, least: int) -> None:
     assert len(messages) >= least
     everything = said()
     for message in messages:
-        for part in filter(None, (part.strip(" ,") for part in message.split("…"))):
-            assert part in everything, f"no message of agentrl says {part!r}"
+        for phrase in filter(None, (phrase.strip(" ,") for phrase in message.split("…"))):
+            assert phrase in everything, f"no message of agentrl says {phrase!r}"
 
 
 def test_every_extra_is_listed() -> None:
@@ -46,9 +46,9 @@ def test_every_extra_is_listed() -> None:
 
 def test_the_image_gets_all_that_the_package_is_made_of() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {"agentrl", "pyproject.toml", "LICENSE", project["project"]["readme"]}
-    needed |= set(project["tool"]["setuptools"]["packages"]["find"]["where"]) - {"."}
+    needed_files = {"agentrl", "pyproject.toml", "LICENSE", project["project"]["readme"]}
+    needed_files |= set(project["tool"]["setuptools"]["packages"]["find"]["where"]) - {"."}
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {line[1:] for line in lines if line.startswith("!")} == needed
+    assert {line[1:] for line in lines if line.startswith("!")} == needed_files
     for version in re.findall(r"ARG SGLANG_VERSION=(\S+)", (ROOT / "Dockerfile").read_text()):
         assert f"sglang=={version}" in PAGE

@@ -54,22 +54,24 @@ def test_no_class_has_too_many_public_methods(graph: Graph) -> None:
 
 
 def test_only_the_cluster_imports_ray(graph: Graph) -> None:
-    users = {graph.top_level(one.importer) for one in graph.external() if one.imported.split(".")[0] == "ray"}
+    users = {
+        graph.top_level(imported.importer) for imported in graph.external() if imported.imported.split(".")[0] == "ray"
+    }
     assert users == {"cluster"}
 
 
 def test_light_packages_import_nothing_heavy(graph: Graph) -> None:
     heavy = [
-        (one.importer, one.imported)
-        for one in graph.external([Kind.RUNTIME, Kind.LAZY])
-        if graph.top_level(one.importer) in LIGHT_PACKAGES and one.imported.split(".")[0] in HEAVY
+        (imported.importer, imported.imported)
+        for imported in graph.external([Kind.RUNTIME, Kind.LAZY])
+        if graph.top_level(imported.importer) in LIGHT_PACKAGES and imported.imported.split(".")[0] in HEAVY
     ]
     assert heavy == []
 
 
 def test_agentrl_imports_no_plugins(graph: Graph) -> None:
     plugins = set(PLUGINS.values())
-    assert [one for one in graph.external() if one.imported.split(".")[0] in plugins] == []
+    assert [imported for imported in graph.external() if imported.imported.split(".")[0] in plugins] == []
 
 
 @pytest.mark.parametrize("folder", PLUGINS)
@@ -77,9 +79,9 @@ def test_plugins_import_only_the_contracts(folder: str) -> None:
     plugins = read_graph(REPOSITORY / folder)
     assert plugins.modules
     actual = [
-        (one.importer, one.imported)
-        for one in plugins.external()
-        if one.imported.startswith("agentrl.") and one.imported.split(".")[1] not in CONTRACTS
+        (imported.importer, imported.imported)
+        for imported in plugins.external()
+        if imported.imported.startswith("agentrl.") and imported.imported.split(".")[1] not in CONTRACTS
     ]
     assert actual == []
 

@@ -71,19 +71,19 @@ def test_the_layout_fits_the_gpus_that_are_named(name: str) -> None:
         assert tree["sampler"]["engines"] * tree["sampler"]["sglang"]["tp_size"] == used
         assert option.engines.engines == tree["sampler"]["engines"]
     assert option.settings is not None
-    kept = {"backend", "ranks", "recompute", "reshard_after_forward", "megatron"}
+    kept_keys = {"backend", "ranks", "recompute", "reshard_after_forward", "megatron"}
     proposed = {key: value for key, value in option.settings["learner"].items() if value != {}}
-    assert proposed == {key: value for key, value in tree["learner"].items() if key in kept}, (
+    assert proposed == {key: value for key, value in tree["learner"].items() if key in kept_keys}, (
         "the recipe sets all of it"
     )
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_one_architecture_has_one_layout(name: str) -> None:
-    one, other = (read_yaml(RECIPES[each]) for each in (name, SAME[name]))
-    for tree in (one, other):
+    recipe, same_recipe = (read_yaml(RECIPES[each]) for each in (name, SAME[name]))
+    for tree in (recipe, same_recipe):
         del tree["model"], tree["render"]
-    assert one == other
+    assert recipe == same_recipe
     assert gpus(name) == gpus(SAME[name])
 
 

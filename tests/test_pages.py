@@ -90,10 +90,12 @@ def is_key(names: list[str], section: object) -> bool:
 def test_names_in_the_specification_exist() -> None:
     folders = ("agentrl", "envs", "tools", "tasks")
     code = "\n".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    known = set(re.findall(r"\w+", code + (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text()))
+    known_words = set(
+        re.findall(r"\w+", code + (ROOT / "Makefile").read_text() + (ROOT / "pyproject.toml").read_text())
+    )
     text = re.sub(r"```.*?```", "", (ROOT / "docs" / "design.md").read_text(), flags=re.DOTALL)
     named = {word for span in re.findall(r"`([^`]+)`", text) for word in re.findall(r"[A-Za-z_]\w{2,}", span)}
-    assert named - known == set()
+    assert named - known_words == set()
 
 
 def test_examples_of_guides_run(tmp_path: Path) -> None:
@@ -110,9 +112,9 @@ def test_examples_of_guides_run(tmp_path: Path) -> None:
 
 def test_refusals_of_data_files_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
-    assert len(text) > 5
-    for row, message in text:
+    rows = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    for row, message in rows:
         Path("train.jsonl").write_text(row)
         with pytest.raises(ConfigError) as refused:
             read_tasks(Path("train.jsonl"), DataConfig())

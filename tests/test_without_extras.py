@@ -144,9 +144,9 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
 
 def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, str]]) -> None:
     assert played["help"][0] == 0
-    status, said = played["search_r1"]
-    assert status == 0, said
-    assert "needs the package" not in said
+    status, output = played["search_r1"]
+    assert status == 0, output
+    assert "needs the package" not in output
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, s
 def test_what_needs_an_extra_names_it_before_anything_starts(
     played: dict[str, tuple[int, str]], name: str, message: str
 ) -> None:
-    status, said = played[name]
-    assert status == 2, said
-    assert message in said
-    assert "Traceback" not in said
+    status, output = played[name]
+    assert status == 2, output
+    assert message in output
+    assert "Traceback" not in output
 
 
 def name_of(requirement: str) -> str:

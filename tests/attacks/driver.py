@@ -84,7 +84,7 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
     """Attack a sandbox, and look for success."""
     world.reset()
     began = time.monotonic()
-    outcome, evidence, said = None, [], ""
+    outcome, evidence, output = None, [], ""
     async with contextlib.AsyncExitStack() as exits:
         try:
             await _neighbour(attack, world, opener, exits)
@@ -98,13 +98,13 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
                 )
             )
             evidence.append(_pwned(outcome.stdout))
-            said = (outcome.detail + " " + outcome.stdout[-200:] + outcome.stderr[-400:]).strip()
+            output = (outcome.detail + " " + outcome.stdout[-200:] + outcome.stderr[-400:]).strip()
             evidence += await _serve(attack, world, sandbox)
             await _pause(attack, sandbox, control=control)
             if attack.then:
                 fresh = attack.then_fresh
-                place = await exits.enter_async_context(await opener.open("fresh")) if fresh else sandbox
-                state_after = await place.run(Job("then", code=attack.then, stateful=attack.then_stateful, wall_s=5.0))
+                target = await exits.enter_async_context(await opener.open("fresh")) if fresh else sandbox
+                state_after = await target.run(Job("then", code=attack.then, stateful=attack.then_stateful, wall_s=5.0))
                 evidence.append(_pwned(state_after.stdout))
             evidence.append(await _proof(sandbox))
         except (SandboxFailure, LookupError, ValueError) as error:  # of a forged reply, where it can be
@@ -116,7 +116,7 @@ async def attempt(attack: Attack, world: World, sandbox: Sandbox, opener: Sandbo
     if answer != "42":
         evidence.append("the next call fails")
     success = "; ".join(filter(None, evidence))
-    return Result(attack.name, control, success, status, said, seconds, answer, peak_mib=_peak_mib(sandbox))
+    return Result(attack.name, control, success, status, output, seconds, answer, peak_mib=_peak_mib(sandbox))
 
 
 def _peak_mib(sandbox: Sandbox) -> tuple[int, ...]:
@@ -131,8 +131,8 @@ async def _pause(attack: Attack, sandbox: Sandbox, *, control: bool) -> None:
     """Let what goes on in the background come to something; on a busy machine a control needs longer to."""
     patient = control and not attack.then
     end = time.monotonic() + attack.pause_s * (PATIENCE if patient else 1)
-    while (left := end - time.monotonic()) > 0 and not (patient and await _proof(sandbox)):  # noqa: ASYNC110
-        await asyncio.sleep(min(left, 0.1) if patient else left)
+    while (remaining_s := end - time.monotonic()) > 0 and not (patient and await _proof(sandbox)):  # noqa: ASYNC110
+        await asyncio.sleep(min(remaining_s, 0.1) if patient else remaining_s)
 
 
 async def _proof(sandbox: Sandbox) -> str:
@@ -144,8 +144,8 @@ async def _proof(sandbox: Sandbox) -> str:
 
 async def _neighbour(attack: Attack, world: World, opener: SandboxBackend, exits: contextlib.AsyncExitStack) -> None:
     if attack.neighbour:
-        other = await exits.enter_async_context(await opener.open("neighbour"))
-        set_up = await other.run(Job("neighbour", code=world.code(attack.neighbour), stateful=True))
+        neighbour = await exits.enter_async_context(await opener.open("neighbour"))
+        set_up = await neighbour.run(Job("neighbour", code=world.code(attack.neighbour), stateful=True))
         assert set_up.exit_code == 0, set_up
 
 
@@ -282,8 +282,8 @@ async def bare(attack: Attack, world: World, control: Bare, opener: SandboxBacke
             process.kill()
             stdout, stderr = await process.communicate()
     success = "; ".join(filter(None, [_pwned(stdout.decode()), world.damage()]))
-    said = (stdout[-200:] + stderr[-400:]).decode(errors="replace")
-    return Result(attack.name, True, success, f"exit {process.returncode}", said, time.monotonic() - began, "42")
+    output = (stdout[-200:] + stderr[-400:]).decode(errors="replace")
+    return Result(attack.name, True, success, f"exit {process.returncode}", output, time.monotonic() - began, "42")
 
 
 async def main(outer: Outer, backend: str, image: str, root: Path) -> None:
@@ -321,17 +321,17 @@ def _makers(outer: Outer, backend: str, image: str) -> Iterator[Make]:
 
 if __name__ == "__main__":
     assert sys.argv[2] in BACKENDS
-    message = Outer.parse(sys.argv[1])
+    outer = Outer.parse(sys.argv[1])
     stop_signals()
     if child := os.fork():
         sys.exit(reap_all(child))
     try:
-        place = enter(message)
+        place = enter(outer)
     except NoOuterWorld as fault:
         print(json.dumps({"skip": str(fault)}), flush=True)
         sys.exit(0)
-    holds = prove(message)
+    holds = prove(outer)
     print(json.dumps({"outer": holds}), flush=True)
     if not all(holds.values()):
         sys.exit(3)
-    asyncio.run(main(message, sys.argv[2], sys.argv[3], place))
+    asyncio.run(main(outer, sys.argv[2], sys.argv[3], place))

@@ -200,7 +200,7 @@ def _add_hierarchies(group: Cgroup) -> str:
             (top / driver).mkdir()
         if (top / "cpuset.cpus").exists():
             below = [*reversed(list(driver.parents)[:-1]), driver]
-            for folder in (top / part for part in below):
+            for folder in (top / level for level in below):
                 for name in ("cpuset.cpus", "cpuset.mems"):
                     (folder / name).write_text((folder.parent / name).read_text())
     return str(relative)
@@ -236,9 +236,9 @@ def enter(outer: Outer) -> Path:
         NoOuterWorld: the kernel is too old for it.
 
     """
-    left = {name for name, number in namespaces().items() if number != outer.namespaces[name]}
-    if left != set(NAMESPACES):
-        raise NoOuterWorld(f"the driver is in the machine's own namespaces: {sorted(set(NAMESPACES) - left)}")
+    unchanged = {name for name, number in namespaces().items() if number != outer.namespaces[name]}
+    if unchanged != set(NAMESPACES):
+        raise NoOuterWorld(f"the driver is in the machine's own namespaces: {sorted(set(NAMESPACES) - unchanged)}")
     used = [TESTS, Path(sys.prefix), Path(sys.base_prefix)]
     root = next(
         path
@@ -293,11 +293,11 @@ def _addresses() -> None:
 
 def prove(outer: Outer) -> dict[str, bool]:
     """Try whether the limits hold. What is false here must not run a control."""
-    own = {name: number != outer.namespaces[name] for name, number in namespaces().items()}
+    is_private = {name: number != outer.namespaces[name] for name, number in namespaces().items()}
     with open("/proc/self/status") as file:
         bound = next(int(line.split()[1], 16) for line in file if line.startswith("CapBnd"))
     return {
-        **{f"own {name} namespace": is_own for name, is_own in own.items()},
+        **{f"own {name} namespace": is_own for name, is_own in is_private.items()},
         "only a loopback": [name for _, name in socket.if_nameindex() if not _unused(name)] == ["lo"],
         "files are read-only": all(map(_read_only, ("/usr", "/", str(TESTS), str(Path.home()), "/sys/fs/cgroup"))),
         "kernel settings are read-only": _refused("/proc/sys/kernel/core_pattern"),

@@ -60,23 +60,23 @@ def run(backend: str, tree: CgroupTree) -> Report:
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Iterator[dict[str, Report]]:
     """The drivers' of those backends that a test was chosen of, at once: each is in a world of its own, and mostly waits."""
-    asked = {item.callspec.params.get("report") for item in request.session.items if hasattr(item, "callspec")}
-    chosen = [backend for backend in BACKENDS if backend in asked]
+    chosen_reports = {item.callspec.params.get("report") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = [backend for backend in BACKENDS if backend in chosen_reports]
     try:
         with open_tree() as tree, ThreadPoolExecutor(len(BACKENDS)) as pool:
-            found = dict(zip(chosen, pool.map(partial(run, tree=tree), chosen), strict=True))
+            results = dict(zip(chosen, pool.map(partial(run, tree=tree), chosen), strict=True))
     except NoOuterWorld as error:
         pytest.skip(str(error))
-    yield found
+    yield results
     assert not _groups(tree.server), "cgroups were left"
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def report(request: pytest.FixtureRequest, reports: dict[str, Report]) -> tuple[str, Report]:
-    found = reports[request.param]
-    if found.skip:
-        pytest.skip(found.skip)
-    return request.param, found
+    result = reports[request.param]
+    if result.skip:
+        pytest.skip(result.skip)
+    return request.param, result
 
 
 def _groups(server: str) -> list[Path]:

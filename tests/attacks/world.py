@@ -130,7 +130,9 @@ class World:
         numbers = NUMBERS[os.uname().machine]
         targets = self.targets | {
             "numbers": {name: number for name, number in numbers.items() if f"'{name}'" in code or f'"{name}"' in code},
-            "victims": [victim.pid for _, victim in sorted(self.victims, key=lambda one: -one[0])],
+            "victims": [
+                victim.pid for _, victim in sorted(self.victims, key=lambda victim_of_user: -victim_of_user[0])
+            ],
         }
         return PREAMBLE.replace("@TARGETS@", json.dumps(targets)) + code
 

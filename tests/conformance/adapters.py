@@ -49,7 +49,7 @@ class Policies:
                 self.learner.train_step(replace(batch, policy=policy))
         write_adapters(self.learner, out, TWO, None)
         model = {name: peft.PeftModel.from_pretrained(load_model(self.folder), out / name) for name in TWO.policies}
-        return {name: each.merge_and_unload() for name, each in model.items()}
+        return {name: adapted.merge_and_unload() for name, adapted in model.items()}
 
 
 @contextmanager
@@ -77,8 +77,8 @@ async def sample(client: SGLangClient, policy: str, params: SamplingParams, name
 
 async def sample_all(client: SGLangClient) -> dict[str, Generation]:
     """Sample with all policies at the same time."""
-    found = await asyncio.gather(*(sample(client, name, GREEDY, f"r{name}") for name in TWO.policies))
-    return dict(zip(TWO.policies, found, strict=True))
+    generations = await asyncio.gather(*(sample(client, name, GREEDY, f"r{name}") for name in TWO.policies))
+    return dict(zip(TWO.policies, generations, strict=True))
 
 
 async def scored(client: SGLangClient, policy: str, generation: Generation) -> list[float]:
@@ -104,8 +104,8 @@ class Adapters:
                     for actual in (first[name], again[name]):
                         assert distance(model, actual) < 1e-4
                     assert await scored(client, name, first[name]) == pytest.approx(first[name].logprobs, abs=1e-4)
-                    [other] = [each for each in models if each != name]
-                    assert distance(models[other], first[name]) > 0.05
+                    [other_name] = [each for each in models if each != name]
+                    assert distance(models[other_name], first[name]) > 0.05
             with pytest.raises(SamplerError, match=r"policy='main': the engine at .* serves first, second"):
                 await sample(client, "main", GREEDY, "r")
             await client.aclose()

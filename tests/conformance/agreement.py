@@ -108,23 +108,23 @@ def in_float32(learner: LocalLearnerGroup) -> Iterator[None]:
     rank: Any = learner.rank
     model = rank.model
     autocast, precision = model.autocast, torch.get_float32_matmul_precision()
-    held = [(part, part.clone()) for part in map(local, model.parameters())]
+    weights_before = [(parameter, parameter.clone()) for parameter in map(local, model.parameters())]
     try:
         model.autocast = False
         torch.set_float32_matmul_precision("highest")
         with torch.no_grad():
-            for part, _ in held:
-                part.copy_(part.bfloat16())
+            for parameter, _ in weights_before:
+                parameter.copy_(parameter.bfloat16())
         yield
     finally:
         model.autocast = autocast
         torch.set_float32_matmul_precision(precision)
         with torch.no_grad():
-            for part, state_before in held:
-                part.copy_(state_before)
+            for parameter, state_before in weights_before:
+                parameter.copy_(state_before)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of a parameter that this process holds."""
-    part = parameter.detach()
-    return part.to_local() if isinstance(part, DTensor) else part
+    weight = parameter.detach()
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -58,8 +58,8 @@ async def play(engine: Engine, seats: dict[str, Any]) -> Rollout:
 
 def endpoint(url: str, **changes: Any) -> EndpointSeat:
     """Return the seat of the model at ``url``."""
-    given: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8, "attempts": 1} | changes
-    return EndpointSeat(OpenAiEndpoint(EndpointConfig(url=f"{url}/v1", model="model", **given)), "model")
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8, "attempts": 1} | changes
+    return EndpointSeat(OpenAiEndpoint(EndpointConfig(url=f"{url}/v1", model="model", **options)), "model")
 
 
 class Endpoint:
@@ -78,8 +78,8 @@ class Endpoint:
             ("user", f"{turn.action.strip()} Answer again."),
         ]
         for at in (1, 3):
-            asked = [{"role": role, "content": text} for role, text in messages[:at]]
-            body = {"model": "model", "messages": asked, "temperature": 0, "max_tokens": 8}
+            requests = [{"role": role, "content": text} for role, text in messages[:at]]
+            body = {"model": "model", "messages": requests, "temperature": 0, "max_tokens": 8}
             [choice] = engine.post("/v1/chat/completions", body).json()["choices"]
             assert choice["message"]["content"] == solver.moves[at // 2]
 

@@ -68,8 +68,8 @@ class Engine:
             try:
                 return await play(client)
             finally:
-                for part in ("weights", "kv_cache"):
-                    await client.memory.resume(part)
+                for tag in ("weights", "kv_cache"):
+                    await client.memory.resume(tag)
                 await client.resume()
                 await client.updates.from_disk(self.folder, 0)
                 await client.aclose()
@@ -107,10 +107,10 @@ class Engine:
 @contextmanager
 def running(start: Callable[[Path, Path], EngineProcess], traits: Traits, root: Path, **sizes: Any) -> Iterator[Engine]:
     """Start an engine on a tiny model, its context 512 tokens, and end it. ``start`` takes the model and a log file."""
-    folder, other = save_model(root / "a", seed=0, **sizes), save_model(root / "b", seed=1, **sizes)
+    folder, other_folder = save_model(root / "a", seed=0, **sizes), save_model(root / "b", seed=1, **sizes)
     process = start(folder, root / "engine.log")
     try:
-        yield Engine(process.url, folder, other, load_model(folder), load_model(other), traits)
+        yield Engine(process.url, folder, other_folder, load_model(folder), load_model(other_folder), traits)
         process.check()
     finally:
         process.stop()

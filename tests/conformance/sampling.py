@@ -41,8 +41,8 @@ class Sampling:
     def test_greedy_is_the_same_alone_and_in_a_batch(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> list[Generation]:
             alone = await sample(client, prompt(3), GREEDY, "alone")
-            rest = [sample(client, prompt(3 + index % 2), GREEDY, f"r{index}") for index in range(16)]
-            return [alone, *(await asyncio.gather(*rest))[::2]]
+            samples = [sample(client, prompt(3 + index % 2), GREEDY, f"r{index}") for index in range(16)]
+            return [alone, *(await asyncio.gather(*samples))[::2]]
 
         alone, *batch = engine.drive(play)
         for generation in batch:
@@ -92,10 +92,10 @@ class Sampling:
         stop = text[at : at + 2]
         params = {"temperature": 0, "max_new_tokens": 40, "stop": stop, "skip_special_tokens": False}
         cut = engine.post("/generate", {"input_ids": ids, "sampling_params": params}).json()
-        kept = engine.post("/generate", {"input_ids": ids, "sampling_params": {**params, "no_stop_trim": True}}).json()
-        assert cut["output_ids"] == kept["output_ids"]
+        reply = engine.post("/generate", {"input_ids": ids, "sampling_params": {**params, "no_stop_trim": True}}).json()
+        assert cut["output_ids"] == reply["output_ids"]
         assert cut["text"] == text[:at]
-        assert kept["text"].startswith(text[: at + 2])
+        assert reply["text"].startswith(text[: at + 2])
         assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
     def test_a_stop_token_ends_the_turn_and_stays(self, engine: Engine) -> None:
@@ -117,9 +117,9 @@ class Sampling:
             )
             return free, await sample(client, prompt(6), params)
 
-        free, whole = engine.drive(play)
-        assert whole.token_ids[: len(free.token_ids)] == free.token_ids
-        assert (len(whole.token_ids), whole.finish_reason) == (40, FinishReason.LENGTH)
+        free, full_generation = engine.drive(play)
+        assert full_generation.token_ids[: len(free.token_ids)] == free.token_ids
+        assert (len(full_generation.token_ids), full_generation.finish_reason) == (40, FinishReason.LENGTH)
 
     def test_later_turns_find_their_prefix_cached(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> None:

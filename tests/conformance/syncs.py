@@ -125,21 +125,21 @@ class Syncs:
 
         engine.drive(play)
 
-    @pytest.mark.parametrize("kept", ["drop", "by_version", "keep"])
-    def test_the_prefix_cache_after_a_sync(self, engine: Engine, kept: str) -> None:
+    @pytest.mark.parametrize("kept_mode", ["drop", "by_version", "keep"])
+    def test_the_prefix_cache_after_a_sync(self, engine: Engine, kept_mode: str) -> None:
         """Only with ``keep`` an engine reuses keys and values of the weights before; the client knows their age."""
         ids = prompt(92, 130)
 
         async def play(_: SGLangClient) -> None:
-            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept)
+            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept_mode)
             for version, model in ((31, engine.model), (32, engine.other_model), (33, engine.other_model)):
                 await client.updates.from_tensors(list(model.state_dict().items()), version, last=True)
                 first, again = await sample(client, ids, GREEDY), await sample(client, ids, GREEDY)
                 assert first.versions == again.versions == ((0, version),)
-                reused = kept == "keep" and version > 31
+                reused = kept_mode == "keep" and version > 31
                 assert first.cached_tokens == (len(ids) - 1 if reused else 0)
                 assert again.cached_tokens == len(ids) - 1
-                if kept != "keep" or version == 31:
+                if kept_mode != "keep" or version == 31:
                     engine.assert_matches(model, ids, first, 0.0)
                 if client.prefix_ages is not None:  # blocks of 64 tokens: two of the prompt
                     age = version - 31
@@ -150,10 +150,10 @@ class Syncs:
 
         engine.drive(play)
 
-    @pytest.mark.parametrize("kept", ["by_version", "keep"])
-    def test_a_request_goes_on_in_place_after_a_sync_that_keeps_the_cache(self, engine: Engine, kept: str) -> None:
+    @pytest.mark.parametrize("kept_mode", ["by_version", "keep"])
+    def test_a_request_goes_on_in_place_after_a_sync_that_keeps_the_cache(self, engine: Engine, kept_mode: str) -> None:
         async def play(_: SGLangClient) -> Generation:
-            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept)
+            client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept_mode)
             await client.updates.from_tensors(list(engine.model.state_dict().items()), 41, last=True)
             task = asyncio.create_task(sample(client, prompt(93), SamplingParams(max_new_tokens=400)))
             await until_sampling(client, [task])
@@ -162,7 +162,7 @@ class Syncs:
             await client.resume()
             reply_after = await sample(client, prompt(93), GREEDY, "after")
             assert reply_after.versions == ((0, 42),)
-            if kept == "by_version":
+            if kept_mode == "by_version":
                 assert reply_after.cached_tokens == 0
                 engine.assert_matches(engine.other_model, prompt(93), reply_after, 0.0)
             actual = await task
@@ -170,6 +170,6 @@ class Syncs:
             return actual
 
         if engine.traits.changes_beside_held:
-            found = engine.drive(play)
-            assert len(found.token_ids) == 400
-            assert {version for _, version in found.versions} <= {41, 42}
+            generations = engine.drive(play)
+            assert len(generations.token_ids) == 400
+            assert {version for _, version in generations.versions} <= {41, 42}

@@ -221,8 +221,8 @@ def near_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> E
 @pytest.fixture(scope="session")
 def moe_engine(sglang: None, begun: dict[str, Future[Any]], smollm2: Path) -> tuple[Path, EngineProcess]:
     """See `experts`."""
-    found: tuple[Path, EngineProcess] = begun["moe_engine"].result()
-    return found
+    engine: tuple[Path, EngineProcess] = begun["moe_engine"].result()
+    return engine
 
 
 @pytest.fixture(scope="session")

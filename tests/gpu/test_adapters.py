@@ -38,8 +38,8 @@ def nudge(learner: LocalLearnerGroup) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, adapter in learner.rank.merged.adapters.items():
         if ".lora_B." in name:
-            part = local(adapter)
-            part += 0.02 * torch.randn(part.shape, generator=generator).to(part.device)
+            weight = local(adapter)
+            weight += 0.02 * torch.randn(weight.shape, generator=generator).to(weight.device)
 
 
 def test_log_probabilities_agree_after_every_sync_of_adapters(

@@ -45,18 +45,18 @@ def nudged(learner: LocalLearnerGroup) -> Iterator[None]:
     """Change all weights by about as much as several values that bfloat16 has between them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        held = [(parameter, parameter.clone()) for parameter in parameters(learner)]
-        for parameter, _ in held:
+        weights_before = [(parameter, parameter.clone()) for parameter in parameters(learner)]
+        for parameter, _ in weights_before:
             parameter += 3e-3 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     yield
     with torch.no_grad():
-        for parameter, state_before in held:
+        for parameter, state_before in weights_before:
             parameter.copy_(state_before)
 
 
 async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], most: float, first: int) -> list[str]:
     """Send and compare, twice; the second time with other weights."""
-    client, said = SGLangClient(url, timeout_s=120), []
+    client, report = SGLangClient(url, timeout_s=120), []
     sync = make_transport(
         "ipc", TransportOptions(bucket_bytes=64 << 20, folder=Path(), dtype="bfloat16", check="version", timeout_s=60)
     )
@@ -66,7 +66,7 @@ async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], 
             await sync.sync_weights(learner, [client], version)
             rows = await sample_rows(client, prompts, tokens=128, version=version)
             actual_agreement = agreement(learner, rows)
-            said.append(f"version {version}: {actual_agreement}")
+            report.append(f"version {version}: {actual_agreement}")
             assert actual_agreement.k3 < most
             with nudged(learner):
                 assert agreement(learner, rows).k3 > 5 * actual_agreement.k3, (
@@ -78,7 +78,7 @@ async def syncs(url: str, learner: LocalLearnerGroup, prompts: list[list[int]], 
     finally:
         await sync.aclose()
         await client.aclose()
-    return said
+    return report
 
 
 def check(

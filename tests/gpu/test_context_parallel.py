@@ -63,7 +63,7 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     """Write what ``ranks`` ranks find, which compute the only share together."""
     store = dist.FileStore(f"{folder}/store{ranks}", ranks)
     sizes = {"ranks": ranks, "context_parallel": ranks, "device": "cuda"}
-    found = {}
+    metrics_by_name = {}
     for number, precision in enumerate(PRECISIONS):
         # Compiling takes longer than all else here.
         more = {"precision": precision, "compile": precision == "bfloat16"}
@@ -74,15 +74,15 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         learner = FsdpRank(
             RankOptions(Path(folder, "model"), config, make_algo(entropy_coef=0.1), device=device, seed=0)
         )
-        given, seconds = batch(), []
+        rows, seconds = batch(), []
         for _ in range(STEPS):
             torch.cuda.synchronize()
             begun = time.perf_counter()
-            metrics = learner.train_step(given)
+            metrics = learner.train_step(rows)
             seconds.append(time.perf_counter() - begun)
-        found[precision] = Found(metrics, learner.logprobs(given), min(seconds))
+        metrics_by_name[precision] = Found(metrics, learner.logprobs(rows), min(seconds))
     if rank == 0:
-        torch.save(found, Path(folder, f"found{ranks}.pt"))
+        torch.save(metrics_by_name, Path(folder, f"found{ranks}.pt"))
     dist.destroy_process_group()
 
 

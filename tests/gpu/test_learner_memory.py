@@ -106,18 +106,18 @@ def test_a_learner_gives_its_gpu_back_and_takes_it_again(tmp_path):
         learner.save(tmp_path / "awake")
         weights, taken = tensors(learner), torch.cuda.memory_allocated()
         with torch.no_grad():
-            held = sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
-        assert held > 300 << 20
+            allocated = sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
+        assert allocated > 300 << 20
         for _ in range(2):
             learner.sleep()
-            assert taken - torch.cuda.memory_allocated() >= held
+            assert taken - torch.cuda.memory_allocated() >= allocated
             assert all(torch.equal(value, weights[name]) for name, value in tensors(learner).items())
             [bucket] = learner.buckets(1 << 30)
             with pytest.raises(LearnerError, match="not on a GPU"):
                 bucket.ipc_handles()
             learner.save(tmp_path / "asleep")
             learner.wake()
-            assert taken - torch.cuda.memory_allocated() < held / 10
+            assert taken - torch.cuda.memory_allocated() < allocated / 10
             assert all(torch.equal(value, weights[name]) for name, value in tensors(learner).items())
         next_batch = make_batch([40, 25, 33], seed=3)
         straight = learner.train_step(next_batch)
@@ -160,12 +160,12 @@ def test_offloaded_optimizer_states_have_no_gpu_memory(tmp_path):
             learner.close()
         del learner
         torch.cuda.empty_cache()
-    (plain, plain_held, plain_peak), (offloaded, held, peak) = actual["none"], actual["optimizer"]
-    assert plain_held - held == pytest.approx(2 * weights, rel=0.05)
+    (plain, plain_held, plain_peak), (offloaded, offloaded_held, peak) = actual["none"], actual["optimizer"]
+    assert plain_held - offloaded_held == pytest.approx(2 * weights, rel=0.05)
     assert plain_peak - peak > weights
     for first, second in zip(plain, offloaded, strict=True):
         # Some of CUDA's sums have no fixed order.
         assert second["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=1e-2)
     print(
-        f"GPU memory after three steps: {plain_held >> 20} MiB, with cpu_offload {held >> 20}; weights {weights >> 20}"
+        f"GPU memory after three steps: {plain_held >> 20} MiB, with cpu_offload {offloaded_held >> 20}; weights {weights >> 20}"
     )

@@ -42,22 +42,24 @@ def metrics(folders: tuple[Path, Path], config: LearnerConfig) -> dict[str, Mapp
     made = cases()
     algo = next(iter(made.values()))[0].model_copy(update={"kl_coef": 1.0})
     learner = LocalLearnerGroup(folders[0], config, algo, seed=0, reference=folders[1])
-    found = {}
+    results = {}
     try:
-        for name, (each, batch) in made.items():
-            compute(learner.rank, each, batch)
+        for name, (run, batch) in made.items():
+            compute(learner.rank, run, batch)
             waits = []
             if config.device == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
-                values = compute(learner.rank, each, batch)
-                waits = [f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)]
+                values = compute(learner.rank, run, batch)
+                waits = [
+                    f"{warning.filename}:{warning.lineno}" for warning in seen if "synchroniz" in str(warning.message)
+                ]
             torch.cuda.set_sync_debug_mode("default")
-            found[name] = dict(values) | {"waits": waits}
+            results[name] = dict(values) | {"waits": waits}
     finally:
         learner.close()
-    return found
+    return results
 
 
 def test_every_loss_is_that_of_a_cpu_and_the_host_waits_at_the_end_of_a_step_only(folders):
@@ -66,7 +68,7 @@ def test_every_loss_is_that_of_a_cpu_and_the_host_waits_at_the_end_of_a_step_onl
     on_cpu = metrics(folders, LearnerConfig(device="cpu", **options))
     for name, values in on_gpu.items():
         waits = values.pop("waits")
-        between = [place for place in waits if "step_metrics" not in place and "fsdp/rank.py" not in place]
+        between = [where for where in waits if "step_metrics" not in where and "fsdp/rank.py" not in where]
         assert not between, (name, between)
         assert len(waits) <= 8, (name, waits)
         on_cpu[name].pop("waits")
@@ -82,8 +84,8 @@ def test_compiled_layers_have_the_gradient_of_plain_ones(folders, recompute, pre
     """In bfloat16, they are as far from float32 as the plain ones."""
     batch = make_batch(LENGTHS)
     actual = []
-    for each, compiled, how in (("float32", False, "none"), (precision, False, "none"), (precision, True, recompute)):
-        config = LearnerConfig(device="cuda", precision=each, compile=compiled, recompute=how)
+    for dtype, compiled, how in (("float32", False, "none"), (precision, False, "none"), (precision, True, recompute)):
+        config = LearnerConfig(device="cuda", precision=dtype, compile=compiled, recompute=how)
         learner = LocalLearnerGroup(folders[0], config, make_algo(), seed=0)
         try:
             actual.append(whole_gradient(learner, batch))
@@ -109,7 +111,7 @@ def test_flash_attention_in_bfloat16_is_near_float32(folders):
 def whole_gradient(learner: LocalLearnerGroup, batch: GlobalBatch) -> torch.Tensor:
     """The gradient of a batch as one vector, without taking the step."""
     rank = learner.rank
-    kept: list[torch.Tensor] = []
-    rank._update = lambda lr_scale: kept.extend(p.grad.detach().flatten() for p in rank.model.parameters()) or {}
+    gradients: list[torch.Tensor] = []
+    rank._update = lambda lr_scale: gradients.extend(p.grad.detach().flatten() for p in rank.model.parameters()) or {}
     learner.train_step(batch)
-    return torch.cat(kept).float()
+    return torch.cat(gradients).float()

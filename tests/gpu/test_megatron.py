@@ -93,21 +93,21 @@ def test_grouped_experts_are_those_of_a_loop() -> None:
     rows = torch.randn(sum(counts), 256, device=GPU, generator=generator)
     weights = torch.rand(sum(counts), device=GPU, generator=generator)
     gradient = torch.randn(sum(counts), 256, device=GPU, generator=generator)
-    given = rows.bfloat16().requires_grad_()
-    result, _ = experts(given, torch.tensor(counts, device=GPU), weights)
+    inputs = rows.bfloat16().requires_grad_()
+    result, _ = experts(inputs, torch.tensor(counts, device=GPU), weights)
     result.backward(gradient.bfloat16())
     both, down = (
         linear.weight.detach().float().requires_grad_() for linear in (experts.linear_fc1, experts.linear_fc2)
     )
-    exact = given.detach().float().requires_grad_()
+    exact = inputs.detach().float().requires_grad_()
     parts = []
-    for expert, (part, scale) in enumerate(zip(exact.split(counts), weights.split(counts), strict=True)):
-        gate, up = (part @ both[expert].t()).chunk(2, dim=-1)
+    for expert, (expert_rows, scale) in enumerate(zip(exact.split(counts), weights.split(counts), strict=True)):
+        gate, up = (expert_rows @ both[expert].t()).chunk(2, dim=-1)
         parts.append(F.silu(gate) * up * scale[:, None] @ down[expert].t())
     expected = torch.cat(parts)
     expected.backward(gradient.bfloat16().float())
     fc1, fc2 = experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad
-    for actual, expected_value in ((result, expected), (given.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
+    for actual, expected_value in ((result, expected), (inputs.grad, exact.grad), (fc1, both.grad), (fc2, down.grad)):
         assert (actual.float() - expected_value).norm() < 0.01 * expected_value.norm()
 
 

@@ -77,11 +77,11 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     """Write what each layout of ``ranks`` ranks finds, and with one rank FSDP too."""
     store = dist.FileStore(f"{folder}/store{ranks}", ranks)
     fsdp = {"fsdp": (1, None)} if ranks == 1 else {}
-    layouts = {name: one for name, one in LAYOUTS.items() if one[0] == ranks}
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout[0] == ranks}
     gpus = gpus_of(ranks)
     assert gpus is not None
     use_gloo_on_shared_gpus(gpus)
-    found = {}
+    results = {}
     for number, (name, (_, options)) in enumerate({**fsdp, **layouts}.items()):
         given: dict[str, Any] = {"backend": "fsdp"} if options is None else {"backend": "megatron", "megatron": options}
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
@@ -91,18 +91,18 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         if number == 0:
             dist.init_process_group(collectives("cuda"), store=store, rank=rank, world_size=ranks)
         backend = make_backend(config)
-        make, found[name] = backend.rank_class(), {}
+        make, results[name] = backend.rank_class(), {}
         for role, batch in batches(backend.data_parallel_size).items():
             learner = make(RankOptions(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role))
             mine = replace(batch, micro=(batch.micro[learner.data_parallel_rank],), metrics={})
             score = learner.logprobs if role == "policy" else learner.values
-            found[name][role] = gathered(learner.train_step(mine), score(mine))
+            results[name][role] = gathered(learner.train_step(mine), score(mine))
         if options is not None:
             from megatron.core import parallel_state
 
             parallel_state.destroy_model_parallel()
     if rank == 0:
-        torch.save(found, Path(folder, f"found{ranks}.pt"))
+        torch.save(results, Path(folder, f"found{ranks}.pt"))
     dist.destroy_process_group()
 
 
@@ -123,19 +123,19 @@ def gathered(metrics: dict[str, float], scores: RowScores) -> Found:
     """The scores of all ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, scores)
-    return metrics, {key: row for each in everywhere for key, row in each.items()}
+    return metrics, {key: row for rank_result in everywhere for key, row in rank_result.items()}
 
 
 @pytest.fixture(scope="module")
 def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Role, Found]]:
     folder = tmp_path_factory.mktemp("layouts")
     make_critic_model(make_model(folder / "policy", "qwen3"), folder / "critic")
-    found: dict[str, dict[Role, Found]] = {}
+    results: dict[str, dict[Role, Found]] = {}
     for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
         if gpus_of(ranks):
             mp.spawn(compute, (str(folder), ranks), nprocs=ranks)  # type: ignore[no-untyped-call]
-            found |= torch.load(folder / f"found{ranks}.pt", weights_only=False)
-    return found
+            results |= torch.load(folder / f"found{ranks}.pt", weights_only=False)
+    return results
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])

@@ -43,8 +43,8 @@ def make_batch(*, share_prefixes: bool) -> GlobalBatch:
     for group, size in enumerate((500, 128, 700, 333)):
         prompt = rng.integers(2, VOCAB, size).tolist()
         for sample in range(6):
-            own = rng.integers(2, VOCAB, 60 + 30 * sample).tolist()
-            rows.append(make_row(f"{group}/{sample}", 0, prompt + own, range(size, size + len(own))))
+            completion = rng.integers(2, VOCAB, 60 + 30 * sample).tolist()
+            rows.append(make_row(f"{group}/{sample}", 0, prompt + completion, range(size, size + len(completion))))
     turns = rng.integers(2, VOCAB, 800).tolist()
     for fork in range(1, 9):
         ids = turns[: 100 * fork] + rng.integers(2, VOCAB, 50).tolist()
@@ -87,7 +87,7 @@ def test_in_float32_they_are_equal(folder):
     (expected, _), logprobs = computed(folder, share_prefixes=False, precision="float32", compile=False)
     for compiled in (False, True):
         actual, shared = computed(folder, share_prefixes=True, precision="float32", compile=compiled)
-        assert max(far(each, expected) for each in actual) < 1e-5
+        assert max(far(gradient, expected) for gradient in actual) < 1e-5
         assert all(np.abs(shared[key] - logprobs[key]).max() < 1e-4 for key in logprobs)
 
 

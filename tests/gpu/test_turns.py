@@ -30,8 +30,8 @@ def held_by_others(learner: LocalLearnerGroup) -> int:
     gc.collect()
     torch.cuda.ipc_collect()
     with torch.no_grad():
-        own = sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
-    return torch.cuda.memory_allocated() - own
+        own_bytes = sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
+    return torch.cuda.memory_allocated() - own_bytes
 
 
 def test_learner_and_engine_have_the_gpu_in_turns(
@@ -50,16 +50,18 @@ def test_learner_and_engine_have_the_gpu_in_turns(
         ipc = make_transport("ipc", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
         tensor = make_transport("tensor", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
         try:
-            others = held_by_others(learner)
+            other_bytes = held_by_others(learner)
             await ipc.sync_weights(learner, [client], 50)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=50)
             learner.sleep()
-            left, free = torch.cuda.memory_allocated() - others, torch.cuda.mem_get_info()[0]
+            remaining_bytes, free = torch.cuda.memory_allocated() - other_bytes, torch.cuda.mem_get_info()[0]
             await client.memory.release()
-            given = torch.cuda.mem_get_info()[0] - free
-            figures.append(f"the engine gave {given >> 20} MiB back, the learner kept {left >> 20} MiB")
-            assert left < 200 << 20
-            assert given > 1 << 30
+            freed_bytes = torch.cuda.mem_get_info()[0] - free
+            figures.append(
+                f"the engine gave {freed_bytes >> 20} MiB back, the learner kept {remaining_bytes >> 20} MiB"
+            )
+            assert remaining_bytes < 200 << 20
+            assert freed_bytes > 1 << 30
             for version in (51, 52):
                 await sharing.switch_to_learner(learner, watch)
                 learner.train_step(batch_of(rows))

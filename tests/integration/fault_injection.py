@@ -86,7 +86,7 @@ def check_rollouts(folder: Path, step: int, prompts: int) -> None:
     expected = {f"{step}/{offset}/{sample}" for offset in range(prompts) for sample in range(SAMPLES)}
     assert len(rollouts) == len(expected)
     assert {rollout["rollout_id"] for rollout in rollouts} == expected
-    versions = {version for one in rollouts for row in one["rows"] for version in row["versions"]}
+    versions = {version for record in rollouts for row in record["rows"] for version in row["versions"]}
     assert versions == {-1, step - 1}, "an engine that was started again has the weights of the step"
 
 

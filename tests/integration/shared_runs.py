@@ -39,8 +39,8 @@ def environment() -> dict[str, str]:
     Without COLUMNS: output that is not a terminal is not wrapped. Without RAY_AUTH_MODE: Ray sets it where it starts, and
     a preloaded process, whose Ray has read its own already, would take the token of a cluster for none.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "RAY_AUTH_MODE")}
-    return {**kept, "HF_HUB_OFFLINE": "1"}
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "RAY_AUTH_MODE")}
+    return {**variables, "HF_HUB_OFFLINE": "1"}
 
 
 def agentrl(
@@ -112,8 +112,8 @@ async def _reset(engine: EngineProcess, model: Path) -> None:
     engine.check()
     client = SGLangClient(engine.url, timeout_s=60)
     try:
-        for part in ("weights", "kv_cache"):
-            await client.memory.resume(part)
+        for tag in ("weights", "kv_cache"):
+            await client.memory.resume(tag)
         await client.pause("abort")
         await client.updates.begin()  # ends the update in which a run was killed
         await client.updates.cancel()

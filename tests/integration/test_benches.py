@@ -25,10 +25,10 @@ def test_weights_by_every_transport_that_a_cpu_has(capsys: pytest.CaptureFixture
         [way, size] for way in ("distributed", "tensor", "delta", "disk") for size in ("1", "4")
     ]
     for line in table:
-        whole, gather, pack, request, load = (float(value) for value in line[4:9])
+        total, gather, pack, request, load = (float(value) for value in line[4:9])
         assert min(gather, request, load) >= 0
         assert pack > 0
-        assert gather + pack + load <= whole + 2
+        assert gather + pack + load <= total + 2
         assert (len(line) > 10) == (line[1] == "distributed"), "a plain broadcast is beside that alone"
 
 

@@ -130,8 +130,8 @@ def test_training(url: str, tmp_path: Path) -> None:
         assert len(lines) == 16
         for rollout in map(json.loads, lines):
             task = tasks[rollout["prompt_id"]]
-            said = rollout["prompt"] + "".join(turn["action"] + turn["observation"] for turn in rollout["turns"])
-            assert not any(text.strip() in said for text in task.answer["inputs"])
+            transcript = rollout["prompt"] + "".join(turn["action"] + turn["observation"] for turn in rollout["turns"])
+            assert not any(text.strip() in transcript for text in task.answer["inputs"])
     assert sum(row["rollout/has_program"] for row in rows) > 1
     log = (tmp_path / "run" / "logs" / "judge.log").read_text()
     assert not any(text.strip() in log for task in tasks.values() for text in task.answer["inputs"])

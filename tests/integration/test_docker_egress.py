@@ -49,8 +49,14 @@ def run(dockerd: DockerHost, hosts: tuple[str, ...], code: str) -> list[Outcome]
 
     async def main() -> list[Outcome]:
         config = SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image, hosts=hosts)
-        async with DockerBackend(config) as backend, await backend.open("a") as one, await backend.open("b") as other:
-            return [await sandbox.run(Job("1", code=code)) for sandbox in (one, one, other)]
+        async with (
+            DockerBackend(config) as backend,
+            await backend.open("a") as first_sandbox,
+            await backend.open("b") as second_sandbox,
+        ):
+            return [
+                await sandbox.run(Job("1", code=code)) for sandbox in (first_sandbox, first_sandbox, second_sandbox)
+            ]
 
     return asyncio.run(main())
 

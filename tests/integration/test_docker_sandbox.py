@@ -45,8 +45,8 @@ def play(host: DockerHost, coroutine: Play, **values: object) -> None:
 def containers(url: str) -> list[str]:
     client = docker.APIClient(base_url=url)
     try:
-        found = client.containers(all=True, filters={"label": "agentrl.sandbox"})
-        return sorted(one["Labels"]["agentrl.sandbox"] for one in found)
+        found_containers = client.containers(all=True, filters={"label": "agentrl.sandbox"})
+        return sorted(container["Labels"]["agentrl.sandbox"] for container in found_containers)
     finally:
         client.close()
 
@@ -88,14 +88,14 @@ def test_files_and_variables_stay_and_children_do_not(dockerd: DockerHost) -> No
             await sandbox.write_file("folder/file", bytes(range(256)) * 4096)
             read = await python(sandbox, "data = open('folder/file', 'rb').read(); print(len(data))", stateful=True)
             assert read.stdout == "1048576\n"
-            kept = await python(sandbox, "open('/tmp/out', 'wb').write(data[:3])", stateful=True)
-            assert kept.status is ToolStatus.OK
+            write = await python(sandbox, "open('/tmp/out', 'wb').write(data[:3])", stateful=True)
+            assert write.status is ToolStatus.OK
             assert await sandbox.read_file("/tmp/out") == b"\0\1\2"
             with pytest.raises(FileNotFoundError):
                 await sandbox.read_file("missing")
             await python(sandbox, "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
-            left = await sandbox.run(Job("call", argv=("ps", "-e", "-o", "comm=")))
-            assert "sleep" not in left.stdout
+            listing = await sandbox.run(Job("call", argv=("ps", "-e", "-o", "comm=")))
+            assert "sleep" not in listing.stdout
 
     play(dockerd, calls)
 
@@ -302,7 +302,7 @@ def test_canary_finds_nothing(dockerd: DockerHost) -> None:
 
 
 def test_the_image_that_a_task_names_is_allowed_checked_and_used(dockerd: DockerHost) -> None:
-    other, missing = "agentrl-sandbox:marked", "agentrl-sandbox:missing"
+    other_image, missing_image = "agentrl-sandbox:marked", "agentrl-sandbox:missing"
 
     async def marker(backend: SandboxBackend) -> str:
         async with await backend.open("session") as sandbox:
@@ -311,11 +311,11 @@ def test_the_image_that_a_task_names_is_allowed_checked_and_used(dockerd: Docker
     async def calls(backend: DockerBackend) -> None:
         images = TaskImages(backend)
         try:
-            images.check_allowed(other)
-            assert await marker(await images.backend(other)) == "of the task\n"
+            images.check_allowed(other_image)
+            assert await marker(await images.backend(other_image)) == "of the task\n"
             assert "No such file" in await marker(await images.backend(None))
-            with pytest.raises(SandboxFailure, match=f"image {missing} .*docker pull {missing}"):
-                await images.backend(missing)
+            with pytest.raises(SandboxFailure, match=f"image {missing_image} .*docker pull {missing_image}"):
+                await images.backend(missing_image)
         finally:
             await images.close()
 
@@ -324,11 +324,11 @@ def test_the_image_that_a_task_names_is_allowed_checked_and_used(dockerd: Docker
     try:
         client.start(made)
         client.wait(made)
-        client.commit(made, *other.split(":"))
+        client.commit(made, *other_image.split(":"))
         play(dockerd, calls, images=("agentrl-sandbox:m*",))
     finally:
         client.remove_container(made)
-        client.remove_image(other)
+        client.remove_image(other_image)
         client.close()
 
 
@@ -351,11 +351,11 @@ def test_opening_that_is_given_up_leaves_nothing(dockerd: DockerHost) -> None:
     async def calls(backend: DockerBackend) -> None:
         began = time.monotonic()
         await (await backend.open("session")).close()
-        whole = time.monotonic() - began
+        open_s = time.monotonic() - began
         given_up = 0
-        for part in (0.02, 0.1, 0.2, 0.4, 0.6):
+        for fraction in (0.02, 0.1, 0.2, 0.4, 0.6):
             opening = asyncio.create_task(backend.open("session"))
-            await asyncio.wait({opening}, timeout=part * whole)
+            await asyncio.wait({opening}, timeout=fraction * open_s)
             if opening.done():  # the machine was quicker than the time before
                 await (await opening).close()
                 continue

@@ -20,8 +20,8 @@ pytestmark = requires("peft")
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policies]:
-    with two_policies(tmp_path_factory.mktemp("policies")) as found:
-        yield found
+    with two_policies(tmp_path_factory.mktemp("policies")) as policies:
+        yield policies
 
 
 @pytest.fixture(scope="module")

@@ -85,9 +85,14 @@ def test_gaps_between_active_slots_and_long_prompts(tmp_path: Path) -> None:
     source = np.random.default_rng(0)
     tokens = {slot: source.integers(0, 384, length).astype(np.int32) for slot, length in
               {0: 30, 1: 80, 4: 33, 5: 31, 15: 90, 9: 500, 8: 64}.items()}  # fmt: skip
-    held = {slot: len(tokens[slot]) - 1 for slot in (15, 4, 0, 5, 1)} | {8: 50}
-    model.forward(ForwardBatch([Segment(slot, 0, tokens[slot][:count]) for slot, count in held.items()]))
-    batch = ForwardBatch([Segment(slot, held.get(slot, 0), tokens[slot][held.get(slot, 0) :]) for slot in (9, *held)])
+    last_positions = {slot: len(tokens[slot]) - 1 for slot in (15, 4, 0, 5, 1)} | {8: 50}
+    model.forward(ForwardBatch([Segment(slot, 0, tokens[slot][:count]) for slot, count in last_positions.items()]))
+    batch = ForwardBatch(
+        [
+            Segment(slot, last_positions.get(slot, 0), tokens[slot][last_positions.get(slot, 0) :])
+            for slot in (9, *last_positions)
+        ]
+    )
     assert (batch.decoding, len(batch.runs)) == (5, 2)
     logits = model.forward(batch)
     for row, segment in enumerate(batch.segments):

@@ -37,9 +37,9 @@ def test_weights_and_cache_are_freed(scheduler: Scheduler, folder: Path) -> None
         return sum(tensor.untyped_storage().nbytes() for tensor in (*kept_tensors, *cached))
 
     async def run() -> None:
-        whole = allocated_bytes()
+        allocated = allocated_bytes()
         await scheduler.release_memory(["kv_cache"])
-        assert 0 < allocated_bytes() < whole
+        assert 0 < allocated_bytes() < allocated
         await scheduler.release_memory(["weights"])
         assert allocated_bytes() == 0
         for use in (model.load_folder, model.load_weights):

@@ -41,7 +41,7 @@ async def sample(scheduler: Scheduler, generate_inputs: Sequence[GenerateInput],
     try:
         outputs: list[list[int]] = []
         for at in range(0, len(generate_inputs), together):
-            requests = [scheduler.submit(one) for one in generate_inputs[at : at + together]]
+            requests = [scheduler.submit(generate_input) for generate_input in generate_inputs[at : at + together]]
             await asyncio.gather(*(request.done for request in requests))
             outputs += [request.output for request in requests]
         return outputs
@@ -66,8 +66,8 @@ def test_one_prompt_with_two_seeds_gives_two_answers(folder: Path) -> None:
 
 
 def test_requests_without_a_seed_differ_and_depend_on_the_engines(folder: Path) -> None:
-    some = [generate_input(0, None)] * 6
-    result, same, other = (asyncio.run(sample(started(folder, seed), some, together=6)) for seed in (0, 0, 1))
+    same_inputs = [generate_input(0, None)] * 6
+    result, same, other = (asyncio.run(sample(started(folder, seed), same_inputs, together=6)) for seed in (0, 0, 1))
     assert result == same != other
     assert len({tuple(output) for output in result}) == 6
 
@@ -76,20 +76,20 @@ def test_requests_without_a_seed_differ_and_depend_on_the_engines(folder: Path) 
 def test_an_aborted_request_continues_with_the_same_tokens(folder: Path, state_after: int) -> None:
     """As the client does it: prompt and tokens so far, the same seed, fewer new tokens; here in a new engine."""
     first = generate_input(3, seed=9)
-    ((whole, _),) = [asyncio.run(sample(started(folder), [first, generate_input(4, 1)], together=2))]
+    ((full_row, _),) = [asyncio.run(sample(started(folder), [first, generate_input(4, 1)], together=2))]
     begun = asyncio.run(cut(started(folder), first, state_after))
-    assert begun == whole[: len(begun)]
+    assert begun == full_row[: len(begun)]
     assert state_after <= len(begun) < NEW_TOKENS
-    rest = SamplingOptions(max_new_tokens=NEW_TOKENS - len(begun), sampling_seed=9)
-    continued = GenerateInput([*first.token_ids, *begun], rest, "r", True)
+    remaining_options = SamplingOptions(max_new_tokens=NEW_TOKENS - len(begun), sampling_seed=9)
+    continued = GenerateInput([*first.token_ids, *begun], remaining_options, "r", True)
     ((tail,),) = [asyncio.run(sample(started(folder), [continued], together=1))]
-    assert begun + tail == whole
+    assert begun + tail == full_row
 
 
-async def cut(scheduler: Scheduler, one: GenerateInput, state_after: int) -> list[int]:
+async def cut(scheduler: Scheduler, generate_input: GenerateInput, state_after: int) -> list[int]:
     engine = asyncio.create_task(scheduler.run())
     try:
-        request: Request = scheduler.submit(one)
+        request: Request = scheduler.submit(generate_input)
         while len(request.output) < state_after:  # noqa: ASYNC110
             await asyncio.sleep(0)
         scheduler.abort(lambda other: other is request)

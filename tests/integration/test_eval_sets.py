@@ -36,17 +36,17 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, services: Services) -> t
 def test_each_set_has_its_own_prompts_samples_and_decoding(evaluated: tuple[Path, str]) -> None:
     sets = json.loads((evaluated[0] / "eval.json").read_text())["sets"]
     assert list(sets) == ["sampled", "greedy", "file"]
-    assert [(each["prompts"], each["episodes"]) for each in sets.values()] == [(12, 24), (6, 6), (5, 10)]
-    assert [each["sampling"]["temperature"] for each in sets.values()] == [1.0, 0.0, 1.0]
-    assert [sorted(key for key in each["means"] if "@" in key) for each in sets.values()] == [
+    assert [(eval_set["prompts"], eval_set["episodes"]) for eval_set in sets.values()] == [(12, 24), (6, 6), (5, 10)]
+    assert [eval_set["sampling"]["temperature"] for eval_set in sets.values()] == [1.0, 0.0, 1.0]
+    assert [sorted(key for key in eval_set["means"] if "@" in key) for eval_set in sets.values()] == [
         ["pass@1", "pass@2"], ["pass@1"], ["pass@1", "pass@2"],
     ]  # fmt: skip
-    for each in sets.values():
-        assert each["failed"] == 0
-        mean = each["means"]["exact_match"]
+    for eval_set in sets.values():
+        assert eval_set["failed"] == 0
+        mean = eval_set["means"]["exact_match"]
         assert mean["low"] <= mean["value"] <= mean["high"]
         assert mean["ci95"] == max(mean["value"] - mean["low"], mean["high"] - mean["value"])
-        assert sum(each["stops"].values()) == pytest.approx(1.0)
+        assert sum(eval_set["stops"].values()) == pytest.approx(1.0)
     assert sets["file"]["source"] == "questions.jsonl"
     assert set(sets["sampled"]["by"]) == {"hops=1", "hops=2", "hops=3"}
     passes = sets["sampled"]["means"]
@@ -55,9 +55,9 @@ def test_each_set_has_its_own_prompts_samples_and_decoding(evaluated: tuple[Path
 
 def test_flat_keys_agree_with_the_nested_ones(evaluated: tuple[Path, str]) -> None:
     data = json.loads((evaluated[0] / "eval.json").read_text())
-    for name, each in data["sets"].items():
-        assert data[f"eval/{name}/exact_match"] == each["means"]["exact_match"]["value"]
-        assert data[f"eval/{name}/pass@1/ci95"] == each["means"]["pass@1"]["ci95"]
+    for name, eval_set in data["sets"].items():
+        assert data[f"eval/{name}/exact_match"] == eval_set["means"]["exact_match"]["value"]
+        assert data[f"eval/{name}/pass@1/ci95"] == eval_set["means"]["pass@1"]["ci95"]
     assert "eval/exact_match" not in data
     assert data["eval/sampled/exact_match/hops=1"] > 0, "the shipped policy answers most questions of one hop"
 

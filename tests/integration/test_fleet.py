@@ -82,7 +82,7 @@ def pids(fleet: Fleet) -> list[int]:
 
 async def play(fleet: Fleet, sessions: int, turns: int, tokens: int) -> dict[str, Generation]:
     """Play episodes of several turns, each after what was said before; what comes depends on weights and seeds alone."""
-    said: dict[str, Generation] = {}
+    generations: dict[str, Generation] = {}
 
     async def episode(number: int) -> None:
         source = random.Random(number)
@@ -91,17 +91,17 @@ async def play(fleet: Fleet, sessions: int, turns: int, tokens: int) -> dict[str
             name = f"{number}/{turn}"
             params = SamplingParams(max_new_tokens=tokens, seed=100 * number + turn)
             generation = await fleet.sampler.generate(Prompt(ids), params, session_id=str(number), request_id=name)
-            assert name not in said
-            said[name] = generation
+            assert name not in generations
+            generations[name] = generation
             ids += (*generation.token_ids, 5, 6, 7)
         await fleet.sampler.close_session(str(number))
 
     await asyncio.gather(*(episode(number) for number in range(sessions)))
-    return said
+    return generations
 
 
-def tokens(said: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
-    return {name: generation.token_ids for name, generation in said.items()}
+def tokens(generations: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
+    return {name: generation.token_ids for name, generation in generations.items()}
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -298,15 +298,15 @@ def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tu
 
     async def run() -> None:
         config = configured("sampler.engines=2", "sampler.stall_timeout_s=60", "sampler.max_restarts=0")
-        async with opened(config, first, tmp_path) as others:
-            urls = [client.url for client in others.live]
+        async with opened(config, first, tmp_path) as other_fleet:
+            urls = [client.url for client in other_fleet.live]
             with pytest.raises(ConfigError, match=r"sampler\.url=http://127.0.0.1:1: no healthy engine"):
                 async with opened(configured(f"sampler.url={urls[0]},http://127.0.0.1:1"), first, tmp_path):
                     pass
-            await attached(others, urls)
+            await attached(other_fleet, urls)
             with pytest.raises(SamplerError, match="no engine is left"):
-                await play(others, sessions=1, turns=1, tokens=5)
+                await play(other_fleet, sessions=1, turns=1, tokens=5)
             with pytest.raises(EngineError, match=r"(?s)no engine is left.*max_restarts=0.*SIGKILL.*engine-.\.log"):
-                others.check()
+                other_fleet.check()
 
     asyncio.run(run())

@@ -67,9 +67,9 @@ def test_it_needs_what_its_readme_uses_and_installs_as_a_wheel_with_its_code(pro
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("first_steps-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
-        assert {f"first_steps/{name}.py" for name in ("__init__", "env", "tasks", "tools")} <= held
-        points = archive.read(next(name for name in held if name.endswith("/entry_points.txt"))).decode()
+        file_names = set(archive.namelist())
+        assert {f"first_steps/{name}.py" for name in ("__init__", "env", "tasks", "tools")} <= file_names
+        points = archive.read(next(name for name in file_names if name.endswith("/entry_points.txt"))).decode()
     assert "[agentrl.envs]\nfirst-steps = first_steps.env:DirectoryEnv" in points
     assert "[agentrl.tasks]\nfirst-steps = first_steps.tasks:People" in points
 

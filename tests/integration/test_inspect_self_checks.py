@@ -108,7 +108,7 @@ class Adapter(SandboxEnvironment):
         return content.decode() if text else content
 
     @classmethod
-    async def sample_cleanup(cls, *arguments: Any, **others: Any) -> None:
+    async def sample_cleanup(cls, *arguments: Any, **options: Any) -> None:
         """Nothing: the test closes its sandbox."""
 
 

@@ -124,12 +124,12 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         shapes = ((5, 3), (1, 4), (4, 2), (3,), (2, 2, 2))
-        whole = [torch.arange(math.prod(shape)).float().view(shape) for shape in shapes]
+        whole_tensors = [torch.arange(math.prod(shape)).float().view(shape) for shape in shapes]
         into = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-        sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole[:-1]]
+        sharded = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in whole_tensors[:-1]]
         usual, gather._CHUNK_BYTES = gather._CHUNK_BYTES, 40
         try:
-            gather.gather_weights(zip([*sharded, whole[-1]], into, strict=True))
+            gather.gather_weights(zip([*sharded, whole_tensors[-1]], into, strict=True))
             experts = torch.arange(48).float().view(3, 8, 2)
             fused = distribute_tensor(experts, mesh, [Shard(0)])
             # Halves of experts, and rows of all of them.
@@ -137,11 +137,11 @@ def test_weights_that_ranks_cannot_divide_evenly_are_gathered(group):
                 HubTensor("", "", (20, 2), 3, False)
             ]
             into += (halves := [torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in rows])
-            whole += [tensor.slice_weight(experts) for tensor in rows]
+            whole_tensors += [tensor.slice_weight(experts) for tensor in rows]
             gather.gather_rows([(fused, out, tensor) for out, tensor in zip(halves, rows, strict=True)])
         finally:
             gather._CHUNK_BYTES = usual
-        return [torch.equal(*pair) for pair in zip(into, [tensor.bfloat16() for tensor in whole], strict=True)]
+        return [torch.equal(*pair) for pair in zip(into, [tensor.bfloat16() for tensor in whole_tensors], strict=True)]
 
     assert group._call(gathered, "gather") == [[True] * 12] * 2
 
@@ -187,12 +187,12 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
 
 
 def test_ray_listens_on_the_loopback_and_requires_its_token(group):
-    own = psutil.Process()
-    rays = [child for child in own.children(recursive=True) if child.name() in ("gcs_server", "raylet")]
+    this_process = psutil.Process()
+    rays = [child for child in this_process.children(recursive=True) if child.name() in ("gcs_server", "raylet")]
     assert len(rays) == 2
     listening = [
         connection.laddr.ip
-        for process in (own, *rays)
+        for process in (this_process, *rays)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
@@ -256,12 +256,12 @@ def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
     """A broadcast without receivers ends as soon as the group is left, and the ranks stay usable."""
     joining = group.open_group(["http://127.0.0.1:9"], 2, "gloo", 60.0)
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(BroadcastGroup.join, joining, 1, timeout_s=60.0)
+        joining_thread = threads.submit(BroadcastGroup.join, joining, 1, timeout_s=60.0)
         group.join_group(joining)
-        place = other.result()
+        second_group = joining_thread.result()
         for number, bucket in enumerate(group.buckets(5000, "bfloat16")):
             flat = torch.zeros(total_bytes(*bucket.specs), dtype=torch.uint8)
-            taken = threads.submit(place.broadcast, [flat])
+            taken = threads.submit(second_group.broadcast, [flat])
             bucket.broadcast()
             taken.result()
             bucket.save(tmp_path / str(number))
@@ -278,7 +278,7 @@ def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
         with pytest.raises(EngineError):
             waits.result(timeout=30)
         assert time.monotonic() - begun < 20
-    place.close()
+    second_group.close()
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 
 
@@ -295,15 +295,15 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
         return actor.node(LearnerConfig())
 
     async def call(stopped: psutil.Process) -> str:
-        said: list[str] = []
+        messages: list[str] = []
         stopped.suspend()
         try:
-            with Watchdog(0.5, said.append):
+            with Watchdog(0.5, messages.append):
                 answers = asyncio.create_task(asyncio.to_thread(group._call, node, "node"))
                 match: list[str] = []
                 while not match and not answers.done():
                     await asyncio.sleep(0.02)
-                    match = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(said))
+                    match = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(messages))
                 stopped.resume()
                 assert len(await answers) == 2
         finally:

@@ -67,9 +67,9 @@ def actor_locations(placement: ReservedPlacement) -> list[ActorLocation]:
     needs = placement.layout.rank_needs
     actor: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0))(EngineHost)
     ranks = [actor.options(**placement.rank_options(rank)).remote() for rank in range(len(placement.layout.ranks))]
-    found = ray.get([rank.__ray_call__.remote(actor_location) for rank in ranks])
+    locations = ray.get([rank.__ray_call__.remote(actor_location) for rank in ranks])
     KEPT.append(ranks)
-    return list(found)
+    return list(locations)
 
 
 KEPT: list[list[Any]] = []
@@ -179,14 +179,14 @@ def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, mode
     ranks, received = launched(
         [*engine, "sampler.engines=2", "learner.ranks=4", "placement.mode=colocate"], tmp_path, model
     )
-    for number, own in enumerate(received):
+    for number, actor in enumerate(received):
         first, second = ranks[2 * number : 2 * number + 2]
         assert first.node == second.node
-        assert own == {"gpus": f"{first.gpus[0]},{second.gpus[0]}", "host": address[first.node], "saver": True}
-    assert {own["host"] for own in received} == set(MACHINES)
-    ranks, [own] = launched([*engine, "learner.ranks=2", "placement.mode=disaggregate"], tmp_path, model)
-    assert (own["gpus"], own["saver"]) == ("0,1", False)
-    assert own["host"] not in {address[rank.node] for rank in ranks}
+        assert actor == {"gpus": f"{first.gpus[0]},{second.gpus[0]}", "host": address[first.node], "saver": True}
+    assert {actor["host"] for actor in received} == set(MACHINES)
+    ranks, [actor] = launched([*engine, "learner.ranks=2", "placement.mode=disaggregate"], tmp_path, model)
+    assert (actor["gpus"], actor["saver"]) == ("0,1", False)
+    assert actor["host"] not in {address[rank.node] for rank in ranks}
 
 
 def cluster_nodes() -> list[dict[str, Any]]:
@@ -219,12 +219,12 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
 def engines_of(folder: Path) -> list[psutil.Process]:
     """Return the engines of a run by their logs; Ray's actors are their parents."""
     name = preloaded.process_name(preloaded.ENGINE)
-    found = []
+    engines = []
     for process in psutil.process_iter(["name", "open_files"]):
         logs = [file.path for file in process.info["open_files"] or []]
         if process.info["name"] == name and any(log.startswith(f"{folder}/") for log in logs):
-            found.append(process)
-    return found
+            engines.append(process)
+    return engines
 
 
 def hosts_of(engine: psutil.Process) -> set[str]:
@@ -236,14 +236,14 @@ def hosts_of(engine: psutil.Process) -> set[str]:
 @pytest.mark.long
 def test_a_run_on_a_cluster_and_nothing_left_of_it_when_it_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     settings = ["placement.mode=disaggregate", "sampler.engines=2", "learner.device=cpu", "learner.ranks=2", *SMALL]
-    rest = [
+    other_processes = [
         "train.steps=100",
         "train.eval_first=false",
         "run.dir=run",
         "sampler.health_interval_s=0.2",
         "weights.transport=distributed",
     ]
-    run = Running("train", "--env", "search_r1", *settings, *rest, cwd=tmp_path)
+    run = Running("train", "--env", "search_r1", *settings, *other_processes, cwd=tmp_path)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
 

@@ -55,10 +55,10 @@ WORDS = [
 
 def adapters(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the matrices B of each policy, in one line."""
-    found = {name: read_peft(checkpoint / "policies" / name)[1] for name in ("solver", "critic")}
+    adapters_by_policy = {name: read_peft(checkpoint / "policies" / name)[1] for name in ("solver", "critic")}
     return {
-        policy: torch.cat([tensor.flatten() for name, tensor in each if ".lora_B." in name])
-        for policy, each in found.items()
+        policy: torch.cat([tensor.flatten() for name, tensor in adapter_tensors if ".lora_B." in name])
+        for policy, adapter_tensors in adapters_by_policy.items()
     }
 
 
@@ -84,7 +84,7 @@ def test_both_policies_change_and_differ_and_a_checkpoint_is_evaluated_with_them
 
 def strategy(model: PreTrainedModel, renderer: ChatRenderer, sets: Mapping[Hashable, Sequence[str]]) -> Strategy:
     """Return how a model of transformers plays: the probabilities of the legal moves, each with an end token."""
-    found = {}
+    moves_by_state = {}
     for where, moves in sets.items():
         prompt = list(renderer.render((Message("user", str(where)),)).token_ids)
         chances = [
@@ -94,20 +94,20 @@ def strategy(model: PreTrainedModel, renderer: ChatRenderer, sets: Mapping[Hasha
             )
             for move in moves
         ]
-        found[where] = {move: chance / sum(chances) for move, chance in zip(moves, chances, strict=True)}
-    return found
+        moves_by_state[where] = {move: chance / sum(chances) for move, chance in zip(moves, chances, strict=True)}
+    return moves_by_state
 
 
 def test_exploitability_is_that_of_the_policies_of_the_seats(tmp_path: Path) -> None:
     base, config = resolve_model("multihop-warm"), LoraConfig(rank=4)
     shutil.copytree(base, tmp_path / "one" / "model")
-    linears = [(name, each) for name, each in load_model(base).named_modules() if name.endswith("_proj")]
+    linears = [(name, module) for name, module in load_model(base).named_modules() if name.endswith("_proj")]
     for number, role in enumerate(("first", "second")):
         torch.manual_seed(number)
         tensors = [
             (f"base_model.model.{layer}.lora_{matrix}.weight", torch.randn(shape) * 0.2)
-            for layer, each in linears
-            for matrix, shape in (("A", (4, each.in_features)), ("B", (each.out_features, 4)))
+            for layer, module in linears
+            for matrix, shape in (("A", (4, module.in_features)), ("B", (module.out_features, 4)))
         ]
         write_peft(tmp_path / "one" / "policies" / role, config, tensors)
     words = [

@@ -60,9 +60,9 @@ def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
 
 
 def of_session(leader: int) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(process.pid) == leader:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes

@@ -170,11 +170,11 @@ def replay(cwd: Path, samples: Path, *words: str) -> tuple[int, str]:
 
 def digest(value: Any) -> str:
     """Return a hash of tensors and plain values in dictionaries and sequences."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path, leaf in sorted((keystr(path), leaf) for path, leaf in tree_flatten_with_path(value)[0]):
-        found.update(path.encode())
-        found.update((tensor_checksum(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)).encode())
-    return found.hexdigest()
+        hasher.update(path.encode())
+        hasher.update((tensor_checksum(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)).encode())
+    return hasher.hexdigest()
 
 
 def learner_state(folder: Path) -> dict[str, Any]:
@@ -194,10 +194,10 @@ def trainer_state(checkpoint: Path) -> dict[str, Any]:
 
 def batches(folder: Path) -> dict[int, list[str]]:
     """Return the batches of each optimizer step, in the order in which they were trained: more than one if it was repeated."""
-    found: dict[int, list[str]] = {}
+    ids_by_step: dict[int, list[str]] = {}
     for line in (folder / "batches.jsonl").read_text().splitlines():
-        found.setdefault(json.loads(line)["step"], []).append(line)
-    return found
+        ids_by_step.setdefault(json.loads(line)["step"], []).append(line)
+    return ids_by_step
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +220,7 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     monkeypatch.setenv(KILL_AT, str(moment))
     status, output = replay(tmp_path, recorded, "--env", "search_r1", *REPLAYED, *words)
     assert status == -signal.SIGKILL, output
-    folder, other = tmp_path / "run", unkilled_replay / "run"
+    folder, unkilled = tmp_path / "run", unkilled_replay / "run"
     trained = len(metrics(folder))
     checkpoints = complete_checkpoints(folder / "checkpoints")
     assert checkpoints, "the first was complete"
@@ -235,16 +235,16 @@ def test_a_replay_that_is_killed_at_a_random_moment_equals_the_one_that_was_not(
     assert loaded == at_kill
 
     # From there on the run is that of the unkilled one.
-    rows, expected_metrics = metrics(folder), metrics(other)
+    rows, expected_metrics = metrics(folder), metrics(unkilled)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row, expected in zip(rows, expected_metrics, strict=True):
         compared = {key: value for key, value in expected.items() if key.startswith(("train/", "batch/", "rollout/"))}
         assert "train/loss" in compared
         assert {key: row[key] for key in compared} == pytest.approx(compared, rel=0, abs=1e-6)
     assert {step: {*lines} for step, lines in batches(folder).items()} == {
-        step: {*lines} for step, lines in batches(other).items()
+        step: {*lines} for step, lines in batches(unkilled).items()
     }
-    ours, theirs = (complete_checkpoints(run / "checkpoints")[-1] for run in (folder, other))
+    ours, theirs = (complete_checkpoints(run / "checkpoints")[-1] for run in (folder, unkilled))
     assert learner_state(ours) == learner_state(theirs)
     assert trainer_state(ours) == trainer_state(theirs)
     repeated = sum(len(lines) - 1 for lines in batches(folder).values())

@@ -29,11 +29,11 @@ def state(learner: LocalLearnerGroup, checkpoint: Path) -> dict[str, torch.Tenso
     """Load a checkpoint on one rank, and return its weights and the moments of its optimizer."""
     learner.load(checkpoint)
     rank = learner.rank
-    found = {name: parameter.detach().clone() for name, parameter in rank.model.hf.named_parameters()}
+    tensors_by_name = {name: parameter.detach().clone() for name, parameter in rank.model.hf.named_parameters()}
     [optimizer] = rank.optimizers.values()
     for name, parameter in rank.model.hf.named_parameters():
-        found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
-    return found
+        tensors_by_name |= {f"{name} {key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return tensors_by_name
 
 
 def test_it_loads_on_one_rank_and_on_three(folder, tmp_path):
@@ -53,7 +53,7 @@ def test_it_loads_on_one_rank_and_on_three(folder, tmp_path):
     assert trained.keys() == start.keys()
     assert all(not torch.equal(tensor, trained[name]) for name, tensor in start.items())
     assert {
-        (place / model).read_bytes() for place in (folder / "of_two", folder / "of_three", tmp_path / "of_one")
+        (parent / model).read_bytes() for parent in (folder / "of_two", folder / "of_three", tmp_path / "of_one")
     } == {(folder / "of_two" / model).read_bytes()}
 
 

@@ -53,19 +53,19 @@ async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
     begun = time.monotonic()
     await asyncio.gather(*(sample(fleet, name, 400) for name in names))
     seconds = time.monotonic() - begun
-    asked = [asyncio.ensure_future(sample(fleet, name, 400)) for name in names]
+    requests = [asyncio.ensure_future(sample(fleet, name, 400)) for name in names]
     await all_sampling(fleet, seconds / 8)
     await fleet.sampler.abort("s5")
-    cut = await asked.pop()
+    cut = await requests.pop()
     assert cut.finish_reason is FinishReason.ABORT
     assert 0 < len(cut.token_ids) < 400
 
     await asyncio.gather(*(engine.pause("abort") for engine in fleet.live))
     await asyncio.gather(*(engine.updates.from_disk(second, 4) for engine in fleet.live))
     await fleet.live[0].resume()
-    assert not any(request.done() for request in asked), "one engine is paused, and it could be the one"
+    assert not any(request.done() for request in requests), "one engine is paused, and it could be the one"
     await fleet.live[1].resume()
-    for generation in await asyncio.gather(*asked):
+    for generation in await asyncio.gather(*requests):
         assert generation.finish_reason is FinishReason.LENGTH
         assert len(generation.token_ids) == len(generation.logprobs) == 400
         [(start, old), (then, new)] = generation.versions

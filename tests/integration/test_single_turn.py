@@ -93,9 +93,9 @@ def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path
     stopped = services.agentrl(*command[:4], "failed.jsonl", *command[5:], "reward=my_rewards:raises", cwd=folder)
     assert stopped.returncode == 1
     stderr = stopped.stderr
-    for part in ("my_rewards:raises failed: KeyError: '", "(my_rewards.py:", "of task train.parquet:", "What is ",
+    for phrase in ("my_rewards:raises failed: KeyError: '", "(my_rewards.py:", "of task train.parquet:", "What is ",
                  "response ", "reward.on_error=drop"):  # fmt: skip
-        assert part in stderr, stderr
+        assert phrase in stderr, stderr
 
 
 def test_the_console_script_finds_modules_where_it_is_called(folder: Path) -> None:

@@ -43,14 +43,14 @@ class Stops(Env):
         os.killpg(cls.engine.child.pid, number)
 
 
-async def reported(said: list[str], text: str) -> None:
-    await until(lambda: any(text in report for report in said))
+async def reported(notes: list[str], text: str) -> None:
+    await until(lambda: any(text in report for report in notes))
 
 
 def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) -> None:
     model = resolve_model("multihop-warm")
     Stops.engine = launch_embedded(model, log=tmp_path / "log", slots=8, context=512, threads=1)
-    url, said = Stops.engine.url, []
+    url, notes = Stops.engine.url, []
 
     async def play() -> None:
         client = SGLangClient(url, timeout_s=60)
@@ -70,15 +70,15 @@ def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) ->
             FailurePolicy(FailureConfig()),
             EpisodeSlots(2),
         )
-        with Watchdog(1.0, said.append):
+        with Watchdog(1.0, notes.append):
             job = Job(Task("t", (Message("user", "hello"),)), 0, "5/1/0")
             with waiting(PHASE, "step 5", "rollout"):
                 episode = asyncio.create_task(runner.run_many([job]))
                 where = f"rollout 5/1/0, turn 2: sampling 5/1/0/1: request to the engine {url}, since "
-                await reported(said, f"step 5, rollout, waiting for\n    {where}")
+                await reported(notes, f"step 5, rollout, waiting for\n    {where}")
             with waiting(PHASE, "step 5", "weights"):
                 check = asyncio.create_task(check_version([client], 0))
-                await reported(said, f"engine 0 of 1, check of the policy version: engine {url}, /model_info, since ")
+                await reported(notes, f"engine 0 of 1, check of the policy version: engine {url}, /model_info, since ")
             Stops.engine_signal(signal.SIGCONT)
             await check
             [rollout] = await episode

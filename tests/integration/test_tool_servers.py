@@ -45,7 +45,7 @@ def two(tmp_path_factory):
 
 
 def connect(*started, **options):
-    return ToolServerClient(",".join(one.url for one in started), ClientConfig(**options), key="tools.python.url")
+    return ToolServerClient(",".join(server.url for server in started), ClientConfig(**options), key="tools.python.url")
 
 
 def run(code, name="1"):
@@ -66,7 +66,7 @@ async def emptied(*started):
     """Wait until the servers have closed all sessions."""
 
     async def empty():
-        return not any(await asyncio.gather(*(asyncio.to_thread(sessions, one) for one in started)))
+        return not any(await asyncio.gather(*(asyncio.to_thread(sessions, server) for server in started)))
 
     await until(empty)
 
@@ -117,10 +117,10 @@ def test_every_reply_comes_to_its_call_and_every_session_has_its_own_files(two):
     async def play(client, episode):
         for turn in range(3):
             code = f"open('log', 'a').write('{episode}.{turn} '); print(open('log').read())"
-            said = await client.call(run(code, str(turn)), episode_id=f"many-{episode}")
-            assert said.status is ToolStatus.OK
-            assert said.call_id == str(turn)
-            assert said.content.split() == [f"{episode}.{index_before}" for index_before in range(turn + 1)]
+            reply = await client.call(run(code, str(turn)), episode_id=f"many-{episode}")
+            assert reply.status is ToolStatus.OK
+            assert reply.call_id == str(turn)
+            assert reply.content.split() == [f"{episode}.{index_before}" for index_before in range(turn + 1)]
         await client.close_session(f"many-{episode}")
 
     async def all_of_them():
@@ -138,8 +138,8 @@ def test_a_lost_reply_does_not_run_the_code_again(two):
             client = connect(proxy)
             for number in range(3):
                 code = f"open('log', 'a').write('{number}')  # LOSE\nprint(open('log').read())"
-                said = await client.call(run(code, str(number)), episode_id="lossy")
-                assert said.content.strip() == "012"[: number + 1]
+                reply = await client.call(run(code, str(number)), episode_id="lossy")
+                assert reply.content.strip() == "012"[: number + 1]
             assert len(proxy.lost) == 3
             await client.close_session("lossy")
             await client.aclose()
@@ -153,16 +153,16 @@ def test_a_server_killed_in_mid_call_ends_its_episodes_and_no_other(tmp_path, mo
     monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.05)
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a server that is killed leaves its sessions' folders
 
-    async def play(doomed, other):
-        client = connect(doomed, other, retries=1)
+    async def play(doomed, survivor):
+        client = connect(doomed, survivor, retries=1)
         for name in ("a", "b"):
             await client.call(run("open('note', 'w').write('x')", "first"), episode_id=name)
-        assert (sessions(doomed), sessions(other)) == (1, 1)
+        assert (sessions(doomed), sessions(survivor)) == (1, 1)
         code = "import time; time.sleep(1.5); print('slept')"
         slow = [asyncio.create_task(client.call(run(code), episode_id=name)) for name in ("a", "b")]
 
         async def both_run():
-            return await asyncio.to_thread(calling, doomed) == await asyncio.to_thread(calling, other) == 1
+            return await asyncio.to_thread(calling, doomed) == await asyncio.to_thread(calling, survivor) == 1
 
         await until(both_run)
         os.kill(doomed.pid, signal.SIGKILL)
@@ -170,15 +170,15 @@ def test_a_server_killed_in_mid_call_ends_its_episodes_and_no_other(tmp_path, mo
         assert isinstance(ended[0], ToolFailure), ended
         assert ended[1].content.strip() == "slept"
         await client.call(run("print(2)"), episode_id="a~1")
-        assert sessions(other) == 2
+        assert sessions(survivor) == 2
         port = int(doomed.url.rpartition(":")[2])
         with await asyncio.to_thread(launch_tool, "python", SERVE, log=tmp_path / "again.log", port=port):
             names = iter(range(100))
 
             async def back():
                 """Whether an episode that begins now comes to it: it has none, the other has two."""
-                said = await client.call(run("print(1)"), episode_id=f"c{next(names)}")
-                assert said.content.strip() == "1"
+                reply = await client.call(run("print(1)"), episode_id=f"c{next(names)}")
+                assert reply.content.strip() == "1"
                 return sessions(doomed) == 1
 
             await until(back)

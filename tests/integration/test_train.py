@@ -63,13 +63,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
         started = [" ".join(child.cmdline()) for child in children]
         run.send(signal.SIGKILL)
         run.finish()
-        left, output = gone(children), run.output()
+        leftovers, output = gone(children), run.output()
     finally:
         run.end()
     last = max((cwd / "run" / "checkpoints").glob("step_*/state.json")).parent
     diagnosis = here("doctor", "run", cwd=cwd)
     assert diagnosis.returncode == 1
-    return Killed(cwd, output, started, left, shutil.copytree(last, cwd / last.name), diagnosis.stdout)
+    return Killed(cwd, output, started, leftovers, shutil.copytree(last, cwd / last.name), diagnosis.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,11 @@ def assert_states_come_back(checkpoint: Path, folder: Path) -> None:
         learner.finish_save()
     finally:
         learner.close()
-    states = [f"{part}/{file.name}" for part in ("optimizer", "random") for file in (checkpoint / part).glob("[!.]*")]
+    states = [
+        f"{state_name}/{file.name}"
+        for state_name in ("optimizer", "random")
+        for file in (checkpoint / state_name).glob("[!.]*")
+    ]
     assert len(states) == 2
     for name in [*states, "model/model.safetensors", "learner.json"]:
         assert (folder / "again" / name).read_bytes() == (checkpoint / name).read_bytes(), name

@@ -142,7 +142,7 @@ def found_by(work: Work, folder: Path) -> list[list[Found]]:
     ranks = work.learners[0][0].ranks
     run_ranks("tests.integration.two_ranks:main", folder, ranks, timeout_s=300)
     of_rank = [torch.load(folder / f"found{number}.pt", weights_only=False) for number in range(ranks)]
-    return [list(found) for found in zip(*of_rank, strict=True)]
+    return [list(values_of_rank) for values_of_rank in zip(*of_rank, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -192,11 +192,11 @@ def test_two_ranks_have_the_gradient_of_each_policy_of_one(work, of_two):
     learner = LocalLearnerGroup(
         work.model, config, cases[0][0].model_copy(update={"kl_coef": 1.0}), seed=0, reference=work.reference
     )
-    for number, (algo, whole) in enumerate(cases):
-        expected = compute(learner.rank, algo, whole)
+    for number, (algo, full_result) in enumerate(cases):
+        expected = compute(learner.rank, algo, full_result)
         assert expected["train/grad_norm"] > 1e-4
         for rank in of_two[2]:
-            assert_same(rank.metrics[number], expected, whole.policy)
+            assert_same(rank.metrics[number], expected, full_result.policy)
     learner.close()
 
 
@@ -207,8 +207,8 @@ def test_ranks_with_parts_of_micro_batches_have_the_loss_the_gradient_and_the_lo
     cases = in_context(1, 1)[1]
     ranks = of_context[context]
     assert len(ranks) == math.prod(CONTEXTS[context])
-    for number, (algo, whole) in enumerate(cases):
-        expected = compute(alone.rank, algo, whole)
+    for number, (algo, full_result) in enumerate(cases):
+        expected = compute(alone.rank, algo, full_result)
         assert expected["train/grad_norm"] > 1e-4
         for rank in ranks:
             assert_same(rank.metrics[number], expected, (*IN_CONTEXT, "tree")[number])

@@ -55,14 +55,14 @@ def rollout(tokenizer, step, number, words, **changes):
     """Prompt, then by turns sampled and observed text; groups of 4, the last token of each is stale."""
     first = changes.get("prompt", f"Question {number // 4}\n")
     parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in (first, *words)]
-    who = np.concatenate([np.full(len(part), k % 2, np.uint8) for k, part in enumerate(parts)])
+    who = np.concatenate([np.full(len(piece), k % 2, np.uint8) for k, piece in enumerate(parts)])
     sampled = who == SAMPLED
     why = np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8)
     why[-1] = MaskReason.STALE if sampled[-1] and len(parts[-1]) > 1 else why[-1]
     identity = f"{step}/{number}"
     row = Row(
         key=RowKey(f"task-{step}-{number // 4}", identity),
-        token_ids=np.array([token for part in parts for token in part], np.int32),
+        token_ids=np.array([token for piece in parts for token in piece], np.int32),
         provenance=who,
         mask=(why == MaskReason.NONE).astype(np.uint8),
         mask_reason=why,
@@ -71,7 +71,7 @@ def rollout(tokenizer, step, number, words, **changes):
         requests=np.where(sampled, 0, -1).astype(np.int32),
         request_ids=(f"{identity}/first",),
     )
-    given = {
+    fields = {
         "rows": [row],
         "reward": float(number % 2),
         "stop_reason": StopReason.TERMINATED,
@@ -80,7 +80,7 @@ def rollout(tokenizer, step, number, words, **changes):
         "metrics": {"exact_match": float(number % 2)},
         "sampled_tokens": int(sampled.sum()),
     }
-    return Rollout(row.key.prompt_id, identity, **(given | changes))
+    return Rollout(row.key.prompt_id, identity, **(fields | changes))
 
 
 def record(folder, tokenizer):
@@ -99,7 +99,14 @@ def record(folder, tokenizer):
                 tokenizer, 3, 2, ["x"], rows=[], failure=gone, stop_reason=StopReason.FAILED, dropped=True
             )
         recorder.write(step, rollouts)
-        recorder.finish(step, {each.rollout_id: each.reward - 0.5 for each in rollouts if each.failure is None})
+        recorder.finish(
+            step,
+            {
+                scored_rollout.rollout_id: scored_rollout.reward - 0.5
+                for scored_rollout in rollouts
+                if scored_rollout.failure is None
+            },
+        )
     rows = [{"step": step, "train/reward": step / 4, "train/entropy": 0.1} for step in (1, 2, 3)]
     rows.insert(0, {"step": 0, "eval/reward": 0.25})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -249,16 +256,16 @@ def test_groups_side_by_side(opened):
 def game(tokenizer, episode, seat, turns, **changes):
     """A rollout of a game, with a row a turn: what the agent reads, then what it says."""
     agent = f"player_{seat}"
-    one = rollout(tokenizer, 1, 0, ["x"])
+    first_game = rollout(tokenizer, 1, 0, ["x"])
     rows = []
-    for number, (read, said) in enumerate(turns):
-        row = rollout(tokenizer, 1, 0, [said], prompt=read).rows[0]
+    for number, (read, action) in enumerate(turns):
+        row = rollout(tokenizer, 1, 0, [action], prompt=read).rows[0]
         key = RowKey("game", f"{episode}.{agent}", agent, number)
         rows.append(dataclasses.replace(row, key=key, request_ids=(f"{episode}.{agent}/{number}",)))
-    given = {"agent": agent, "role": ("first", "second")[seat], "seat": seat, "episode": episode, "rows": rows}
-    turns = [Turn(said, "", FinishReason.STOP) for _, said in turns]
-    given |= {"turns": turns, "prompt_id": "game", "rollout_id": f"{episode}.{agent}"}
-    return dataclasses.replace(one, **(given | changes))
+    seat_fields = {"agent": agent, "role": ("first", "second")[seat], "seat": seat, "episode": episode, "rows": rows}
+    turns = [Turn(action, "", FinishReason.STOP) for _, action in turns]
+    seat_fields |= {"turns": turns, "prompt_id": "game", "rollout_id": f"{episode}.{agent}"}
+    return dataclasses.replace(first_game, **(seat_fields | changes))
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +306,8 @@ def test_the_agents_of_an_episode_are_side_by_side_by_steps(opened):
         "", "1 +0.500 player_0 first played by policy e1.player_0", "−1 player_1 second played by policy e1.player_1",
     ]  # fmt: skip
     cells = window.locator(".agents .cell[data-agent]")
-    said = [" ".join(cell.locator(".by1 .words").all_inner_texts()).strip() for cell in cells.all()]
-    assert said == ["check", "", "", "bet", "call", ""], "by step, then by agent"
+    actions = [" ".join(cell.locator(".by1 .words").all_inner_texts()).strip() for cell in cells.all()]
+    assert actions == ["check", "", "", "bet", "call", ""], "by step, then by agent"
     assert "They bet." in cells.nth(4).locator(".by0").inner_text()
     cells.nth(0).locator(".t.w1").first.click()
     assert fact(window, "who") == "sampled in turn 1"

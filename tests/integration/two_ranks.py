@@ -59,7 +59,7 @@ def main() -> int:
     work: Work = torch.load(folder / "work.pt", weights_only=False)
     ranks = work.learners[0][0].ranks
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=number, world_size=ranks)
-    found = []
+    outcomes = []
     for config, cases in work.learners:
         # With a reference, for every ``algo`` section.
         algo = cases[0][0].model_copy(update={"kl_coef": 1.0})
@@ -67,8 +67,8 @@ def main() -> int:
             RankOptions(work.model, config, algo, device=torch.device("cpu"), seed=0, reference=work.reference)
         )
         metrics = [compute(rank, algo, batch_of_share(batch, rank.data_parallel_rank)) for algo, batch in cases]
-        found.append(Found(metrics, rank.logprobs(batch_of_share(cases[-1][1], rank.data_parallel_rank))))
-    torch.save(found, folder / f"found{number}.pt")
+        outcomes.append(Found(metrics, rank.logprobs(batch_of_share(cases[-1][1], rank.data_parallel_rank))))
+    torch.save(outcomes, folder / f"found{number}.pt")
     rank.close()
     return 0
 

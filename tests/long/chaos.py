@@ -222,26 +222,26 @@ class ChaosRun:
         progress, last, looked, stalls = begun, self._mark(), 0.0, self._stalls()
         while (code := self._main.poll()) is None:
             time.sleep(_POLL_S)
-            now = time.monotonic()
-            if now >= looked + _LOOK_S:
-                looked = now
+            now_s = time.monotonic()
+            if now_s >= looked + _LOOK_S:
+                looked = now_s
                 self._living()
                 if self._stalls() > stalls:
                     return self._hang()
             if (mark := self._mark()) != last:
-                progress, last = now, mark
-            if now - progress > 1.5 * STALL_S:
+                progress, last = now_s, mark
+            if now_s - progress > 1.5 * STALL_S:
                 return self._hang()
             new = self._count_rows()
             rows = min(rows, new)  # a resumed run removes the rows after its checkpoint
             if new > rows:
                 if next_kill is None:
-                    self._start_s = 0.5 * self._start_s + 0.5 * (now - begun)
-                    next_kill = now + self._rng.uniform(0.0, 3.0)
-                if any(now - kill.at > 1.0 for kill in self._open):  # the row is not of before the kill
+                    self._start_s = 0.5 * self._start_s + 0.5 * (now_s - begun)
+                    next_kill = now_s + self._rng.uniform(0.0, 3.0)
+                if any(now_s - kill.at > 1.0 for kill in self._open):  # the row is not of before the kill
                     self._recovered("itself")
                 rows = new
-            if next_kill is not None and now >= next_kill and self._strike("start" if in_start else "training"):
+            if next_kill is not None and now_s >= next_kill and self._strike("start" if in_start else "training"):
                 in_start, next_kill, rows = False, time.monotonic() + self._rng.uniform(0.3, 6.0), self._count_rows()
         return code
 
@@ -300,30 +300,30 @@ class ChaosRun:
 
     def _check_gone(self) -> None:
         """Check that all processes of the run have ended, but for Ray's agents, which are checked at the end."""
-        if left := self._processes.left(GONE_S, agents=False):
-            self._fault(f"left {GONE_S:g} s after the end: {left}; killed: {[kill.kind for kill in self._open]}")
+        if leftovers := self._processes.left(GONE_S, agents=False):
+            self._fault(f"left {GONE_S:g} s after the end: {leftovers}; killed: {[kill.kind for kill in self._open]}")
             self._processes.end()
 
     def _check_end(self) -> None:
-        found = audit(self._folder / "run", self._steps, BATCH, SAMPLES)
+        faults = audit(self._folder / "run", self._steps, BATCH, SAMPLES)
         with self._totals.lock:
-            self._totals.lost += len(found.lost)
-            self._totals.duplicated += len(found.duplicated)
+            self._totals.lost += len(faults.lost)
+            self._totals.duplicated += len(faults.duplicated)
             self._totals.finished += 1
-        for fault in found.faults:
+        for fault in faults.faults:
             self._fault(fault)
         for name in ("lost", "duplicated"):
-            if groups := getattr(found, name):
+            if groups := getattr(faults, name):
                 self._fault(f"{name} groups: {groups}")
         with self._totals.lock:
             self._totals.ended.append(self)
-        if left := left_in_cgroups(self._processes.servers):
-            self._fault(f"sandboxes left: {left}")
+        if leftovers := left_in_cgroups(self._processes.servers):
+            self._fault(f"sandboxes left: {leftovers}")
 
     def check_agents(self) -> None:
         """Check at the end of all lanes that Ray's agents have ended too: they outlive a killed run by a minute."""
-        if left := self._processes.left(GONE_S, agents=True):
-            self._fault(f"left at the end: {left}")
+        if leftovers := self._processes.left(GONE_S, agents=True):
+            self._fault(f"left at the end: {leftovers}")
             self._processes.end()
 
     def _fault(self, words: str) -> None:
@@ -438,8 +438,8 @@ def main(words: Sequence[str] | None = None) -> int:
         each.join()
     for run in totals.ended:
         run.check_agents()
-    found = report(totals, time.monotonic() - begun, sandbox)
-    text = json.dumps(found, indent=1)
+    summary = report(totals, time.monotonic() - begun, sandbox)
+    text = json.dumps(summary, indent=1)
     (options.out / "report.json").write_text(text)
     print(text)
     return int(bool(totals.faults or totals.lost or totals.duplicated or totals.hangs))

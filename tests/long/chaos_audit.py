@@ -27,33 +27,33 @@ class Audit:
 
 def audit(folder: Path, steps: int, batch: int, samples: int) -> Audit:
     """Audit a finished run of ``steps`` steps of ``batch`` groups with ``samples`` episodes each."""
-    found = Audit()
+    audit_result = Audit()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     numbers = [int(row["step"]) for row in rows if "train/reward" in row]
     if numbers != list(range(1, steps + 1)):
-        found.faults.append(f"metrics.jsonl has the training steps {numbers}")
+        audit_result.faults.append(f"metrics.jsonl has the training steps {numbers}")
     evaluated = Counter(int(row["step"]) for row in rows if "eval/reward" in row)
     if evaluated.get(steps) != 1:
-        found.faults.append(f"the last evaluation is there {evaluated.get(steps, 0)} times")
-    _check_state(folder, steps, batch, found)
-    _check_groups(folder, steps, batch, samples, found)
+        audit_result.faults.append(f"the last evaluation is there {evaluated.get(steps, 0)} times")
+    _check_state(folder, steps, batch, audit_result)
+    _check_groups(folder, steps, batch, samples, audit_result)
     journal = read_journal(folder)
     assert journal is not None, "a run has a journal"
-    found.faults += [f"journal: {fault}" for fault in journal.faults()]
+    audit_result.faults += [f"journal: {fault}" for fault in journal.faults()]
     if journal.waiting:
-        found.faults.append(f"journal: {len(journal.waiting)} groups wait after the end")
-    return found
+        audit_result.faults.append(f"journal: {len(journal.waiting)} groups wait after the end")
+    return audit_result
 
 
-def _check_state(folder: Path, steps: int, batch: int, found: Audit) -> None:
+def _check_state(folder: Path, steps: int, batch: int, audit: Audit) -> None:
     state = json.loads((folder / "checkpoints" / f"step_{steps:06d}" / "state.json").read_text())
     counters = {name: state[name] for name in ("step", "position", "trained_ahead", "evaluated")}
     expected = {"step": steps, "position": steps * batch, "trained_ahead": [], "evaluated": steps}
     if counters != expected:
-        found.faults.append(f"the last checkpoint has {counters} instead of {expected}")
+        audit.faults.append(f"the last checkpoint has {counters} instead of {expected}")
 
 
-def _check_groups(folder: Path, steps: int, batch: int, samples: int, found: Audit) -> None:
+def _check_groups(folder: Path, steps: int, batch: int, samples: int, audit: Audit) -> None:
     trained: Counter[str] = Counter()
     tasks: dict[str, set[str]] = {}
     for file in sorted((folder / "rollouts").glob("step_*.jsonl")):
@@ -63,15 +63,15 @@ def _check_groups(folder: Path, steps: int, batch: int, samples: int, found: Aud
             trained[rollout["rollout_id"]] += 1
             tasks.setdefault(group, set()).add(rollout["prompt_id"])
             if rollout["failure"] and rollout["failure"]["kind"] in INFRASTRUCTURE and not rollout["dropped"]:
-                found.faults.append(f"{rollout['rollout_id']} failed by {rollout['failure']} and was trained")
+                audit.faults.append(f"{rollout['rollout_id']} failed by {rollout['failure']} and was trained")
     for step in range(1, steps + 1):
         for offset in range(batch):
             group = f"{step}/{offset}"
             counts = [trained.pop(f"{group}/{sample}", 0) for sample in range(samples)]
             if not any(counts):
-                found.lost.append(group)
+                audit.lost.append(group)
             elif counts != [1] * samples:
-                found.duplicated.append(f"{group}: {counts}")
-    found.faults += [f"{name} belongs to no step" for name in trained]
+                audit.duplicated.append(f"{group}: {counts}")
+    audit.faults += [f"{name} belongs to no step" for name in trained]
     owners = Counter(task for group in tasks.values() for task in group)
-    found.faults += [f"task {task} was trained {count} times" for task, count in owners.items() if count > 1]
+    audit.faults += [f"task {task} was trained {count} times" for task, count in owners.items() if count > 1]

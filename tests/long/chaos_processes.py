@@ -68,13 +68,13 @@ class RunProcesses:
 
     def living(self, main: int) -> dict[str, list[psutil.Process]]:
         """Return the living processes below the process ``main`` and itself, by kind."""
-        found: dict[str, list[psutil.Process]] = {}
+        living_by_kind: dict[str, list[psutil.Process]] = {}
         kinds = {main: "main"}
         try:
             root = psutil.Process(main)
             processes = [root, *root.children(recursive=True)]
         except psutil.Error:
-            return found
+            return living_by_kind
         for process in processes:
             try:
                 kind = kinds.get(process.pid) or kind_of(process, kinds)
@@ -85,8 +85,8 @@ class RunProcesses:
             kinds[process.pid] = kind
             if kind in KINDS:
                 self._seen[process] = kind
-                found.setdefault(kind, []).append(process)
-        return found
+                living_by_kind.setdefault(kind, []).append(process)
+        return living_by_kind
 
     @property
     def servers(self) -> list[int]:
@@ -97,9 +97,9 @@ class RunProcesses:
         """Wait until all processes have ended, and return those that have not; Ray's agents count only with ``agents``."""
         begun = time.monotonic()
         limit = max(timeout_s, AGENT_S) if agents else timeout_s
-        while left := [one for one in self._living() if agents or self._seen.get(one) != "ray agent"]:
+        while leftovers := [one for one in self._living() if agents or self._seen.get(one) != "ray agent"]:
             if time.monotonic() > begun + limit:
-                return [_describe(process) for process in left]
+                return [_describe(process) for process in leftovers]
             time.sleep(0.2)
         return []
 
@@ -111,14 +111,14 @@ class RunProcesses:
 
     def _living(self) -> set[psutil.Process]:
         """Return the living processes that were seen; if there are none, those with the run's variable."""
-        if found := {process for process in self._seen if _runs(process)}:
-            return found
+        if running := {process for process in self._seen if _runs(process)}:
+            return running
         for process in self._marked():
             if process not in self._seen:
                 with contextlib.suppress(psutil.Error):
                     self._seen[process] = kind_of(process, {})
-                    found.add(process)
-        return found
+                    running.add(process)
+        return running
 
     def _marked(self) -> Iterable[psutil.Process]:
         """Yield processes with the run's environment variable."""
@@ -147,9 +147,9 @@ def _describe(process: psutil.Process) -> str:
 def left_in_cgroups(pids: Iterable[int]) -> list[str]:
     """Return the control groups of sandboxes whose tool server, one of ``pids``, has ended."""
     prefixes = tuple(f"{pid}-" for pid in pids)
-    found = []
+    leftovers = []
     for folder, names, _ in os.walk("/sys/fs/cgroup"):
         if os.path.basename(folder) == "agentrl":
-            found += [os.path.join(folder, name) for name in names if prefixes and name.startswith(prefixes)]
+            leftovers += [os.path.join(folder, name) for name in names if prefixes and name.startswith(prefixes)]
             names.clear()
-    return found
+    return leftovers

@@ -53,14 +53,16 @@ class Machines:
             process.kill()
 
     def _processes(self, node: Any) -> list[tuple[psutil.Process, str]]:
-        found: list[tuple[psutil.Process, str]] = []
-        for started in [one.process.pid for several in node.all_processes.values() for one in several]:
+        processes: list[tuple[psutil.Process, str]] = []
+        for started in [
+            started_process.process.pid for several in node.all_processes.values() for started_process in several
+        ]:
             parents: dict[int, str] = {}
             root = psutil.Process(started)
             for process in [root, *root.children(recursive=True)]:
                 parents[process.pid] = kind_of(process, parents)
-                found.append((process, parents[process.pid]))
-        return found
+                processes.append((process, parents[process.pid]))
+        return processes
 
 
 @pytest.fixture
@@ -70,9 +72,9 @@ def machines() -> Iterator[Machines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         started = Cluster()
-        found = Machines(started, 4)
+        machines = Machines(started, 4)
         patch.setenv("RAY_ADDRESS", started.address)
-        yield found
+        yield machines
         started.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -90,11 +92,11 @@ def test_the_loss_of_a_machine(machines: Machines, tmp_path: Path, mode: str) ->
     try:
         run.wait_for(lambda: len(rows()) >= 2)
         kinds = machines.kinds()
-        machines.lose(next(at for at, one in enumerate(kinds) if "engine" in one and "learner rank" not in one))
+        machines.lose(next(at for at, kind in enumerate(kinds) if "engine" in kind and "learner rank" not in kind))
         run.wait_for(lambda: any(row.get("rollout/engine_restarts", 0) >= 1 for row in rows()))
         trained = len(rows())
         run.wait_for(lambda: len(rows()) > trained)
-        machines.lose(next(at for at, one in enumerate(machines.kinds()) if "learner rank" in one))
+        machines.lose(next(at for at, kind in enumerate(machines.kinds()) if "learner rank" in kind))
         assert run.finish() == 1, run.output()
         assert "--resume" in run.output()
         assert len(rows()) < STEPS

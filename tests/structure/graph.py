@@ -52,28 +52,30 @@ class Graph:
     def edges(self, kinds: Collection[Kind] = ALL_KINDS) -> dict[str, set[str]]:
         """From each module to the other modules of this package that it imports."""
         edges: dict[str, set[str]] = {module: set() for module in self.modules}
-        for found in self.internal(kinds):
-            edges[found.importer].add(found.imported)
+        for edge in self.internal(kinds):
+            edges[edge.importer].add(edge.imported)
         return edges
 
     def package_edges(self, kinds: Collection[Kind] = ALL_KINDS) -> dict[str, set[str]]:
         """From each top-level package (or loose module) to the others that it imports, without the root's exports."""
         edges: dict[str, set[str]] = {name: set() for module in self.modules if (name := self.top_level(module))}
-        for found in self.internal(kinds):
-            importer, imported = self.top_level(found.importer), self.top_level(found.imported)
+        for edge in self.internal(kinds):
+            importer, imported = self.top_level(edge.importer), self.top_level(edge.imported)
             if importer and imported and importer != imported:
                 edges[importer].add(imported)
         return edges
 
     def internal(self, kinds: Collection[Kind] = ALL_KINDS) -> Iterator[Import]:
         """Imports of other modules of this package."""
-        for found in self.imports:
-            if found.kind in kinds and found.imported in self.modules and found.imported != found.importer:
-                yield found
+        for imported in self.imports:
+            if imported.kind in kinds and imported.imported in self.modules and imported.imported != imported.importer:
+                yield imported
 
     def external(self, kinds: Collection[Kind] = ALL_KINDS) -> Iterator[Import]:
         """Imports of other packages, the standard library's included."""
-        return (found for found in self.imports if found.kind in kinds and found.imported not in self.modules)
+        return (
+            imported for imported in self.imports if imported.kind in kinds and imported.imported not in self.modules
+        )
 
     def top_level(self, module: str) -> str:
         """Top-level package or loose module that a module belongs to; empty for the root's ``__init__``."""
@@ -151,28 +153,28 @@ def strongly_connected(edges: Edges) -> list[list[str]]:
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(node: str) -> None:
         order[node] = lowest[node] = len(order)
         stack.append(node)
-        for other in sorted(edges.get(node, ())):
-            if other not in order:
-                visit(other)
-                lowest[node] = min(lowest[node], lowest[other])
-            elif other in stack:
-                lowest[node] = min(lowest[node], order[other])
+        for successor in sorted(edges.get(node, ())):
+            if successor not in order:
+                visit(successor)
+                lowest[node] = min(lowest[node], lowest[successor])
+            elif successor in stack:
+                lowest[node] = min(lowest[node], order[successor])
         if lowest[node] == order[node]:
             start = stack.index(node)
             component = sorted(stack[start:])
             del stack[start:]
             if len(component) > 1:
-                found.append(component)
+                components.append(component)
 
     for node in edges:
         if node not in order:
             visit(node)
-    return sorted(found, key=lambda component: (-len(component), component))
+    return sorted(components, key=lambda component: (-len(component), component))
 
 
 def public_methods(tree: ast.Module) -> dict[str, list[str]]:
@@ -194,12 +196,12 @@ def violations(graph: Graph, layers: Sequence[Sequence[str]], kinds: Collection[
     """
     rows: dict[str, float] = {package: index for index, row in enumerate(layers) for package in row}
     present = {name for module in graph.modules if (name := graph.top_level(module))}
-    found = [f"{name} is in no layer" for name in sorted(present - rows.keys())]
-    found += [f"{name} is in the layers, and there is no such package" for name in sorted(rows.keys() - present)]
+    faults = [f"{name} is in no layer" for name in sorted(present - rows.keys())]
+    faults += [f"{name} is in the layers, and there is no such package" for name in sorted(rows.keys() - present)]
     rows[""] = len(layers) - 1.5
     for one in graph.internal(kinds):
         importer, imported = graph.top_level(one.importer), graph.top_level(one.imported)
         if importer != imported and importer in rows and imported in rows and rows[imported] >= rows[importer]:
             where = f"{graph.modules[one.importer]}:{one.line} ({one.kind})"
-            found.append(f"{where}: {importer or graph.root} imports {one.imported}, which is not below it")
-    return found
+            faults.append(f"{where}: {importer or graph.root} imports {one.imported}, which is not below it")
+    return faults

@@ -39,8 +39,8 @@ def insert(page: str, text: str) -> str:
     Raises:
         ValueError: the page does not have each marker exactly once, in order.
     """
-    text_before, begin, rest = page.partition(BEGIN)
-    _, end, text_after = rest.partition(END)
+    text_before, begin, page_end = page.partition(BEGIN)
+    _, end, text_after = page_end.partition(END)
     if not begin or not end or BEGIN in text_after or END in text_before + text_after:
         raise ValueError(f"the page needs one line {BEGIN} and after it one line {END}")
     return f"{text_before}{begin}\n{text}\n{end}{text_after}"

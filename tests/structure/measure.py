@@ -77,7 +77,7 @@ def measure(name: str, package: Path, tests: Path | None) -> Measures:
         f"classes > {MANY_METHODS}": classes,
         "package cycles": [*map(", ".join, package_cycles)],
     }
-    details |= {f"cycles, {kind}": [*map(", ".join, found)] for kind, found in cycles.items()}
+    details |= {f"cycles, {kind}": [*map(", ".join, members)] for kind, members in cycles.items()}
     return Measures(cells, details)
 
 
@@ -100,7 +100,11 @@ def public_names(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
-                yield from (one for one in node.body if isinstance(one, FUNCTIONS) and not one.name.startswith("_"))
+                yield from (
+                    definition
+                    for definition in node.body
+                    if isinstance(definition, FUNCTIONS) and not definition.name.startswith("_")
+                )
 
 
 def is_loose(graph: Graph, module: str, path: Path) -> bool:

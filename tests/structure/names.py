@@ -47,6 +47,7 @@ CONTEXT_WORDS = frozenset(
 PARTICIPLES = frozenset(("held", "kept", "known", "left", "made", "said", "sent", "told", "taken", "written", "begun", "drawn",
                          "found", "given", "shown"))  # fmt: skip
 FOLDERS = ("agentrl", "benchmarks", "envs", "tools", "tasks", "examples")
+TESTS = "tests"
 
 
 @dataclass
@@ -121,7 +122,7 @@ def python_files(folder: Path) -> list[Path]:
 
 def main(arguments: list[str]) -> None:
     """Print a table with a row for each folder, and with ``--list`` what it counts."""
-    folders = [argument for argument in arguments if argument != "--list"] or list(FOLDERS)
+    folders = [argument for argument in arguments if argument != "--list"] or [*FOLDERS, TESTS]
     print("| folder | bindings | context words | for 1,000 | participles | named by of |\n|---|---|---|---|---|---|")
     for folder in folders:
         names = read_names(python_files(Path(folder)))

@@ -58,14 +58,14 @@ def compare_metrics(a: Path, b: Path) -> tuple[list[str], list[str]]:
 
 def read_rollouts(run: Path) -> dict[str, Any]:
     """All rollouts and advantages of a run, by file and rollout, without times."""
-    found: dict[str, Any] = {}
+    rollouts: dict[str, Any] = {}
     for path in sorted((run / "rollouts").glob("*.jsonl")):
         for rollout in read_lines(path):
             key = f"{path.name}: rollout {rollout['rollout_id']}"
-            found.setdefault(key, []).append({name: value for name, value in rollout.items() if name not in TIMES})
+            rollouts.setdefault(key, []).append({name: value for name, value in rollout.items() if name not in TIMES})
     for path in sorted((run / "rollouts").glob("*.json")):
-        found[path.name] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        rollouts[path.name] = json.loads(path.read_text(encoding="utf-8"))
+    return rollouts
 
 
 def read_weights(run: Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ BASE = {"__init__.py": "", "low/__init__.py": "", "low/a.py": "NAME = 1\n", "low
 )
 def test_each_form_of_import_is_seen(tmp_path: Path, source: str, expected: list[tuple[str, Kind]]) -> None:
     graph = write(tmp_path, {**BASE, "top/user.py": source})
-    assert [(one.imported, one.kind) for one in graph.imports] == expected
+    assert [(imported.imported, imported.kind) for imported in graph.imports] == expected
 
 
 def test_relative_imports_in_a_package_start_at_the_package(tmp_path: Path) -> None:

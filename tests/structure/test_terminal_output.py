@@ -23,15 +23,15 @@ ONLY_IN_THE_CONSOLE = {
 
 
 def files() -> Iterator[Path]:
-    for place in PLACES:
-        for path in sorted(place.rglob("*.py")):
-            if path != CONSOLE and not any(path.is_relative_to(other) for other in ELSEWHERE):
+    for folder_name in PLACES:
+        for path in sorted(folder_name.rglob("*.py")):
+            if path != CONSOLE and not any(path.is_relative_to(allowed) for allowed in ELSEWHERE):
                 yield path
 
 
 def faults(source: str) -> list[str]:
     """Return the calls in a module that print in another way, or with markup."""
-    tree, found = ast.parse(source), []
+    tree, faults = ast.parse(source), []
     origins = {"print": "print"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -41,31 +41,31 @@ def faults(source: str) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        root, _, rest = ast.unparse(node.func).partition(".")
-        name = f"{origins.get(root, '')}.{rest}".strip(".") if root in origins else ""
+        root, _, attribute = ast.unparse(node.func).partition(".")
+        name = f"{origins.get(root, '')}.{attribute}".strip(".") if root in origins else ""
         options = {option.arg: option.value for option in node.keywords}
         markup = options.get("markup")
         if name in ONLY_IN_THE_CONSOLE:
-            found.append(name)
+            faults.append(name)
         elif markup is not None and ast.unparse(markup) != "False":
-            found.append(f"{ast.unparse(node.func)}(markup={ast.unparse(markup)})")
+            faults.append(f"{ast.unparse(node.func)}(markup={ast.unparse(markup)})")
         elif name == "rich.progress.TextColumn" and markup is None:
-            found.append("TextColumn reads markup unless markup=False")
-        elif rest.endswith("status") and not all(isinstance(one, ast.Constant) for one in node.args):
-            found.append("a status reads markup unless it is a constant")
-        elif root in ("sys",) and rest in ("stdout.write", "stderr.write") and not _is_program_text(node):
-            found.append(name)
-    return found
+            faults.append("TextColumn reads markup unless markup=False")
+        elif attribute.endswith("status") and not all(isinstance(argument, ast.Constant) for argument in node.args):
+            faults.append("a status reads markup unless it is a constant")
+        elif root in ("sys",) and attribute in ("stdout.write", "stderr.write") and not _is_program_text(node):
+            faults.append(name)
+    return faults
 
 
 def _is_program_text(node: ast.Call) -> bool:
-    return all(isinstance(one, ast.Constant) for one in node.args)
+    return all(isinstance(argument, ast.Constant) for argument in node.args)
 
 
 def test_text_is_printed_by_the_console_only() -> None:
-    text = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
-    assert len(text) > 300
-    wrote = {path: names for path, names in text.items() if names}
+    faults_by_file = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
+    assert len(faults_by_file) > 300
+    wrote = {path: names for path, names in faults_by_file.items() if names}
     # The configuration as YAML, whose writer escapes controls.
     yaml = ["agentrl/cli/sft.py", "agentrl/cli/train.py"]
     assert wrote == {path: ["sys.stdout.write"] for path in yaml}

@@ -208,7 +208,9 @@ class Tracer:
 
 def field_names(value: Any) -> list[str]:
     """Names of the fields of a data type; rollouts of a training step are one."""
-    return [each.name for each in fields(value)] if is_dataclass(value) else list(getattr(type(value), "__slots__", ()))
+    return (
+        [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(type(value), "__slots__", ()))
+    )
 
 
 def is_gradient(value: Any) -> bool:

@@ -55,7 +55,7 @@ def source_files(tree: Path) -> list[Path]:
 def pages(tree: Path) -> list[Path]:
     """Markdown pages of a source tree, hidden folders apart."""
     paths = tree.rglob("*.md")
-    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(tree).parts))
+    return sorted(path for path in paths if not any(name.startswith(".") for name in path.relative_to(tree).parts))
 
 
 def split_words(text: str) -> str:

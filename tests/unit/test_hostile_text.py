@@ -50,14 +50,14 @@ ADD = Tool(
 
 def texts() -> list[str]:
     """Each piece repeated, after each beginning and before a character that fits nothing; and pairs of pieces."""
-    found = [state_before + piece * (SIZE // len(piece)) + "x" for state_before in BEFORE for piece in PIECES]
+    texts = [state_before + piece * (SIZE // len(piece)) + "x" for state_before in BEFORE for piece in PIECES]
     rng = random.Random(0)
     for _ in range(40):
-        one, other, third = rng.choice(PIECES), rng.choice(PIECES), rng.choice(PIECES)
+        first_piece, second_piece, third = rng.choice(PIECES), rng.choice(PIECES), rng.choice(PIECES)
         half = SIZE // 2
-        found.append((one + other) * (SIZE // len(one + other)) + third)
-        found.append(one * (half // len(one)) + other * (half // len(other)) + third)
-    return found
+        texts.append((first_piece + second_piece) * (SIZE // len(first_piece + second_piece)) + third)
+        texts.append(first_piece * (half // len(first_piece)) + second_piece * (half // len(second_piece)) + third)
+    return texts
 
 
 def parsed(name: str) -> Callable[[str], object]:

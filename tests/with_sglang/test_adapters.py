@@ -64,8 +64,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policy]:
 
 @pytest.fixture(scope="module")
 def policies(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policies]:
-    with two_policies(tmp_path_factory.mktemp("policies")) as found:
-        yield found
+    with two_policies(tmp_path_factory.mktemp("policies")) as policies:
+        yield policies
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,9 @@ class Started:
         command = [sys.executable, "-c", PARENT, *map(str, (python, folder, log))]
         self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.parent.stdout is not None
-        said = self.parent.stdout.readline().split()
-        assert len(said) == 2, "its parent's errors are above"
-        self.url, self.pid = said[0], int(said[1])
+        words = self.parent.stdout.readline().split()
+        assert len(words) == 2, "its parent's errors are above"
+        self.url, self.pid = words[0], int(words[1])
 
     def check(self) -> None:
         assert self.parent.poll() is not None or psutil.pid_exists(self.pid)

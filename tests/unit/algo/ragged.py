@@ -41,7 +41,7 @@ class SampledTokens:
 
     def of(self, values: Mapping[RowKey, NDArray[np.float32]]) -> Floats:
         """Return the values of its tokens."""
-        return np.array([values[key][place] for key, place in self.places], np.float64)
+        return np.array([values[key][position] for key, position in self.places], np.float64)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_ragged(
             if players:
                 player = _player(rng, number, seat)
                 rollout = replace(rollout, **player)
-                actual_rollout = [replace(one, **player) for one in actual_rollout]
+                actual_rollout = [replace(sampled_rollout, **player) for sampled_rollout in actual_rollout]
             rollouts.append(rollout)
             sequences += [] if lost else actual_rollout
     mixed = [rollouts[index] for index in rng.permutation(len(rollouts))]
@@ -122,7 +122,7 @@ def _rollout(
         made, places, turns = _rows(rng, group, name, f"agent{agent}", int(count))
         rows += made
         sequences.append(SampledTokens(group, name, f"agent{agent}", reward, tuple(parts), tuple(places), tuple(turns)))
-    turns_ = [Turn("", "", FinishReason.STOP, float(part)) for part in parts]
+    turns_ = [Turn("", "", FinishReason.STOP, float(turn_reward)) for turn_reward in parts]
     mixed = [rows[index] for index in rng.permutation(len(rows))]
     sampled = sum(len(sequence.places) for sequence in sequences)
     rollout = Rollout(
@@ -139,10 +139,14 @@ def _rows(
     places, of_turn = [], []
     for turn in range(turns):
         if turn and rng.random() < 0.5:
-            known = tokens[-1]
-            cuts = [at for at in range(1, len(known)) if known[at - 1][0] >= 0 and known[at][0] != known[at - 1][0]]
+            known_tokens = tokens[-1]
+            cuts = [
+                at
+                for at in range(1, len(known_tokens))
+                if known_tokens[at - 1][0] >= 0 and known_tokens[at][0] != known_tokens[at - 1][0]
+            ]
             cut = int(rng.choice([*cuts, 1]))
-            tokens.append([(which, "shared" if which >= 0 else kind) for which, kind in known[:cut]])
+            tokens.append([(which, "shared" if which >= 0 else kind) for which, kind in known_tokens[:cut]])
             row = tokens[-1]
         else:
             row = tokens[0 if turn == 2 else -1]

@@ -32,10 +32,10 @@ Rewards = dict[str, float]
 
 
 def rewards_of(data: Ragged, kl: Values) -> Rewards:
-    found = {rollout.rollout_id: rollout.reward for rollout in data.sequences}
+    rewards = {rollout.rollout_id: rollout.reward for rollout in data.sequences}
     for rollout in data.sequences if kl else ():
-        found[rollout.rollout_id] -= math.fsum(rollout.of(kl))
-    return found
+        rewards[rollout.rollout_id] -= math.fsum(rollout.of(kl))
+    return rewards
 
 
 def group_of(data: Ragged, rewards: Rewards, sequence: SampledTokens) -> list[float]:
@@ -68,27 +68,27 @@ def each_rollout(value: Callable[[float, list[float], list[float]], float]) -> C
     return reference
 
 
-def grpo(reward: float, group: list[float], others: list[float]) -> float:
-    return (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) if others else 0.0
+def grpo(reward: float, group: list[float], peers: list[float]) -> float:
+    return (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6) if peers else 0.0
 
 
-def centred(reward: float, group: list[float], others: list[float]) -> float:
+def centred(reward: float, group: list[float], peers: list[float]) -> float:
     return reward - statistics.fmean(group)
 
 
-def rloo(reward: float, group: list[float], others: list[float]) -> float:
-    return reward - statistics.fmean(others) if others else 0.0
+def rloo(reward: float, group: list[float], peers: list[float]) -> float:
+    return reward - statistics.fmean(peers) if peers else 0.0
 
 
-def maxrl(reward: float, group: list[float], others: list[float]) -> float:
+def maxrl(reward: float, group: list[float], peers: list[float]) -> float:
     mean = statistics.fmean(group)
     return (reward - mean) / (mean + 1e-6)
 
 
 def whitened(parts: list[list[float]]) -> list[np.ndarray]:
-    every = [value for part in parts for value in part]
+    every = [value for values in parts for value in values]
     mean, variance = statistics.fmean(every), statistics.variance(every)
-    return [np.array([(value - mean) / math.sqrt(variance + 1e-8) for value in part]) for part in parts]
+    return [np.array([(value - mean) / math.sqrt(variance + 1e-8) for value in values]) for values in parts]
 
 
 def token_rewards(sampled_tokens: SampledTokens, kl: Values) -> list[float]:
@@ -149,15 +149,13 @@ def turn_level(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarr
     def reference(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
         parts = []
         for sequence in data.sequences:
-            others = [
-                returns(other, kl)
-                for other in data.sequences
-                if other.group == sequence.group and other is not sequence
+            peers = [
+                returns(peer, kl) for peer in data.sequences if peer.group == sequence.group and peer is not sequence
             ]
             advantages = []
             for turn, value in enumerate(returns(sequence, kl)):
-                reached = [at for at in range(turn + 1) if any(len(other) > at for other in others)]
-                compared = [other[reached[-1]] for other in others if len(other) > reached[-1]] if reached else [value]
+                reached = [at for at in range(turn + 1) if any(len(peer) > at for peer in peers)]
+                compared = [peer[reached[-1]] for peer in peers if len(peer) > reached[-1]] if reached else [value]
                 advantages.append(value - statistics.fmean(compared))
             parts.append(np.array([advantages[turn] for turn in sequence.turns]))
         return parts
@@ -168,17 +166,20 @@ def turn_level(gamma: float) -> Callable[[Ragged, Values, Values], list[np.ndarr
 def alike(data: Ragged, sampled_tokens: SampledTokens, *names: str) -> list[SampledTokens]:
     """Those of the same task that are equal in some fields."""
     expected = [getattr(sampled_tokens, name) for name in ("group", *names)]
-    return [other for other in data.sequences if [getattr(other, name) for name in ("group", *names)] == expected]
+    return [
+        sequence for sequence in data.sequences if [getattr(sequence, name) for name in ("group", *names)] == expected
+    ]
 
 
 def rae(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
     rewards = rewards_of(data, kl)
-    known = {
+    baselines = {
         f"{role}/{opponents}": sequence.total / sequence.weight for (role, opponents), sequence in BASELINES.items()
     }
     return [
         np.full(
-            len(sequence.places), rewards[sequence.rollout_id] - known.get(f"{sequence.role}/{sequence.opponent}", 0.0)
+            len(sequence.places),
+            rewards[sequence.rollout_id] - baselines.get(f"{sequence.role}/{sequence.opponent}", 0.0),
         )
         for sequence in data.sequences
     ]
@@ -192,13 +193,13 @@ def seat_grpo(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
             rewards[rollout.rollout_id] for rollout in alike(data, sequence, "seat")
         )
 
-    found = []
+    advantages = []
     for sequence in data.sequences:
         task = alike(data, sequence)
         free = len(task) - len({each.seat for each in task})
         spread = math.sqrt(math.fsum(centred(each) ** 2 for each in task) / free) if free else 0.0
-        found.append(np.full(len(sequence.places), centred(sequence) / (spread + 1e-6)))
-    return found
+        advantages.append(np.full(len(sequence.places), centred(sequence) / (spread + 1e-6)))
+    return advantages
 
 
 def hierarchical(data: Ragged, kl: Values, values: Values) -> list[np.ndarray]:
@@ -224,7 +225,7 @@ def by_turns(gamma: float, compared: Callable[[Ragged, SampledTokens, int], list
         for sequence in data.sequences:
             advantages = []
             for turn in range(len(sequence.turn_rewards)):
-                other_values = [value(*each) for each in compared(data, sequence, turn)]
+                other_values = [value(*compared_turn) for compared_turn in compared(data, sequence, turn)]
                 advantages.append(grpo(value(sequence, turn), other_values, other_values[1:]))
             found.append(np.array([advantages[turn] for turn in sequence.turns]))
         return found
@@ -233,7 +234,9 @@ def by_turns(gamma: float, compared: Callable[[Ragged, SampledTokens, int], list
 
 
 def same_turn(data: Ragged, sampled_tokens: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
-    return [(each, turn) for each in alike(data, sampled_tokens, "agent_id") if len(each.turn_rewards) > turn]
+    return [
+        (sequence, turn) for sequence in alike(data, sampled_tokens, "agent_id") if len(sequence.turn_rewards) > turn
+    ]
 
 
 def turns_of_role(data: Ragged, sampled_tokens: SampledTokens, turn: int) -> list[tuple[SampledTokens, int]]:
@@ -301,7 +304,7 @@ def test_advantages_are_the_papers(case, with_kl):
         assert sum(np.count_nonzero(value) for value in expected) > 20
         for sequence, value in zip(data.sequences, expected, strict=True):
             assert sequence.of(actual) == pytest.approx(value, rel=1e-6, abs=1e-6), sequence.rollout_id
-        trained = {(key, place) for sequence in data.sequences for key, place in sequence.places}
+        trained = {(key, position) for sequence in data.sequences for key, position in sequence.places}
         for row in data.rows:
             assert not any(value and (row.key, at) not in trained for at, value in enumerate(actual[row.key]))
 

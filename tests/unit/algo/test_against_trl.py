@@ -112,11 +112,11 @@ def test_losses_and_gradients_are_those_of_trl(case, loss_type):
         theirs = GRPOTrainer._compute_loss(Trainer(new, settings, 0.1), None, inputs)
         theirs.backward()
 
-        given = replace(
+        loss_input = replace(
             tokens.given(), reference_logprobs_N=torch.from_numpy(against), correction_N=torch.from_numpy(correction)
         )
         logprobs = torch.from_numpy(tokens.new).requires_grad_()
-        ours, _ = make_objective(make_algo(loss=loss, kl_coef=0.1))(logprobs, given)
+        ours, _ = make_objective(make_algo(loss=loss, kl_coef=0.1))(logprobs, loss_input)
         ours.backward()
         _, (gradient,) = padded(tokens, logprobs.grad.numpy())
         assert ours.item() == pytest.approx(theirs.item(), rel=1e-9)

@@ -84,23 +84,23 @@ def estimator(name: str, **options: object) -> Estimate:
 def naive_turn_level(groups: RolloutGroups) -> RowAdvantages:
     """The natural construction: centre each turn's reward among the rollouts that reached it, then sum from the turn on."""
     rewards = [[turn.reward for turn in first.turns] for first in groups.rollouts_N]
-    found = {}
+    values = {}
     for first, own_reward in zip(groups.rollouts_N, rewards, strict=True):
         centred = [
             reward - np.mean([other_reward[turn] for other_reward in rewards if len(other_reward) > turn])
             for turn, reward in enumerate(own_reward)
         ]
-        found[first.rows[0].key] = np.repeat(np.cumsum(centred[::-1])[::-1], 2).astype(np.float32)
-    return found
+        values[first.rows[0].key] = np.repeat(np.cumsum(centred[::-1])[::-1], 2).astype(np.float32)
+    return values
 
 
 def only_where_others_are(groups: RolloutGroups) -> RowAdvantages:
     """Turn-level advantages that are 0 in turns that no other rollout reached."""
     advantages = estimator("turn_level")(groups)
-    lengths = sorted(len(one.turns) for one in groups.rollouts_N)
-    for one in groups.rollouts_N:
-        if len(one.turns) == lengths[-1]:
-            advantages[one.rows[0].key][2 * lengths[-2] :] = 0.0
+    lengths = sorted(len(rollout.turns) for rollout in groups.rollouts_N)
+    for rollout in groups.rollouts_N:
+        if len(rollout.turns) == lengths[-1]:
+            advantages[rollout.rows[0].key][2 * lengths[-2] :] = 0.0
     return advantages
 
 
@@ -126,8 +126,8 @@ def mean_gradient_of_the_rest(estimate: Estimate, size: int) -> torch.Tensor:
         for lost in itertools.product((False, True), repeat=size):
             if size - sum(lost) < 2:
                 continue
-            left = [replace(one, dropped=gone) for one, gone in zip(rollouts, lost, strict=True)]
-            groups = group_rollouts(left)
+            remaining_rollouts = [replace(rollout, dropped=gone) for rollout, gone in zip(rollouts, lost, strict=True)]
+            groups = group_rollouts(remaining_rollouts)
             total += chance * gradient(estimate(groups), groups)
             weight += chance
     return total / weight
@@ -137,18 +137,20 @@ def gradient(advantages: RowAdvantages, groups: RolloutGroups) -> torch.Tensor:
     """Return the mean over rollouts of ``Σ A · ∇log π``."""
     logits = POLICY.clone().requires_grad_()
     value = torch.zeros((), dtype=torch.float64)
-    for one in groups.rollouts_N:
-        episode = EPISODES[_number(one)]
-        weights = torch.from_numpy(advantages[one.rows[0].key][1::2].astype(np.float64))
+    for rollout in groups.rollouts_N:
+        episode = EPISODES[_number(rollout)]
+        weights = torch.from_numpy(advantages[rollout.rows[0].key][1::2].astype(np.float64))
         value = value + (weights * logprobs(logits, episode)).sum() / len(groups.rollouts_N)
     value.backward()
     return logits.grad
 
 
-def bias(found: torch.Tensor, name: str) -> float:
+def bias(estimates: torch.Tensor, name: str) -> float:
     expected = exact()
-    value = float((found - expected).norm() / expected.norm())
-    print(f"bias of {name}: {value:.2g}  {[round(each, 4) for each in found.tolist()]}, exact {expected.tolist()}")
+    value = float((estimates - expected).norm() / expected.norm())
+    print(
+        f"bias of {name}: {value:.2g}  {[round(estimate, 4) for estimate in estimates.tolist()]}, exact {expected.tolist()}"
+    )
     return value
 
 
@@ -195,7 +197,7 @@ def test_maxrl_climbs_the_logarithm_of_the_success_rate_by_one_term_less_than_th
     for size in (2, 3):
         total = torch.zeros(3, dtype=torch.float64)
         for chance, rollouts in outcomes(size):
-            scored = [replace(one, reward=success[_number(one)]) for one in rollouts]
+            scored = [replace(rollout, reward=success[_number(rollout)]) for rollout in rollouts]
             groups = group_rollouts(scored)
             total += chance * gradient(estimator("maxrl", eps=1e-12)(groups), groups)
         expected = logits.grad * sum((1 - p.item()) ** (k - 1) for k in range(1, size))
@@ -220,35 +222,37 @@ def stale_gradient(correction: dict[str, object], loss: str) -> torch.Tensor:
     config = validate({"algo": algo | {"correction": correction}})
     objective, total = make_objective(config.algo), torch.zeros(3, dtype=torch.float64)
     for chance, rollouts in outcomes(2, OLDER):
-        sampled = [_with_logprobs(one, OLDER) for one in rollouts]
+        sampled = [_with_logprobs(rollout, OLDER) for rollout in rollouts]
         groups = group_rollouts(sampled)
         advantages = RunEstimators(config.algo.by_source).advantages("", AdvantageInput(groups))
-        learner = {row.key: _with_logprobs(one, POLICY).rows[0].logprobs for one in sampled for row in one.rows}
+        learner = {
+            row.key: _with_logprobs(rollout, POLICY).rows[0].logprobs for rollout in sampled for row in rollout.rows
+        }
         weights = StepScores(learner).correction(config.algo.correction, groups)
         logits = POLICY.clone().requires_grad_()
-        for one in sampled:
-            key, at = one.rows[0].key, one.rows[0].mask.astype(bool)
+        for rollout in sampled:
+            key, at = rollout.rows[0].key, rollout.rows[0].mask.astype(bool)
             loss_input = LossInput(
-                weight_N=torch.full((len(one.turns),), 1 / len(sampled), dtype=torch.float64),
+                weight_N=torch.full((len(rollout.turns),), 1 / len(sampled), dtype=torch.float64),
                 advantages_N=torch.from_numpy(advantages[key][at]).double(),
-                logprobs_N=logprobs(OLDER, EPISODES[_number(one)]),
-                learner_logprobs_N=logprobs(POLICY, EPISODES[_number(one)]),
+                logprobs_N=logprobs(OLDER, EPISODES[_number(rollout)]),
+                learner_logprobs_N=logprobs(POLICY, EPISODES[_number(rollout)]),
                 correction_N=None if weights is None else torch.from_numpy(weights[key][at]).double(),
             )
-            value, _ = objective(logprobs(logits, EPISODES[_number(one)]), loss_input)
+            value, _ = objective(logprobs(logits, EPISODES[_number(rollout)]), loss_input)
             (-chance * value).backward()
         total += logits.grad
     return total
 
 
-def _number(one: Rollout) -> int:
-    return [turn_rewards(episode) for episode in EPISODES].index([turn.reward for turn in one.turns])
+def _number(rollout: Rollout) -> int:
+    return [turn_rewards(episode) for episode in EPISODES].index([turn.reward for turn in rollout.turns])
 
 
-def _with_logprobs(one: Rollout, logits: torch.Tensor) -> Rollout:
-    values = np.zeros(len(one.rows[0].mask), np.float32)
-    values[one.rows[0].mask.astype(bool)] = logprobs(logits, EPISODES[_number(one)]).numpy()
-    return replace(one, rows=[replace(one.rows[0], logprobs=values)])
+def _with_logprobs(rollout: Rollout, logits: torch.Tensor) -> Rollout:
+    values = np.zeros(len(rollout.rows[0].mask), np.float32)
+    values[rollout.rows[0].mask.astype(bool)] = logprobs(logits, EPISODES[_number(rollout)]).numpy()
+    return replace(rollout, rows=[replace(rollout.rows[0], logprobs=values)])
 
 
 def test_stale_rollouts_are_unbiased_with_weights_of_sequences_alone():

@@ -39,18 +39,18 @@ def of_level(values: list[float], level: str) -> list[float]:
 
 
 def importance(gaps: Gaps, level: str, upper: float, lower: float | None, normalise: bool) -> Gaps:
-    found = []
-    for part in gaps:
-        ratios = [math.exp(gap) for gap in of_level(part, LEVELS[level])]
+    weights_by_row = []
+    for row_gaps in gaps:
+        ratios = [math.exp(gap) for gap in of_level(row_gaps, LEVELS[level])]
         if lower is None:
-            found.append([min(ratio, upper) for ratio in ratios])
+            weights_by_row.append([min(ratio, upper) for ratio in ratios])
         else:
-            found.append([ratio if lower <= ratio <= upper else 0.0 for ratio in ratios])
+            weights_by_row.append([ratio if lower <= ratio <= upper else 0.0 for ratio in ratios])
     if normalise:
-        counted = [weight for part in found for weight in (part if level == "token" else part[:1])]
+        counted = [weight for row_gaps in weights_by_row for weight in (row_gaps if level == "token" else row_gaps[:1])]
         mean = sum(counted) / len(counted)
-        found = [[weight / mean for weight in part] for part in found]
-    return found
+        weights_by_row = [[weight / mean for weight in row_gaps] for row_gaps in weights_by_row]
+    return weights_by_row
 
 
 def kept(gaps: Gaps, kind: str, threshold: float) -> Gaps:
@@ -61,24 +61,27 @@ def kept(gaps: Gaps, kind: str, threshold: float) -> Gaps:
     }[kind[-2:]]
     level = kind[:-3].removeprefix("seq_")
     limit = math.log(threshold) if kind.endswith("k1") else threshold
-    return [[float(abs(value) <= limit) for value in of_level([estimate(gap) for gap in part], level)] for part in gaps]
+    return [
+        [float(abs(value) <= limit) for value in of_level([estimate(gap) for gap in row_gaps], level)]
+        for row_gaps in gaps
+    ]
 
 
 def fewest_largest(gaps: Gaps, threshold: float) -> Gaps:
     """Take away the largest squared log-ratio until the mean of the others is small enough."""
-    left = sorted(gap**2 for part in gaps for gap in part)
-    while left and sum(left) / len(left) > threshold:
-        left.pop()
-    return [[float(bool(left) and gap**2 <= left[-1]) for gap in part] for part in gaps]
+    squares = sorted(gap**2 for row_gaps in gaps for gap in row_gaps)
+    while squares and sum(squares) / len(squares) > threshold:
+        squares.pop()
+    return [[float(bool(squares) and gap**2 <= squares[-1]) for gap in row_gaps] for row_gaps in gaps]
 
 
 def weights(correction: dict[str, object], data: Ragged, learner: dict) -> list[np.ndarray]:
     """Return the weights of each sequence, from the driver or, where it computes none, from the objective."""
     config = validate({"algo": {"old_logprobs": "learner", "loss": {"name": "reinforce"}, "correction": correction}})
-    found = StepScores(learner).correction(config.algo.correction, data.groups)
-    if found is not None:
-        assert all(not values[row.mask == 0].any() for row in data.rows for values in [found[row.key]])
-        return [sequence.of(found) for sequence in data.sequences]
+    weights_of_rows = StepScores(learner).correction(config.algo.correction, data.groups)
+    if weights_of_rows is not None:
+        assert all(not values[row.mask == 0].any() for row in data.rows for values in [weights_of_rows[row.key]])
+        return [sequence.of(weights_of_rows) for sequence in data.sequences]
     of_objective = []
     for sequence in data.sequences:
         new = torch.tensor(sequence.of(learner), requires_grad=True)
@@ -105,8 +108,8 @@ def case(seed: int, spread: float = 0.4) -> tuple[Ragged, dict, Gaps]:
 
 def compare(actual: list[np.ndarray], expected: Gaps, shares: tuple[float, float] = (0.0, 1.0)) -> None:
     """Compare, with what share of the tokens must have weight 0."""
-    for one, values in zip(actual, expected, strict=True):
-        assert one == pytest.approx(np.array(values), rel=1e-6, abs=1e-9)
+    for row_weights, values in zip(actual, expected, strict=True):
+        assert row_weights == pytest.approx(np.array(values), rel=1e-6, abs=1e-9)
     share = np.mean(np.concatenate(actual) == 0)
     assert shares[0] <= share <= shares[1]
 
@@ -172,10 +175,10 @@ def test_what_m2po_keeps_is_within_the_threshold_and_one_more_would_not_be(gaps,
 @given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
 def test_weights_are_finite_whatever_the_gap(gaps):
     data = make_ragged(0, sizes=(1,), agents=1, dropped=0)
-    places = [place for sequence in data.sequences for place in sequence.places]
+    places = [position for sequence in data.sequences for position in sequence.places]
     learner = {row.key: row.logprobs.copy() for row in data.rows}
-    for (key, place), gap in zip(places, itertools.cycle(gaps), strict=False):
-        learner[key][place] += gap
+    for (key, position), gap in zip(places, itertools.cycle(gaps), strict=False):
+        learner[key][position] += gap
     for level in LEVELS:
         actual_weights = weights({"rollout_is": level, "rollout_is_threshold": 1e9}, data, learner)
         assert all(np.isfinite(sequence).all() for sequence in actual_weights)

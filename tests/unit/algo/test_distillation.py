@@ -41,12 +41,12 @@ def rollouts() -> list[Rollout]:
     return [first, Rollout("p", "r1", second, 0.0, StopReason.TERMINATED)]
 
 
-def scores(given: list[Rollout], names: str, only: tuple[str, ...] = ("r0", "r1")) -> StepScores:
-    def of(name: str, one: Row) -> np.ndarray:
-        return -np.random.default_rng([ord(name), one.key.row, len(one.mask)]).exponential(1.0, len(one.mask))
+def scores(scored_rollouts: list[Rollout], names: str, only: tuple[str, ...] = ("r0", "r1")) -> StepScores:
+    def of(name: str, row: Row) -> np.ndarray:
+        return -np.random.default_rng([ord(name), row.key.row, len(row.mask)]).exponential(1.0, len(row.mask))
 
-    rows = [one for rollout in given for one in rollout.rows if one.key.rollout_id in only]
-    return StepScores(teachers={name: {one.key: of(name, one).astype(np.float32) for one in rows} for name in names})
+    rows = [row for rollout in scored_rollouts for row in rollout.rows if row.key.rollout_id in only]
+    return StepScores(teachers={name: {row.key: of(name, row).astype(np.float32) for row in rows} for name in names})
 
 
 @pytest.mark.parametrize("reward_coef", [0.0, 0.5])
@@ -55,31 +55,31 @@ def test_the_term_equals_a_plain_reference_in_float64(reward_coef: float) -> Non
         *TEACHERS, "algo.distillation.teachers.b.weight=3", "algo.distillation.coef=0.25",
         f"algo.distillation.reward_coef={reward_coef}",
     ]  # fmt: skip
-    config, given = load_config(None, changes), rollouts()
-    groups, scored = group_rollouts(given), scores(given, "ab")
+    config, given_rollouts = load_config(None, changes), rollouts()
+    groups, scored = group_rollouts(given_rollouts), scores(given_rollouts, "ab")
     actual = training_step(config, groups, scored).advantages
     rewards = {"r0": 2**-0.5, "r1": -(2**-0.5)}  # GRPO: of two rewards, 0 and 1
-    for rollout in given:
-        for one in rollout.rows:
+    for rollout in given_rollouts:
+        for row in rollout.rows:
             teacher = sum(
-                share * scored.teachers[name][one.key].astype(np.float64) for name, share in (("a", 0.25), ("b", 0.75))
+                share * scored.teachers[name][row.key].astype(np.float64) for name, share in (("a", 0.25), ("b", 0.75))
             )
-            expected = reward_coef * rewards[rollout.rollout_id] - 0.25 * (one.logprobs.astype(np.float64) - teacher)
-            np.testing.assert_allclose(actual[one.key], expected * one.mask, atol=2e-6)
+            expected = reward_coef * rewards[rollout.rollout_id] - 0.25 * (row.logprobs.astype(np.float64) - teacher)
+            np.testing.assert_allclose(actual[row.key], expected * row.mask, atol=2e-6)
 
 
 def test_a_rollout_has_the_teachers_that_scored_it_alone() -> None:
-    config, given = load_config(None, [*TEACHERS, "algo.distillation.reward_coef=0"]), rollouts()
-    a, b = scores(given, "a", ("r0",)).teachers["a"], scores(given, "b", ("r1",)).teachers["b"]
+    config, scored_rollouts = load_config(None, [*TEACHERS, "algo.distillation.reward_coef=0"]), rollouts()
+    a, b = scores(scored_rollouts, "a", ("r0",)).teachers["a"], scores(scored_rollouts, "b", ("r1",)).teachers["b"]
     scored = StepScores(teachers={"a": a, "b": b})
-    advantages = training_step(config, group_rollouts(given), scored).advantages
+    advantages = training_step(config, group_rollouts(scored_rollouts), scored).advantages
     gaps = {}
-    for one in (one for rollout in given for one in rollout.rows):
-        teacher = (a if one.key.rollout_id == "r0" else b)[one.key]
-        gaps[one.key] = one.logprobs[one.mask == 1] - teacher[one.mask == 1]
-        np.testing.assert_allclose(advantages[one.key][one.mask == 1], -gaps[one.key], atol=1e-6)
-    metrics = scored.distillation_metrics(config.algo, group_rollouts(given))
-    r0, r1 = gaps[given[0].rows[0].key], np.concatenate([gaps[one.key] for one in given[1].rows])
+    for row in (row for rollout in scored_rollouts for row in rollout.rows):
+        teacher = (a if row.key.rollout_id == "r0" else b)[row.key]
+        gaps[row.key] = row.logprobs[row.mask == 1] - teacher[row.mask == 1]
+        np.testing.assert_allclose(advantages[row.key][row.mask == 1], -gaps[row.key], atol=1e-6)
+    metrics = scored.distillation_metrics(config.algo, group_rollouts(scored_rollouts))
+    r0, r1 = gaps[scored_rollouts[0].rows[0].key], np.concatenate([gaps[row.key] for row in scored_rollouts[1].rows])
     assert metrics == pytest.approx(
         {
             "train/teacher_kl": np.concatenate([r0, r1]).mean(),
@@ -101,35 +101,37 @@ def test_a_teacher_without_a_finite_log_probability_is_refused(logprob: float) -
 
 
 def test_the_policy_is_the_learner_where_it_was_computed() -> None:
-    config, given = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
-    [rows] = given[0].rows
-    learner = {each.key: np.full(len(each.mask), -2.0, np.float32) for rollout in given for each in rollout.rows}
+    config, scored_rollouts = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]), rollouts()
+    [rows] = scored_rollouts[0].rows
+    learner = {
+        each.key: np.full(len(each.mask), -2.0, np.float32) for rollout in scored_rollouts for each in rollout.rows
+    }
     advantages = training_step(
-        config, group_rollouts(given), StepScores(learner, teachers=scores(given, "a").teachers)
+        config, group_rollouts(scored_rollouts), StepScores(learner, teachers=scores(scored_rollouts, "a").teachers)
     ).advantages
-    teacher = scores(given, "a").teachers["a"][rows.key]
+    teacher = scores(scored_rollouts, "a").teachers["a"][rows.key]
     np.testing.assert_allclose(advantages[rows.key][rows.mask == 1], (teacher + 2.0)[rows.mask == 1], atol=1e-6)
 
 
 def test_teachers_alone_need_no_group_and_no_reward() -> None:
     config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "rollout.n_samples_per_prompt=1"])
-    given = rollouts()[:1]
-    given[0].reward = float("nan")
-    advantages = training_step(config, group_rollouts(given), scores(given, "a")).advantages
+    scored_rollouts = rollouts()[:1]
+    scored_rollouts[0].reward = float("nan")
+    advantages = training_step(config, group_rollouts(scored_rollouts), scores(scored_rollouts, "a")).advantages
     assert all(np.isfinite(values).all() and values.any() for values in advantages.values())
-    assert "algo.distillation.teachers" in training_step(config, given).why_untrained()
+    assert "algo.distillation.teachers" in training_step(config, scored_rollouts).why_untrained()
 
 
 def test_gspo_has_the_mean_of_the_term_over_a_sequence() -> None:
     config = load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0", "algo.loss.name=gspo"])
-    given = rollouts()
+    scored_rollouts = rollouts()
     run_config, plain = (
-        training_step(one, group_rollouts(given), scores(given, "a")).advantages
+        training_step(one, group_rollouts(scored_rollouts), scores(scored_rollouts, "a")).advantages
         for one in (config, load_config(None, [TEACHERS[0], "algo.distillation.reward_coef=0"]))
     )
-    keys = [one.key for one in given[1].rows]
-    tokens = np.concatenate([plain[one.key][one.mask == 1] for one in given[1].rows])
-    for key, one in zip(keys, given[1].rows, strict=True):
+    keys = [one.key for one in scored_rollouts[1].rows]
+    tokens = np.concatenate([plain[one.key][one.mask == 1] for one in scored_rollouts[1].rows])
+    for key, one in zip(keys, scored_rollouts[1].rows, strict=True):
         np.testing.assert_allclose(run_config[key], tokens.mean() * one.mask, atol=1e-6)
 
 

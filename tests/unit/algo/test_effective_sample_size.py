@@ -38,7 +38,9 @@ def test_one_weight_and_none() -> None:
 def test_the_sums_of_micro_batches_add_up(logprobs: list[tuple[float, float]], cut: int) -> None:
     objective = make_objective(make_algo())
     parts = []
-    for part in (logprobs, logprobs[:cut], logprobs[cut:]):
-        some = selected([1.0] * len(part), [1.0] * len(part), [old for _, old in part])
-        parts.append(objective(torch.tensor([new for new, _ in part]), some)[1].weights["effective_sample_size"])
+    for micro_batch in (logprobs, logprobs[:cut], logprobs[cut:]):
+        loss_input = selected([1.0] * len(micro_batch), [1.0] * len(micro_batch), [old for _, old in micro_batch])
+        parts.append(
+            objective(torch.tensor([new for new, _ in micro_batch]), loss_input)[1].weights["effective_sample_size"]
+        )
     assert torch.allclose(parts[0], parts[1] + parts[2], rtol=1e-4, atol=1e-5)

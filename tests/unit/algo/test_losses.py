@@ -31,10 +31,10 @@ def between(low: float, high: float, dual: float | None = None) -> Reference:
 
     def reference(gap: float, advantage: float, new: float, old: float) -> tuple[float, float]:
         ratio = math.exp(gap)
-        held = min(ratio, 1 + high) if advantage > 0 else max(ratio, 1 - low)
+        bounded_ratio = min(ratio, 1 + high) if advantage > 0 else max(ratio, 1 - low)
         if dual is not None and advantage < 0:
-            held = min(held, dual)
-        return -held * advantage, -ratio * advantage if held == ratio else 0.0
+            bounded_ratio = min(bounded_ratio, dual)
+        return -bounded_ratio * advantage, -ratio * advantage if bounded_ratio == ratio else 0.0
 
     return reference
 
@@ -173,9 +173,9 @@ def test_a_sequence_ratio_that_ranks_computed_is_the_one_of_the_loss(name):
     tokens = make_tokens(5)
     algo = {"loss": {"name": name, "options": {"clip_low": 0.05, "clip_high": 0.1}}}
     loss, gradient = loss_and_gradient(algo, tokens)
-    result = tokens.numbers % 2 == np.arange(len(tokens.numbers)) % 2  # cuts through sequences
-    gaps, losses, joined = tokens.sequence_gaps, [], np.zeros(len(result))
-    for chosen in (result, ~result):
+    is_even = tokens.numbers % 2 == np.arange(len(tokens.numbers)) % 2  # cuts through sequences
+    gaps, losses, joined = tokens.sequence_gaps, [], np.zeros(len(is_even))
+    for chosen in (is_even, ~is_even):
         share = Tokens(
             *(values[chosen] for values in (tokens.new, tokens.old, tokens.advantages, tokens.weights)),
             tokens.numbers[chosen],
@@ -226,7 +226,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @given(st.lists(st.tuples(st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(-5, 5)), min_size=1, max_size=6))
 def test_no_log_probabilities_make_a_loss_or_a_gradient_infinite(name, values):
-    new, old, advantages = (torch.tensor(each) for each in zip(*values, strict=True))
+    new, old, advantages = (torch.tensor(column) for column in zip(*values, strict=True))
     numbers = torch.arange(len(new)) // 2
     loss_input = LossInput(
         torch.ones(len(new)),

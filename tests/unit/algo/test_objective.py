@@ -22,15 +22,15 @@ def test_clipped_loss_equals_numpy():
     new, old, advantages = rng.normal(-2, 0.5, 200), rng.normal(-2, 0.5, 200), rng.normal(0, 1, 200)
     ratio = np.exp(new - old)
     expected = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.3) * advantages)
-    given = selected([1.0] * 200, advantages.tolist(), old.tolist())
+    loss_input = selected([1.0] * 200, advantages.tolist(), old.tolist())
     actual = PpoClip(PpoClip.Options(clip_low=0.2, clip_high=0.3)).token_loss(
-        torch.tensor(new), torch.tensor(old), given
+        torch.tensor(new), torch.tensor(old), loss_input
     )
     loss, clipped = actual.loss_N, actual.clipped_N
     assert np.allclose(loss.numpy(), expected)
-    held = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    assert np.array_equal(clipped.numpy(), held)
-    assert 0 < held.sum() < 200
+    is_clipped = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
+    assert np.array_equal(clipped.numpy(), is_clipped)
+    assert 0 < is_clipped.sum() < 200
 
 
 def test_gradient_vanishes_exactly_where_clipped():

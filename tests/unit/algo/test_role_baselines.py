@@ -98,13 +98,13 @@ def test_a_checkpoint_has_the_same_baselines():
     assert resumed.metrics() == saved.metrics()
     saved.update([("", step([0.7]))])
     assert resumed.state() == state, "a state that was returned does not change"
-    other = RunEstimators(make_algo().by_source)
-    other.load_state(state)
-    assert other.state() == {}, "another estimator begins without a state"
+    other_estimators = RunEstimators(make_algo().by_source)
+    other_estimators.load_state(state)
+    assert other_estimators.state() == {}, "another estimator begins without a state"
 
 
 def test_a_dropped_rollout_counts_nowhere():
-    kept, dropped = step([1.0, 5.0]).groups.rollouts_N
+    kept_rollout, dropped = step([1.0, 5.0]).groups.rollouts_N
     rae = make_rae()
-    rae.update(AdvantageInput(group_rollouts([kept, replace(dropped, dropped=True)])))
+    rae.update(AdvantageInput(group_rollouts([kept_rollout, replace(dropped, dropped=True)])))
     assert rae.baselines["first/mirror"].mean == pytest.approx(1.0)

@@ -37,7 +37,7 @@ def test_value_and_gradient_are_those_of_the_formula(clip: float | None) -> None
     lists = [tensor.detach().tolist() for tensor in (values_N, old_N, returns_N)]
     parts = [plain([value], [old], [expected_value], clip) for value, old, expected_value in zip(*lists, strict=True)]
     weights = weight_N.tolist()
-    expected = sum(weight * part for weight, (part, _) in zip(weights, parts, strict=True))
+    expected = sum(weight * loss_part for weight, (loss_part, _) in zip(weights, parts, strict=True))
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     slopes = [weight * slope for weight, (_, [slope]) in zip(weights, parts, strict=True)]
     assert values_N.grad is not None

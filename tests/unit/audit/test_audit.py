@@ -202,8 +202,8 @@ def test_no_change_of_what_was_written_goes_unseen(tmp_path_factory, data):
     row = data.draw(st.sampled_from(saved["rows"]))
     name = data.draw(st.sampled_from(CHANGEABLE))
     if isinstance(row[name], list):
-        place = data.draw(st.integers(0, len(row[name]) - 1))
-        row[name][place] = f"{row[name][place]}x" if name == "request_ids" else row[name][place] + 1
+        position = data.draw(st.integers(0, len(row[name]) - 1))
+        row[name][position] = f"{row[name][position]}x" if name == "request_ids" else row[name][position] + 1
     else:
         row[name] = {"temperature": 0.5, "fork": "thinking"}[name]
     path = tmp_path_factory.mktemp("audit") / "a.jsonl"
@@ -214,22 +214,24 @@ def test_no_change_of_what_was_written_goes_unseen(tmp_path_factory, data):
 
 
 LINE = encode_rollout(good())
-DIGITS = [place for place in range(LINE.index(b'"token_ids"'), len(LINE)) if LINE[place : place + 1].isdigit()]
+DIGITS = [
+    position for position in range(LINE.index(b'"token_ids"'), len(LINE)) if LINE[position : position + 1].isdigit()
+]
 
 
 @given(place=st.integers(0, len(LINE) - 2), byte=st.integers(0, 255))
-def test_no_damage_stops_the_audit(tmp_path_factory, place, byte):
-    audit_damaged(tmp_path_factory, place, byte)
+def test_no_damage_stops_the_audit(tmp_path_factory, position, byte):
+    audit_damaged(tmp_path_factory, position, byte)
 
 
 @given(place=st.sampled_from(DIGITS), byte=st.sampled_from(b"0123456789"))
-def test_no_other_digit_in_a_row_goes_unseen(tmp_path_factory, place, byte):
-    assert audit_damaged(tmp_path_factory, place, byte).violations or LINE[place] == byte
+def test_no_other_digit_in_a_row_goes_unseen(tmp_path_factory, position, byte):
+    assert audit_damaged(tmp_path_factory, position, byte).violations or LINE[position] == byte
 
 
-def audit_damaged(tmp_path_factory, place, byte):
+def audit_damaged(tmp_path_factory, position, byte):
     line = bytearray(LINE)
-    line[place] = byte
+    line[position] = byte
     path = tmp_path_factory.mktemp("audit") / "a.jsonl"
     path.write_bytes(line)
     return audit_files([path], READER)

@@ -41,14 +41,14 @@ def records(tmp_path: Path, count: int = 3) -> tuple[Path, list[Record]]:
     return path, [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the place of every value that holds no others."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if inner is None:
-        yield place
+        yield path
         return
     for key, each in inner:
-        yield from leaves(each, (*place, key))
+        yield from leaves(each, (*path, key))
 
 
 OTHER = {
@@ -65,12 +65,12 @@ def another(value: Any, key: Any) -> Any:
     return value + ("x" if isinstance(value, str) else 1 if isinstance(value, int) else -0.125)
 
 
-def changed(record: Record, place: tuple[Any, ...], change: Callable[[Any, Any], Any]) -> Record:
+def changed(record: Record, path: tuple[Any, ...], change: Callable[[Any, Any], Any]) -> Record:
     record = copy.deepcopy(record)
     inner = record
-    for key in place[:-1]:
+    for key in path[:-1]:
         inner = inner[key]
-    inner[place[-1]] = change(inner[place[-1]], place[-1])
+    inner[path[-1]] = change(inner[path[-1]], path[-1])
     return record
 
 
@@ -182,10 +182,10 @@ def test_lines_removed_from_the_end_of_a_trained_step_are_caught(tmp_path: Path,
     path = tmp_path / "step_000001.jsonl"
     assert audit_files([path]).violations == []
     lines = path.read_bytes().splitlines(keepends=True)
-    for left in range(1, len(lines)):
-        path.write_bytes(b"".join(lines[:left]))
-        whole_task = left == 3  # as obs.rollouts=first leaves it
-        assert any("lacks" in str(violation) for violation in audit_files([path]).violations) != whole_task, left
+    for line_count in range(1, len(lines)):
+        path.write_bytes(b"".join(lines[:line_count]))
+        whole_task = line_count == 3  # as obs.rollouts=first leaves it
+        assert any("lacks" in str(violation) for violation in audit_files([path]).violations) != whole_task, line_count
     write_advantages(tmp_path, 1, {})
     assert audit_files([path]).violations == []
 

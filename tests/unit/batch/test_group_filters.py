@@ -13,10 +13,10 @@ from agentrl.core.types import Rollout, StopReason
 
 def group(*rewards: float, stop: StopReason = StopReason.TERMINATED, dropped: int = 0) -> list[Rollout]:
     """A group with these rewards; the failure policy dropped the last ``dropped`` rollouts."""
-    found = [Rollout("t1", str(number), [], reward, stop) for number, reward in enumerate(rewards)]
-    for rollout in found[len(found) - dropped :]:
+    rollouts = [Rollout("t1", str(number), [], reward, stop) for number, reward in enumerate(rewards)]
+    for rollout in rollouts[len(rollouts) - dropped :]:
         rollout.dropped = True
-    return found
+    return rollouts
 
 
 def reason(rollouts: list[Rollout], *names: str, solved: float = 1.0) -> str:

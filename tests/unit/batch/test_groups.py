@@ -11,8 +11,15 @@ def rollout(prompt, reward, dropped=False):
 
 def test_groups_are_by_task_whatever_their_order_and_size():
     """An uneven number of samples must not mix tasks, nor make one group of all."""
-    some = [rollout("b", 1), rollout("a", 0), rollout("b", 0), rollout("a", 0), rollout("c", 2), rollout("b", 5, True)]
-    groups = group_rollouts(some)
+    shuffled = [
+        rollout("b", 1),
+        rollout("a", 0),
+        rollout("b", 0),
+        rollout("a", 0),
+        rollout("c", 2),
+        rollout("b", 5, True),
+    ]
+    groups = group_rollouts(shuffled)
     assert groups.prompt_ids_G == ("b", "a", "c")
     assert groups.groups_N.tolist() == [0, 0, 1, 1, 2]
     assert groups.rewards_N.tolist() == [1, 0, 0, 0, 2]
@@ -30,14 +37,14 @@ def test_no_rollouts():
 
 
 def test_policies_have_separate_groups_of_the_same_tasks():
-    some = [rollout("a", 1), rollout("a", 0), rollout("b", 2), rollout("a", 4)]
+    rollouts = [rollout("a", 1), rollout("a", 0), rollout("b", 2), rollout("a", 4)]
     for number in (1, 3):
-        some[number].policy = "second"
-    groups = group_rollouts(some)
+        rollouts[number].policy = "second"
+    groups = group_rollouts(rollouts)
     actual_groups = groups_by_policy(groups)
     assert {name: (each.prompt_ids_G, each.rewards_N.tolist()) for name, each in actual_groups.items()} == {
         "main": (("a", "b"), [1, 2]),
         "second": (("a",), [0, 4]),
     }
-    alone = group_rollouts([one for one in some if one.policy == "main"])
+    alone = group_rollouts([one for one in rollouts if one.policy == "main"])
     assert groups_by_policy(alone) == {"main": alone}

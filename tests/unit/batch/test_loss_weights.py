@@ -57,9 +57,12 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
         training = training_step(config, data.groups)
         parts = training.optimizer_steps()
         assert len(parts) == steps
-        for part, groups in zip(parts, np.array_split(data.groups.prompt_ids_G, steps), strict=True):
+        for step_part, groups in zip(parts, np.array_split(data.groups.prompt_ids_G, steps), strict=True):
             packed = pack(
-                training.rows(part.counted), pack_options(config, 0), RowSignals(advantages), trained=part.trained
+                training.rows(step_part.counted),
+                pack_options(config, 0),
+                RowSignals(advantages),
+                trained=step_part.trained,
             )
             actual = {
                 (key, index): float(micro.weight_L[at])

@@ -18,11 +18,11 @@ from tests.batches import pack_rows
 PAD = 999_999
 
 
-def row(number, mask, rollout=None, part=0, provenance=Provenance.SAMPLED):
+def row(number, mask, rollout=None, row_part=0, provenance=Provenance.SAMPLED):
     mask = np.array(mask, np.uint8)
     size = len(mask)
     return Row(
-        key=RowKey(f"p{(rollout or 0) % 2}", f"r{number if rollout is None else rollout}", "main", part),
+        key=RowKey(f"p{(rollout or 0) % 2}", f"r{number if rollout is None else rollout}", "main", row_part),
         token_ids=np.arange(size, dtype=np.int32) + 1000 * number,
         provenance=np.where(mask, provenance, Provenance.OBSERVED).astype(np.uint8),
         mask=mask,
@@ -41,7 +41,7 @@ def packed(rows, advantages=None, **changes):
 
 def tokens(batch: GlobalBatch):
     """Return ``{token id: its fields}`` of all that is no padding, checking the layout on the way."""
-    found = {}
+    columns = {}
     for rank in batch.micro:
         for micro in rank:
             rows_L = micro.row_L.tolist()
@@ -56,11 +56,11 @@ def tokens(batch: GlobalBatch):
                 if number < 0:
                     assert (token, fields) == (PAD, [False, 0, 0, 0, 0, -1, -1])
                     continue
-                assert token not in found
+                assert token not in columns
                 assert token % 1000 == position
                 assert fields[0] == (fields[1] > 0)
-                found[token] = (micro.keys[number], *fields)
-    return found
+                columns[token] = (micro.keys[number], *fields)
+    return columns
 
 
 _FIELDS = ("mask_L", "weight_L", "advantages_L", "logprobs_L", "provenance_L", "versions_L", "requests_L")
@@ -81,25 +81,25 @@ def batches(draw):
 
 
 def trained(made):
-    return [each for each in made if each.mask[1:].any()]
+    return [row for row in made if row.mask[1:].any()]
 
 
 @given(batches())
 def test_every_token_of_a_row_to_train_is_packed_once(batch):
     made, limits = batch
     actual_tokens = tokens(packed(made, **limits))
-    assert set(actual_tokens) == {int(token) for each in trained(made) for token in each.token_ids}
-    for each in trained(made):
-        for position, token in enumerate(each.token_ids.tolist()):
+    assert set(actual_tokens) == {int(token) for row in trained(made) for token in row.token_ids}
+    for row in trained(made):
+        for position, token in enumerate(row.token_ids.tolist()):
             key, mask, _, advantage, logprob, provenance, version, request = actual_tokens[token]
-            assert key == each.key
-            assert mask == (position > 0 and bool(each.mask[position]))
+            assert key == row.key
+            assert mask == (position > 0 and bool(row.mask[position]))
             assert advantage == float(mask)
-            assert logprob == each.logprobs[position]
+            assert logprob == row.logprobs[position]
             assert (provenance, version, request) == (
-                each.provenance[position],
-                each.versions[position],
-                each.requests[position],
+                row.provenance[position],
+                row.versions[position],
+                row.requests[position],
             )
 
 
@@ -109,7 +109,7 @@ def test_shares_have_equally_many_micro_batches_within_the_limits(batch):
     batch = packed(made, **limits)
     assert len(batch.micro) == limits["data_parallel_size"]
     assert len({len(rank) for rank in batch.micro}) == 1
-    longest = max([0, *(len(each.token_ids) for each in made)])
+    longest = max([0, *(len(row.token_ids) for row in made)])
     for rank in batch.micro:
         assert rank
         for micro in rank:
@@ -121,8 +121,8 @@ def test_the_batch_does_not_depend_on_the_order_of_rows(batch, random):
     made, limits = batch
     shuffled = list(made)
     random.shuffle(shuffled)
-    one, other = packed(made, **limits), packed(shuffled, **limits)
-    for mine, theirs in zip(one.micro, other.micro, strict=True):
+    in_order, in_other_order = packed(made, **limits), packed(shuffled, **limits)
+    for mine, theirs in zip(in_order.micro, in_other_order.micro, strict=True):
         for left, right in zip(mine, theirs, strict=True):
             assert left.keys == right.keys
             assert all(getattr(left, n).equal(getattr(right, n)) for n in ("token_ids_L", "row_L", *_FIELDS))
@@ -141,9 +141,9 @@ def test_weights_do_not_depend_on_packing_or_shares_and_sum_to_1(batch, shares, 
 def test_weights_by_rollout(batch):
     made, _ = batch
     sums: dict[str, float] = {}
-    for each, weight in zip(made, row_weights(made, "rollout_mean"), strict=True):
-        sums[each.key.rollout_id] = sums.get(each.key.rollout_id, 0.0) + float(weight.sum())
-    rollouts = {each.key.rollout_id for each in trained(made)}
+    for row, weight in zip(made, row_weights(made, "rollout_mean"), strict=True):
+        sums[row.key.rollout_id] = sums.get(row.key.rollout_id, 0.0) + float(weight.sum())
+    rollouts = {row.key.rollout_id for row in trained(made)}
     assert all(math.isclose(total, 1 / len(rollouts), rel_tol=1e-5) for name, total in sums.items() if name in rollouts)
     assert all(total == 0 for name, total in sums.items() if name not in rollouts)
 
@@ -159,8 +159,8 @@ def test_cutting_a_rollout_into_rows_leaves_every_rollouts_weight(batch, data):
     cut = []
     for each in made:
         at = data.draw(st.integers(0, len(each.mask)))
-        here = np.arange(len(each.mask)) < at
-        for index, keep in enumerate((here, ~here)):
+        is_first_part = np.arange(len(each.mask)) < at
+        for index, keep in enumerate((is_first_part, ~is_first_part)):
             mask = (each.mask.astype(bool) & keep).astype(np.uint8)
             cut.append(
                 row(int(each.token_ids[0]) // 1000, mask, int(each.key.rollout_id[1:]), 2 * each.key.row + index)
@@ -182,7 +182,7 @@ def test_a_worked_example():
     rows    r0: 0 1 1   r1: 0 0 1 1 1 0   r2 is a second row of r0: 0 1      (mask)
     weight  token_mean  1/6 each;  rollout_mean  r0 1/6 each of its 3, r1 1/6 each of its 3
     """
-    made = [row(0, [0, 1, 1]), row(1, [0, 0, 1, 1, 1, 0]), row(2, [0, 1], rollout=0, part=1)]
+    made = [row(0, [0, 1, 1]), row(1, [0, 0, 1, 1, 1, 0]), row(2, [0, 1], rollout=0, row_part=1)]
     for aggregation in ("token_mean", "rollout_mean"):
         assert [w.tolist() for w in row_weights(made, aggregation)] == [
             pytest.approx([0, 1 / 6, 1 / 6]),

@@ -19,17 +19,19 @@ FORKS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60), st.integers(1,
 
 def forked(forks: list[tuple[int, int, int]]) -> list[np.ndarray]:
     rows: list[np.ndarray] = []
-    for number, (source, kept, new) in enumerate(forks):
-        begin = rows[source % len(rows)][:kept] if rows else np.zeros(0, np.int32)
+    for number, (source, kept_tokens, new) in enumerate(forks):
+        begin = rows[source % len(rows)][:kept_tokens] if rows else np.zeros(0, np.int32)
         rows.append(np.concatenate([begin, np.arange(new, dtype=np.int32) + 1000 * (number + 1)]))
     return sorted(rows, key=len, reverse=True)
 
 
-def group(prompt: int, own: int, size: int, number: int = 0) -> list[np.ndarray]:
+def group(prompt: int, own_tokens: int, size: int, number: int = 0) -> list[np.ndarray]:
     """Rows with a common prompt."""
     first = 100_000 * number
     begin = np.arange(prompt, dtype=np.int32) + first
-    return [np.concatenate([begin, np.arange(own, dtype=np.int32) + first + 10_000 * (n + 1)]) for n in range(size)]
+    return [
+        np.concatenate([begin, np.arange(own_tokens, dtype=np.int32) + first + 10_000 * (n + 1)]) for n in range(size)
+    ]
 
 
 def unique(rows: list[np.ndarray], division: Division) -> int:

@@ -41,8 +41,8 @@ def test_a_token_attends_to_exactly_the_tokens_of_its_row_before_it(rows):
     for row in rows:
         index = tree.index_N[start : start + len(row)]
         start += len(row)
-        for place, query in enumerate(index):
-            assert np.flatnonzero(sees[query]).tolist() == index[: place + 1].tolist()
+        for position, query in enumerate(index):
+            assert np.flatnonzero(sees[query]).tolist() == index[: position + 1].tolist()
 
 
 @given(ROWS)
@@ -53,10 +53,10 @@ def test_neighbours_have_the_longest_common_prefix(rows):
         row = rows[number]
         lengths = [
             next(
-                (i for i, (a, b) in enumerate(zip(row, rows[other], strict=False)) if a != b),
-                min(map(len, (row, rows[other]))),
+                (i for i, (a, b) in enumerate(zip(row, rows[earlier_row], strict=False)) if a != b),
+                min(map(len, (row, rows[earlier_row]))),
             )
-            for other in order[:index]
+            for earlier_row in order[:index]
         ]
         assert common[index] == max(lengths, default=0)
 

@@ -91,13 +91,13 @@ def test_a_warning_leaves_out_only_tokens_that_were_not_sampled(field, value, wo
     assert record.message.startswith(f"{first}agent 'main' may not be trained on: ")
     assert words in record.message
     assert batch.metrics["train/provenance_faults"] == 1.0
-    ((micro,),), ((whole,),) = batch.micro, rows.micro
-    changed = whole.mask_L & ~micro.mask_L
+    ((micro,),), ((full_micro,),) = batch.micro, rows.micro
+    changed = full_micro.mask_L & ~micro.mask_L
     assert changed.sum() == 1
     assert micro.token_ids_L[changed].tolist() == [13]
     assert [key.rollout_id for key in [micro.keys[int(micro.row_L[changed])]]] == ["bad"]
     assert micro.weight_L[changed].item() == micro.advantages_L[changed].item() == 0
-    assert micro.weight_L[~changed].equal(whole.weight_L[~changed])
+    assert micro.weight_L[~changed].equal(full_micro.weight_L[~changed])
     check_provenance(batch)
     with pytest.raises(ProvenanceError, match=r"train\.provenance=warn"):
         check_provenance(rows)

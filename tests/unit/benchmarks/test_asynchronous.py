@@ -56,8 +56,12 @@ def sampled(script: list[tuple[float, str]], rates: EngineRates = RATES) -> dict
             await asyncio.sleep(1)
             engines.resume(1)
 
-        found = await asyncio.gather(*(one(start, session) for start, session in script), update())
-        return {session: each for (_, session), each in zip(script, found, strict=False) if each is not None}
+        samples = await asyncio.gather(*(one(start, session) for start, session in script), update())
+        return {
+            session: sampled_turn
+            for (_, session), sampled_turn in zip(script, samples, strict=False)
+            if sampled_turn is not None
+        }
 
     return run_virtual(main())
 
@@ -74,10 +78,10 @@ def test_requests_share_decoding_steps_and_the_prompt_of_a_group() -> None:
 
 
 def test_new_weights_drop_the_caches_unless_they_are_kept() -> None:
-    kept = sampled([(0, "a/1")], EngineRates(1.0, 0.5, 10.0, 2, keeps_cache=True))
+    with_cache = sampled([(0, "a/1")], EngineRates(1.0, 0.5, 10.0, 2, keeps_cache=True))
     dropped = sampled([(0, "a/1")])
     context = 20 + (9 - 2) / 1.5
-    assert dropped["a/1"][0] - kept["a/1"][0] == pytest.approx(context / 10), "the context is computed again"
+    assert dropped["a/1"][0] - with_cache["a/1"][0] == pytest.approx(context / 10), "the context is computed again"
 
 
 def test_a_request_waits_for_room_in_the_batch() -> None:

@@ -78,7 +78,7 @@ def measure(url: str) -> list[Pass]:
     config = load_config(None, [f"sampler.url={url}", "sampler.backend=sglang"])
 
     async def run() -> list[Pass]:
-        return [one async for one in measure_efficiency(config, BENCH, lambda text: None)]
+        return [run_pass async for run_pass in measure_efficiency(config, BENCH, lambda text: None)]
 
     return asyncio.run(run())
 
@@ -87,15 +87,17 @@ def test_all_ask_the_same_at_the_same_concurrency(server: tuple[Server, str]) ->
     state, url = server
     passes = measure(url)
     order = ["synchronous", "bare client", "asynchronous"]
-    assert [one.who for one in passes] == [*order, *order[::-1]]
-    assert {one.tokens for one in passes} == {19 * 2 * 9}
+    assert [run_pass.who for run_pass in passes] == [*order, *order[::-1]]
+    assert {run_pass.tokens for run_pass in passes} == {19 * 2 * 9}
     assert state.most == BENCH.concurrency
     warm, *measured = state.asked
     assert len(warm) == 2 * 19 * 2
-    asked = [sorted((body["input_ids"], body["sampling_params"]) for body in one) for one in ([], *measured)][1:]
-    assert all(one == asked[0] for one in asked)
+    sent_requests = [
+        sorted((body["input_ids"], body["sampling_params"]) for body in run_pass) for run_pass in ([], *measured)
+    ][1:]
+    assert all(run_pass == sent_requests[0] for run_pass in sent_requests)
     assert {body["sampling_params"]["ignore_eos"] for body in measured[0]} == {True}
-    assert {body["return_logprob"] for one in measured for body in one} == {True}
+    assert {body["return_logprob"] for run_pass in measured for body in run_pass} == {True}
     lengths = sorted(len(body["input_ids"]) for body in measured[0])
     assert lengths[-1] > lengths[0] + 2 * 9  # later turns hold what was sampled, and observations
 

@@ -35,12 +35,12 @@ def test_weights_are_random_and_the_same_for_a_seed() -> None:
         learner = RandomLearner(SHAPES["tiny"], torch.device("cpu"), seed)
         return {name: tensor.clone() for bucket in learner.buckets(1 << 20) for name, tensor in bucket.tensors()}
 
-    one, again, other_weights = weights(1), weights(1), weights(2)
+    first_weights, again, other_weights = weights(1), weights(1), weights(2)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(one[name], again[name])
-    assert not torch.equal(one[name], other_weights[name])
-    assert "lm_head.weight" not in one, "tied"
-    assert one[name].std() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(first_weights[name], again[name])
+    assert not torch.equal(first_weights[name], other_weights[name])
+    assert "lm_head.weight" not in first_weights, "tied"
+    assert first_weights[name].std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_the_rate_leaves_gathering_out() -> None:

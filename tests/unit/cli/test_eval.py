@@ -38,21 +38,21 @@ def resolved(*words: str) -> tuple[Config, str]:
 
 @pytest.mark.parametrize("inner", ["", "checkpoints/step_000007", "checkpoints/step_000007/model"])
 def test_a_run_brings_its_configuration(run_folder: Path, inner: str) -> None:
-    config, said = resolved("--checkpoint", str(run_folder / inner), "eval.temperature=0")
+    config, output = resolved("--checkpoint", str(run_folder / inner), "eval.temperature=0")
     assert (config.eval.size, config.eval.group_by, config.env.options["topk"]) == (7, "hops", 2)
     assert config.eval.named_sets()["a"].temperature == 0, "a set without a temperature still follows eval's"
     assert Path(config.model.path) == run_folder / "checkpoints/step_000007/model"
     assert (config.sampler.url, config.sampler.port, config.tools["search"].port) == (None, 0, 0), (
         "the run may use them"
     )
-    assert str(run_folder / "config.yaml") in said
+    assert str(run_folder / "config.yaml") in output
 
 
 @pytest.mark.parametrize("words", [("--env", "search_r1"), ("--config", "search_r1/cpu")])
 def test_what_is_named_wins_over_the_runs_configuration(run_folder: Path, words: tuple[str, ...]) -> None:
-    config, said = resolved("--checkpoint", str(run_folder), *words)
+    config, output = resolved("--checkpoint", str(run_folder), *words)
     assert config.eval.size == 300
-    assert "config.yaml" not in said
+    assert "config.yaml" not in output
 
 
 def test_a_model_folder_is_no_run(run_folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_it_ends_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(looks) == 3:
             raise LearnerError("Ray's process raylet has ended")
 
-    monkeypatch.setattr(engine_actors, "ray", SimpleNamespace(wait=lambda given, timeout: ([], given)))
+    monkeypatch.setattr(engine_actors, "ray", SimpleNamespace(wait=lambda waited, timeout: ([], waited)))
     monkeypatch.setattr(engine_actors, "check_ray", check_ray)
     with pytest.raises(EngineError, match="engine-3: Ray's process raylet has ended"):
         Launcher(60).launch(3)
@@ -41,7 +41,7 @@ def test_it_ends_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = SimpleNamespace(wait=lambda given, timeout: (given, []), get=lambda given: f"the {given}")
+    ray = SimpleNamespace(wait=lambda waited, timeout: (waited, []), get=lambda waited: f"the {waited}")
     monkeypatch.setattr(engine_actors, "ray", ray)
     assert Launcher(60).launch(3) == "the answer"
 

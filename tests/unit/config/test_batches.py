@@ -60,7 +60,7 @@ def test_older_weights_of_the_engines_are_corrected_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["algo.correction.rollout_is=token"], r"rollout_is=token with algo\.old_logprobs=sampler"),
         (["algo.overlong.max_tokens=5"], r"buffer_tokens=512 is more than algo\.overlong\.max_tokens=5"),
@@ -68,8 +68,8 @@ def test_older_weights_of_the_engines_are_corrected_for() -> None:
         (["algo.reference_steps=5"], r"algo\.kl_coef above 0"),
     ],
 )  # fmt: skip
-def test_an_objective_that_does_not_fit_is_refused(settings: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_an_objective_that_does_not_fit_is_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(None, settings)
 
 

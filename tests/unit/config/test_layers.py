@@ -31,13 +31,13 @@ def origins(*words: str) -> dict[str, str]:
     layers = config_layers(parsed(*words))
     text = annotate(load_layers(layers), layers)
     assert yaml.safe_load(text) == load_layers(layers).model_dump(mode="json"), "the comments change nothing"
-    found, path = {}, []
+    by_key, path = {}, []
     for line in text.splitlines():
-        name, _, rest = line.strip().partition(":")
+        name, _, value_text = line.strip().partition(":")
         path[(len(line) - len(line.lstrip())) // 2 :] = [name]
-        if "# " in rest:
-            found[".".join(path)] = rest.rpartition("# ")[2]
-    return found
+        if "# " in value_text:
+            by_key[".".join(path)] = value_text.rpartition("# ")[2]
+    return by_key
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def mixed(*overrides: str) -> Config:
 
 def source(*overrides: str) -> Config:
     """Return the configuration of the source ``a``."""
-    return mixed("sources.b={}", *(f"sources.a.{each}" for each in overrides or ["weight=1"])).by_source()["a"]
+    return mixed("sources.b={}", *(f"sources.a.{override}" for override in overrides or ["weight=1"])).by_source()["a"]
 
 
 def test_without_sources_the_run_is_its_only_source() -> None:
@@ -38,8 +38,8 @@ def test_without_sources_the_run_is_its_only_source() -> None:
 
 
 def test_a_source_has_what_it_does_not_set() -> None:
-    run, own = mixed(), source()
-    assert own.model_dump() == run.model_dump()
+    run, source_config = mixed(), source()
+    assert source_config.model_dump() == run.model_dump()
     limited = source("rollout.max_turns=2", "rollout.max_seconds=5")
     assert (limited.rollout.max_turns, limited.rollout.max_seconds) == (2, 5.0)
     assert limited.rollout.max_tokens == run.rollout.max_tokens
@@ -56,8 +56,12 @@ def test_options_belong_to_a_name() -> None:
 
 
 def test_tasks_are_from_a_taskset_or_from_files() -> None:
-    own = source("data.path=x.jsonl")
-    assert (own.tasks.name, own.tasks.options, own.data.path) == (None, {}, Path("x.jsonl"))
+    source_config = source("data.path=x.jsonl")
+    assert (source_config.tasks.name, source_config.tasks.options, source_config.data.path) == (
+        None,
+        {},
+        Path("x.jsonl"),
+    )
     files = load_config(None, ["data.path=x.jsonl", "data.label_key=y", "sources.a.tasks.name=multihop"]).by_source()[
         "a"
     ]
@@ -75,7 +79,7 @@ def test_a_reward_is_a_word_or_none() -> None:
 def test_the_algorithm_of_each_source_reaches_learner_ranks() -> None:
     algo = mixed("sources.a.algo.advantage.name=gae", "sources.b.algo.loss.name=gspo").algo
     sent = pickle.loads(pickle.dumps(algo.model_copy(update={"reference": "x"})))
-    assert [each.loss.name for each in sent.by_source.values()] == ["ppo_clip", "gspo"]
+    assert [source.loss.name for source in sent.by_source.values()] == ["ppo_clip", "gspo"]
     assert needs_critic(sent)
     assert needs_whole_sequences(sent)
     assert not needs_critic(sent.by_source["b"])

@@ -34,14 +34,14 @@ CUTS, FLIPS = 12, 24
 """Damages of each file, besides the empty one."""
 
 
-def damages(whole: bytes) -> Iterator[bytes]:
+def damages(content: bytes) -> Iterator[bytes]:
     """The file emptied, cut at places all over it, and with one byte changed."""
     yield b""
-    for cut in np.linspace(1, len(whole) - 1, CUTS).astype(int):
-        yield whole[:cut]
+    for cut in np.linspace(1, len(content) - 1, CUTS).astype(int):
+        yield content[:cut]
     rng = np.random.default_rng(0)
-    for place, bits in zip(rng.integers(0, len(whole), FLIPS), rng.integers(1, 256, FLIPS), strict=True):
-        yield whole[:place] + bytes([whole[place] ^ int(bits)]) + whole[place + 1 :]
+    for position, bits in zip(rng.integers(0, len(content), FLIPS), rng.integers(1, 256, FLIPS), strict=True):
+        yield content[:position] + bytes([content[position] ^ int(bits)]) + content[position + 1 :]
 
 
 def check(file: Path, read: Callable[[], object], named: Path | None = None, *, every: int = 1) -> None:
@@ -72,9 +72,9 @@ def test_rollouts(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"samples.{suffix}"
     file = RolloutFile(path)
     file.write(groups("a", "b"))
-    whole = file.finish()
-    check(whole, lambda: read_rollouts(path))
-    check(whole, lambda: list(scan_rollouts(path)))
+    rollout_path = file.finish()
+    check(rollout_path, lambda: read_rollouts(path))
+    check(rollout_path, lambda: list(scan_rollouts(path)))
 
 
 def test_what_is_written_next_to_rollouts(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ def test_a_changed_row_is_not_trained_on(suffix: str, tmp_path: Path) -> None:
             row["logprobs"][-1] -= 0.5
         else:
             row["logprobs"].append(0.0)
-        lines.write_text("".join(json.dumps(one) + "\n" for one in data))
+        lines.write_text("".join(json.dumps(record) + "\n" for record in data))
         path = lines
         if suffix == "parquet":
             path = tmp_path / "whole.parquet"
-            rebuilt = pa.Table.from_pylist([flat(one) for one in data])
+            rebuilt = pa.Table.from_pylist([flat(record) for record in data])
             parquet.write_table(rebuilt, path)
         with pytest.raises(ConfigError, match="crc32" if change == "value" else "shapes"):
             read_rollouts(path)

@@ -146,7 +146,7 @@ def test_tasks_of_a_checkpoint_are_as_they_were() -> None:
     actual = [again[number] for number in range(len(tasks))]
     assert actual == taken
     assert repr([task.answer for task in actual]).replace("0.5", "np.float64(0.5)") == repr(
-        [one.answer for one in taken]
+        [sample.answer for sample in taken]
     )
 
 

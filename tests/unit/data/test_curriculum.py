@@ -28,13 +28,13 @@ def spread(
     source: DataSource, steps: int, batch: int, rate: Callable[[Task], float], learn: Callable[[float], None] = float
 ) -> list[float]:
     """The mean variance of rewards within the groups of each step; each group succeeds at its task's rate."""
-    rng, found = np.random.default_rng(0), []
+    rng, positions = np.random.default_rng(0), []
     for _ in range(steps):
         rewards = {task.id: rng.binomial(1, rate(task), SAMPLES).astype(float) for task in source.get_samples(batch)}
         source.on_trained({name: reward.tolist() for name, reward in rewards.items()})
-        found.append(float(np.mean([reward.var() for reward in rewards.values()])))
-        learn(found[-1])
-    return found
+        positions.append(float(np.mean([reward.var() for reward in rewards.values()])))
+        learn(positions[-1])
+    return positions
 
 
 def test_groups_differ_more_than_in_uniform_order() -> None:
@@ -70,19 +70,19 @@ def test_a_simulated_policy_learns_faster() -> None:
 
 def play(seed: int, rates: list[float], steps: list[int], cut: int) -> tuple[list[str], dict[str, Any]]:
     """The ids that a curriculum gives, and its last state; at step ``cut`` another curriculum loads its state."""
-    source, found = Curriculum(tasks(len(rates)), seed), list[str]()
+    source, order = Curriculum(tasks(len(rates)), seed), list[str]()
     for number, count in enumerate(steps):
         if number == cut:
             state = json.loads(json.dumps(source.state()))
             source = Curriculum(tasks(len(rates)), seed)
             source.load_state(state)
         taken = source.get_samples(count)
-        found += [task.id for task in taken]
+        order += [task.id for task in taken]
         if number % 3:
             source.on_trained(
                 {task.id: [float(sample / 4 < rates[task.answer]) for sample in range(4)] for task in taken}
             )
-    return found, source.state()
+    return order, source.state()
 
 
 @given(
@@ -100,7 +100,7 @@ def test_a_resumed_curriculum_goes_on_with_the_same_tasks(
 @given(seed=st.integers(0, 9), size=st.integers(1, 30), parts=st.lists(st.integers(0, 5), max_size=6))
 def test_the_order_is_that_of_seed_and_results(seed: int, size: int, parts: list[int]) -> None:
     source = Curriculum(tasks(size), seed)
-    actual_tasks = [task.id for part in parts for task in source.get_samples(part)]
+    actual_tasks = [task.id for period in parts for task in source.get_samples(period)]
     assert actual_tasks == [task.id for task in Curriculum(tasks(size), seed).get_samples(sum(parts))]
     assert max(Counter(actual_tasks[:size]).values(), default=1) == 1, (
         "without results no task comes twice before all others"

@@ -58,8 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.Dataset.from_list(ROWS).save_to_disk(folder / "saved")
     (folder / "hub").mkdir()
     for number in range(3):
-        part = pa.Table.from_pylist(ROWS[30 * number :][:30])
-        parquet.write_table(part, folder / "hub" / f"train-{number:05d}-of-00003.parquet", row_group_size=8)
+        table = pa.Table.from_pylist(ROWS[30 * number :][:30])
+        parquet.write_table(table, folder / "hub" / f"train-{number:05d}-of-00003.parquet", row_group_size=8)
     (folder / "functions.py").write_text(FUNCTIONS)
     return folder
 

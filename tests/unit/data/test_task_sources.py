@@ -146,7 +146,11 @@ class Corpora(TaskSet):
 
 
 def test_a_shared_server_has_the_corpora_of_all_its_sources() -> None:
-    one = Corpora("train", "eval")
-    assert [*JoinedCorpora("search", {"a": one, "b": one, "c": Corpora("wiki")}).corpora()] == ["train", "eval", "wiki"]
+    corpora = Corpora("train", "eval")
+    assert [*JoinedCorpora("search", {"a": corpora, "b": corpora, "c": Corpora("wiki")}).corpora()] == [
+        "train",
+        "eval",
+        "wiki",
+    ]
     with pytest.raises(ConfigError, match=r"sources\.a and sources\.b share .*'search'.* both have a corpus 'train'"):
-        JoinedCorpora("search", {"a": one, "b": Corpora("train")}).corpora()
+        JoinedCorpora("search", {"a": corpora, "b": Corpora("train")}).corpora()

@@ -65,9 +65,9 @@ def test_a_rank_that_is_slow_fails_and_what_it_waits_for_ends() -> None:
     store = open_store("127.0.0.1", 10)
     group = WeightGroup("slow", "127.0.0.1", store.port, 2, "gloo")
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(BroadcastGroup.join, group, 1, timeout_s=10)
+        joining = pool.submit(BroadcastGroup.join, group, 1, timeout_s=10)
         ours = BroadcastGroup.join(group, 0, timeout_s=10, store=store)
-        theirs = other.result(timeout=30)
+        theirs = joining.result(timeout=30)
         receiving = pool.submit(theirs.broadcast, [received := torch.zeros(3)])
         ours.broadcast([torch.ones(3)])
         receiving.result(timeout=30)

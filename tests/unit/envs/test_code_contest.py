@@ -218,7 +218,7 @@ def test_it_goes_on_from_any_state() -> None:
         steps.append(env.step(action))
     assert steps[-1][1:3] == (0.5, True)
     for cut, state in enumerate(states):
-        other = begin()
-        other.set_state(state)
-        assert other.get_state() == state
-        assert [other.step(action) for action in actions[cut:]] == steps[cut:]
+        second_state = begin()
+        second_state.set_state(state)
+        assert second_state.get_state() == state
+        assert [second_state.step(action) for action in actions[cut:]] == steps[cut:]

@@ -27,8 +27,8 @@ def play(env, players, seed=0):
     read, totals = [], dict.fromkeys(env.agents, 0.0)
     while env.agents:
         (agent,) = env.acting
-        found = views[agent]["messages"]
-        messages = getattr(found, "messages", found)
+        agent_messages = views[agent]["messages"]
+        messages = getattr(agent_messages, "messages", agent_messages)
         read.append(messages[-1].content)
         move = made[agent].act(messages, infos[agent]["legal_moves"])
         views, rewards, _, _, infos = env.step({agent: Message("assistant", move)})

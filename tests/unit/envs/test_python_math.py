@@ -202,8 +202,8 @@ def test_options_that_make_no_sense(options: dict[str, object], key: str) -> Non
 def test_state_goes_on_in_the_middle_of_a_call() -> None:
     env = started()
     say(env, "", call("a"), ToolCall("d", "x", status=CallStatus.UNKNOWN_TOOL, fault="no tool x"))
-    other = started()
-    other.set_state(env.get_state())
+    second_env = started()
+    second_env.set_state(env.get_state())
     results = ToolResult("a", ToolStatus.OK, "42")
-    assert ran(env, results) == ran(other, results)
+    assert ran(env, results) == ran(second_env, results)
     check_env(PythonMathEnv)

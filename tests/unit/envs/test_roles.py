@@ -68,7 +68,7 @@ def test_sums_to_evaluate_on_are_not_trained_on():
     assert not questions[0] & questions[1]
     swapped = {" ".join([b, "+", a, "= ?"]) for a, _, b, *_ in map(str.split, questions[1])}
     assert swapped == questions[1]
-    assert [len(one) for one in questions] == [441 - len(questions[1]), len(questions[1])]
+    assert [len(question) for question in questions] == [441 - len(questions[1]), len(questions[1])]
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ def play(seed, game="KuhnPoker-v0"):
     players = {
         agent: env.players["random"](np.random.default_rng([seed, seat])) for seat, agent in enumerate(env.agents)
     }
-    found = []
+    texts = []
     while env.agents:
         (agent,) = env.acting
         messages = views[agent]["messages"]
         move = players[agent].act(messages, ())
         views, rewards, *_ = env.step({agent: Message("assistant", move)})
-        found.append((messages, move, tuple(rewards.values())))
-    return found
+        texts.append((messages, move, tuple(rewards.values())))
+    return texts
 
 
 @pytest.mark.parametrize("game", ["KuhnPoker-v0", "TicTacToe-v0", "ConnectFour-v0"])

@@ -74,26 +74,26 @@ def play(renderer, script, generate=None, **options):
     return rollout, sampler
 
 
-def check(rollout, said):
+def check(rollout, samples):
     """Every sampled token is trained once, and the rows hold what the sampler was asked with what it said."""
     assert rollout.failure is None, rollout.failure
     assert rollout_faults(rollout) == []
     rows = rollout.rows
     check_rows(rows)
-    sampled = [token for _, generation in said for token in generation.token_ids]
+    sampled = [token for _, generation in samples for token in generation.token_ids]
     assert sum(int(row.mask.sum()) for row in rows) == len(sampled) == rollout.sampled_tokens
     trained = {}
     for row in rows:
-        for place in np.flatnonzero(row.mask):
-            request = row.request_ids[row.requests[place]]
-            trained.setdefault(request, []).append((int(row.token_ids[place]), float(row.logprobs[place])))
-    for prompt, generation in said:
+        for position in np.flatnonzero(row.mask):
+            request = row.request_ids[row.requests[position]]
+            trained.setdefault(request, []).append((int(row.token_ids[position]), float(row.logprobs[position])))
+    for prompt, generation in samples:
         path = prompt + generation.token_ids
         assert any(tuple(row.token_ids[: len(path)].tolist()) == path for row in rows)
         if generation.token_ids:
             expected = zip(generation.token_ids, np.float32(generation.logprobs).tolist(), strict=True)
             assert trained[generation.request_id] == list(expected)
-    assert len({generation.request_id for _, generation in said}) == len(said)
+    assert len({generation.request_id for _, generation in samples}) == len(samples)
     assert [row.key.row for row in rows] == list(range(len(rows)))
     assert [row.fork is None for row in rows] == [row.key.row == 0 for row in rows]
     assert {row.key.rollout_id for row in rows} <= {"e"}
@@ -108,7 +108,7 @@ def test_subagents_beside_each_other_are_rows_of_one_rollout(renderer):
     async def generate(task, agent):
         chat = agent.chat(task.prompt)
         await chat.sample()
-        helpers = [chat.branch([Message("user", f"part {part}")]) for part in "ab"]
+        helpers = [chat.branch([Message("user", f"part {letter}")]) for letter in "ab"]
         answers = await asyncio.gather(*(helper.sample() for helper in helpers))
         chat.add(Message("user", " ".join(answer.content for answer in answers)))
         await chat.sample()
@@ -135,9 +135,9 @@ def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
         chat = agent.chat(task.prompt)
         await chat.sample()
         tries = [chat.branch() for _ in range(2)]
-        for number, one in enumerate(tries):
-            one.add(Message("user", f"try {number}"))
-        await asyncio.gather(*(one.sample() for one in tries))
+        for number, branch in enumerate(tries):
+            branch.add(Message("user", f"try {number}"))
+        await asyncio.gather(*(branch.sample() for branch in tries))
         return chat.rollout()
 
     rollout, sampler = play(renderer, lambda request: request.request_id, generate)
@@ -394,8 +394,8 @@ def test_an_episode_that_was_rewritten_goes_on_from_its_state(renderer):
         with pytest.raises(AssertionError, match="wants more"):
             await first.run()
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await first.snapshot())))
-        rest, _ = build(renderer, lambda request: script[turns + request.turn], env=Summing)
-        await Episode(rest._by_source[""].context, TASK, state, env_state).run()
+        resumed_runner, _ = build(renderer, lambda request: script[turns + request.turn], env=Summing)
+        await Episode(resumed_runner._by_source[""].context, TASK, state, env_state).run()
         return state
 
     for turns in range(1, 5):
@@ -499,7 +499,9 @@ def check_turns(rollout, sampler):
     """Turns are numbered by conversation: first those of one, then those of its branches, each in the order sampled."""
     requests = sorted(
         (generation.request_id for _, generation in sampler.said),
-        key=lambda name: [int(part.rpartition("-")[2]) for part in name.split("/")[1:-1]] + [-1, int(name[-1])],
+        key=lambda name: (
+            [int(segment_name.rpartition("-")[2]) for segment_name in name.split("/")[1:-1]] + [-1, int(name[-1])]
+        ),
     )
     sequence = SampledSequence(tuple(rollout.rows))
     places = {row.key: np.array([requests.index(name) for name in row.request_ids]) for row in rollout.rows}
@@ -542,17 +544,19 @@ OPS = st.lists(
 )
 
 
-def grow(trajectories, ops, said, first=0):
+def grow(trajectories, ops, samples, first=0):
     for number, (which, kind, tokens) in enumerate(ops, first):
-        one = trajectories[which % len(trajectories)]
+        trajectory = trajectories[which % len(trajectories)]
         if kind == "branch":
-            trajectories.append(one.branch())
+            trajectories.append(trajectory.branch())
             continue
-        prompt = (*one.token_ids, *tokens) if kind == "go" else tuple(tokens)
-        one.extend_to(prompt, added=len(tokens) if kind == "go" else None, fork=CONTEXT)
+        prompt = (*trajectory.token_ids, *tokens) if kind == "go" else tuple(tokens)
+        trajectory.extend_to(prompt, added=len(tokens) if kind == "go" else None, fork=CONTEXT)
         ids = tuple(tokens[::-1])
-        one.append_sampled(Generation(ids, (-0.5,) * len(ids), FinishReason.STOP, ((0, number),), 0, f"r{number}"))
-        said.append((prompt, ids))
+        trajectory.append_sampled(
+            Generation(ids, (-0.5,) * len(ids), FinishReason.STOP, ((0, number),), 0, f"r{number}")
+        )
+        samples.append((prompt, ids))
 
 
 def flat(trajectory):
@@ -564,27 +568,27 @@ def flat(trajectory):
 
 @given(OPS, OPS)
 def test_the_graph_of_several_conversations(before, after):
-    trajectories, said = [Trajectory()], []
-    grow(trajectories, before, said)
+    trajectories, samples = [Trajectory()], []
+    grow(trajectories, before, samples)
     state = trajectories[0].to_state()
     back = Trajectory.from_state(json.loads(json.dumps(state)))
     assert back.to_state() == state
     assert flat(back) == flat(trajectories[0])
-    others, actual = [back], {(): back}
+    states, actual = [back], {(): back}
     for trajectory in trajectories[1:]:
         *parent, index = trajectory.branch_name
         actual[trajectory.branch_name] = actual[tuple(parent)].branches[index]
-        others.append(actual[trajectory.branch_name])
-        assert others[-1].token_ids == trajectory.token_ids
-    grow(others, after, [], 99)
-    grow(trajectories, after, said, 99)
+        states.append(actual[trajectory.branch_name])
+        assert states[-1].token_ids == trajectory.token_ids
+    grow(states, after, [], 99)
+    grow(trajectories, after, samples, 99)
     assert flat(back) == flat(trajectories[0])
     rows = trajectories[0].rows("t", "e")
-    assert sum(int(row.mask.sum()) for row in rows) == sum(len(ids) for _, ids in said) == back.sampled_tokens
+    assert sum(int(row.mask.sum()) for row in rows) == sum(len(ids) for _, ids in samples) == back.sampled_tokens
     assert all((row.provenance[row.mask == 1] == Provenance.SAMPLED).all() for row in rows)
     sampled = trajectories[0].sampled_tokens if rows else 0
     assert rollout_faults(Rollout("t", "e", rows, 0.0, StopReason.TERMINATED, sampled_tokens=sampled)) == []
     made = [tuple(row.token_ids.tolist()) for row in rows]
-    assert not rows or all(any(row[: len(p + ids)] == p + ids for row in made) for p, ids in said)
-    assert all(any(p + ids == row for p, ids in said) for row in made)
+    assert not rows or all(any(row[: len(p + ids)] == p + ids for row in made) for p, ids in samples)
+    assert all(any(p + ids == row for p, ids in samples) for row in made)
     assert [row.fork is None for row in rows] == [row.key.row == 0 for row in rows]

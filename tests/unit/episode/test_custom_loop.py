@@ -87,8 +87,8 @@ def search_r1_loop(*, topk=3, max_searches=4, observation_max_chars=2000, format
                 chat.add(Message("user", INVALID_ACTION, inline=True))
                 continue
             searches += 1
-            asked = {"query": action.text, "topk": topk, "corpus": task.metadata["corpus"]}
-            result = await agent.call("search", asked)
+            query = {"query": action.text, "topk": topk, "corpus": task.metadata["corpus"]}
+            result = await agent.call("search", query)
             chat.add(Message("user", information(text(result, agent.rng)[:observation_max_chars]), inline=True))
         metrics = {
             "exact_match": match,
@@ -186,11 +186,11 @@ LIMITS = st.fixed_dictionaries(
 def test_a_search_loop_gives_the_environments_samples_token_for_token(renderer, script, options, limits, seed):
     """Ids, masks, provenance, log-probabilities, versions, request ids, rewards, metrics, turns, calls: all of it."""
     env = functools.partial(SearchR1Env, **options)
-    expected, asked, searched = play(renderer, script, None, seed=seed, env=env, **limits)
+    expected, requests, searched = play(renderer, script, None, seed=seed, env=env, **limits)
     rollouts, sampler, client = play(renderer, script, search_r1_loop(**options), seed=seed, **limits)
     assert [plain(rollout) for rollout in rollouts] == [plain(rollout) for rollout in expected]
-    assert sampler.requests == asked.requests
-    assert sampler.closed == asked.closed
+    assert sampler.requests == requests.requests
+    assert sampler.closed == requests.closed
     assert client.calls == searched.calls
     assert client.closed == searched.closed
     check_rows(rollouts[0].rows)

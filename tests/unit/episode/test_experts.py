@@ -48,8 +48,8 @@ def play(steps: list[tuple[str, int, int]]) -> Trajectory:
         trajectory.extend_to(prompt)
         start = trajectory.routed_tokens
         ids = [20 + (number + index) % 7 for index in range(sampled)]
-        whole = [*prompt, *ids]
-        experts = None if kind == "aborted" else np.array(expected(whole)[start:-1], np.uint8).reshape(-1, 2, 1)
+        row_tokens = [*prompt, *ids]
+        experts = None if kind == "aborted" else np.array(expected(row_tokens)[start:-1], np.uint8).reshape(-1, 2, 1)
         trajectory.append_sampled(
             Generation(
                 tuple(ids),
@@ -62,7 +62,7 @@ def play(steps: list[tuple[str, int, int]]) -> Trajectory:
                 experts_from=start,
             )
         )
-        prompts[at] = whole
+        prompts[at] = row_tokens
     return first
 
 
@@ -75,13 +75,13 @@ def test_experts_are_those_of_their_tokens(steps) -> None:
         if row.experts is None:
             assert all(kind == "aborted" for kind, *_ in steps)
             continue
-        known = row.experts[:, 0, 0] != 255
-        assert (row.experts[known] == expected_values[known]).all()
+        is_known = row.experts[:, 0, 0] != 255
+        assert (row.experts[is_known] == expected_values[is_known]).all()
         assert copy.experts is not None
         assert (copy.experts == row.experts).all()
         if not any(kind == "aborted" for kind, *_ in steps):
-            assert known[:-1].all()
-            assert not known[-1]
+            assert is_known[:-1].all()
+            assert not is_known[-1]
 
 
 @given(STEPS, st.integers(1, 2), st.sampled_from([40, 400]))
@@ -90,18 +90,18 @@ def test_experts_stay_with_packed_tokens(steps, shares: int, tokens: int) -> Non
     batch = pack_rows(
         [*rows.values()], {"r": 1.0}, data_parallel_size=shares, tokens_per_micro=tokens, pad_id=0, share_prefixes=True
     )
-    for micro in (each for share in batch.micro for each in share):
+    for micro in (part for share in batch.micro for part in share):
         for number, key in enumerate(micro.keys):
             actual, expected_experts = micro.experts_L, rows[key].experts
-            result = micro.row_L == number
+            of_row = micro.row_L == number
             if expected_experts is not None:
                 assert actual is not None
-                assert (actual[result].numpy() == expected_experts).all()
+                assert (actual[of_row].numpy() == expected_experts).all()
             elif actual is not None:
-                assert (actual[result] == 255).all()
+                assert (actual[of_row] == 255).all()
         if micro.shares_prefixes and micro.experts_L is not None:
             tree = tree_input(micro, micro.mask_L.nonzero()[:, 0], torch.device("cpu"), ())
             assert tree.experts_L is not None
-            known = tree.experts_L[:, 0, 0] != 255
-            of_rows = {tuple(each) for each in micro.experts_L.flatten(1).tolist()}
-            assert {tuple(each) for each in tree.experts_L[known].flatten(1).tolist()} == of_rows - {(255, 255)}
+            is_known = tree.experts_L[:, 0, 0] != 255
+            of_rows = {tuple(part) for part in micro.experts_L.flatten(1).tolist()}
+            assert {tuple(part) for part in tree.experts_L[is_known].flatten(1).tolist()} == of_rows - {(255, 255)}

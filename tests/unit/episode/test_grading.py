@@ -68,7 +68,7 @@ def run(renderer, grader, jobs, *, order, chats=None, dropped=()):
             EpisodeSlots(8),
         )
         made = [Job(Task(name[0], (Message("user", "hi"),)), 0, name) for name in jobs]
-        return await runner.run_many(made, lambda one: done.append((one.rollout_id, one.reward)))
+        return await runner.run_many(made, lambda rollout: done.append((rollout.rollout_id, rollout.reward)))
 
     rollouts = run_virtual(play())
     assert [rollout.rollout_id[:2] for rollout in rollouts if "." not in rollout.rollout_id] == jobs

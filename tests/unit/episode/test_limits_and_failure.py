@@ -13,9 +13,9 @@ def test_room(prompt, room):
 
 @pytest.mark.parametrize("name", ["max_turns", "max_tokens", "max_seconds", "max_new_tokens"])
 def test_limits_that_allow_nothing_are_refused(name):
-    given = {"max_turns": 1, "max_tokens": 1, "max_seconds": 1.0, "max_new_tokens": 1} | {name: 0}
+    limits = {"max_turns": 1, "max_tokens": 1, "max_seconds": 1.0, "max_new_tokens": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}=0"):
-        Limits(**given)
+        Limits(**limits)
 
 
 KINDS = [kind for kind in FailureKind if kind is not FailureKind.REWARD]

@@ -94,28 +94,28 @@ def test_each_policy_has_its_own_trajectory(renderer):
     first, second = play(runner, TicTacToeEnv)
     assert (first.agent, first.role, first.seat) == ("player_0", "first", 0)
     assert (second.agent, second.role, second.seat) == ("player_1", "second", 1)
-    assert {(one.episode, one.opponent, one.prompt_id) for one in (first, second)} == {
+    assert {(record.episode, record.opponent, record.prompt_id) for record in (first, second)} == {
         ("e0", "mirror", TicTacToeEnv.example_task().id)
     }
     assert (first.rollout_id, second.rollout_id) == ("e0.player_0", "e0.player_1")
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.seat_rewards == second.seat_rewards == (1.0, -1.0)
     assert first.seats == second.seats
-    assert [(one.player, one.trained, one.steps, one.moves) for one in first.seats] == [
+    assert [(record.player, record.trained, record.steps, record.moves) for record in first.seats] == [
         ("policy", True, (0, 2, 4, 6), ()),
         ("policy", True, (1, 3, 5), ()),
     ]
     assert [turn.action for turn in first.turns] == ["1", "3", "5", "7"]
     assert [turn.action for turn in second.turns] == ["2", "4", "6"]
     assert [turn.reward for turn in second.turns] == [0.0, 0.0, -1.0]
-    assert {one.stop_reason for one in (first, second)} == {StopReason.TERMINATED}
+    assert {record.stop_reason for record in (first, second)} == {StopReason.TERMINATED}
     assert second.metrics["loss"] == 1.0
     for rollout in (first, second):  # each turn replaces the conversation, and so is a row
         assert len(rollout.rows) == len(rollout.turns)
         assert {row.key.agent_id for row in rollout.rows} == {rollout.agent}
         assert {row.fork for row in rollout.rows[1:]} == {ForkReason.CONTEXT}
-        said = [renderer.decode(row.token_ids[row.mask == 1]) for row in rollout.rows]
-        assert [text.replace("<|im_end|>", "") for text in said] == [turn.action for turn in rollout.turns]
+        sampled_texts = [renderer.decode(row.token_ids[row.mask == 1]) for row in rollout.rows]
+        assert [text.replace("<|im_end|>", "") for text in sampled_texts] == [turn.action for turn in rollout.turns]
     check_rows([*first.rows, *second.rows])
 
 
@@ -165,9 +165,9 @@ def test_a_thousand_concurrent_episodes_of_scripted_players_replay(renderer):
     together = played(1000, every=1)
     again = played(5, every=8)
     assert {key: together[key] for key in again} == again
-    assert len({str(one[1]) for one in together.values()}) > 500
+    assert len({str(episode[1]) for episode in together.values()}) > 500
     for name in GAMES:
-        assert len({str(one[1]) for key, one in together.items() if key.startswith(f"{name}/")}) > 10, name
+        assert len({str(episode[1]) for key, episode in together.items() if key.startswith(f"{name}/")}) > 10, name
 
 
 def test_only_trained_agents_have_rollouts(renderer):

@@ -69,8 +69,8 @@ class Searcher(Env):
 
     def step(self, action):
         if isinstance(action, ToolResults):
-            said = "".join(f"[{result.status.value}:{result.content}]" for result in action.results)
-            return (Message("user", said, inline=True),), 1.0, False, False, {}
+            tool_texts = "".join(f"[{result.status.value}:{result.content}]" for result in action.results)
+            return (Message("user", tool_texts, inline=True),), 1.0, False, False, {}
         if action.content.startswith("done"):
             return (), 0.0, True, False, {}
         calls = tuple(ToolCall(f"{action.content}-{n}", self.tool_names[0], {"query": n}) for n in range(2))
@@ -278,19 +278,19 @@ def test_a_tool_servers_outage_does_not_count_beyond_the_tools_own_time(renderer
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", None, 10**400, [1.0, 2.0]])
-@pytest.mark.parametrize("place", ["reward", "metric"])
-def test_a_number_of_the_environment_that_is_none_is_its_failure(renderer, value, place):
+@pytest.mark.parametrize("field_name", ["reward", "metric"])
+def test_a_number_of_the_environment_that_is_none_is_its_failure(renderer, value, field_name):
     class Odd(Guess):
         def step(self, action):
             observation, reward, terminated, truncated, info = super().step(action)
-            if place == "reward":
+            if field_name == "reward":
                 return observation, value, terminated, truncated, info
             return observation, reward, terminated, truncated, {"metrics": {"words": value}}
 
     rollout, _ = play(renderer, ["a", "b"], Odd)
     assert rollout.failure.kind is FailureKind.ENVIRONMENT
     assert rollout.dropped
-    name = "the reward" if place == "reward" else "the metric 'words'"
+    name = "the reward" if field_name == "reward" else "the metric 'words'"
     assert f"Odd: {name} is {value!r:.100}, not a finite number" in rollout.failure.message
 
 
@@ -673,9 +673,12 @@ def test_an_episode_goes_on_from_its_state(renderer):
         assert await episode.run() is StopReason.MAX_TURNS
         saved = json.loads(json.dumps(await episode.snapshot()))
         state, env_state = EpisodeState.from_dict(saved)
-        rest, sampler = build(renderer, script)
+        resumed_runner, sampler = build(renderer, script)
         sampler._turns["e"] = 2
-        assert await Episode(rest._by_source[""].context, task(), state, env_state).run() is StopReason.TERMINATED
+        assert (
+            await Episode(resumed_runner._by_source[""].context, task(), state, env_state).run()
+            is StopReason.TERMINATED
+        )
         return state
 
     state = asyncio.run(run())

@@ -381,11 +381,11 @@ class Stuck(ScriptedSampler):
 
     stuck = False
 
-    async def generate(self, prompt, params, *, session_id, request_id, **others):
+    async def generate(self, prompt, params, *, session_id, request_id, **options):
         if request_id == "e1/1":
             self.stuck = True
             await asyncio.Event().wait()
-        return await super().generate(prompt, params, session_id=session_id, request_id=request_id, **others)
+        return await super().generate(prompt, params, session_id=session_id, request_id=request_id, **options)
 
 
 def test_ctrl_c_closes_sessions_of_playing_and_of_waiting_episodes(renderer, tmp_path):
@@ -407,13 +407,13 @@ def test_ctrl_c_closes_sessions_of_playing_and_of_waiting_episodes(renderer, tmp
 
 
 def test_a_call_after_the_end_opens_no_new_session(renderer, tmp_path):
-    kept = []
+    open_sessions = []
 
     class Keeping:
         group = False
 
         async def grade(self, rollouts, tools=None):
-            kept.append(tools[rollouts[0].rollout_id])
+            open_sessions.append(tools[rollouts[0].rollout_id])
 
     client = Files()
     runner, _ = build(renderer, [calls("a"), "done"], client, grader=Keeping())
@@ -421,7 +421,7 @@ def test_a_call_after_the_end_opens_no_new_session(renderer, tmp_path):
     async def run():
         await runner.run_many([Job(task(), 1, "e")])
         with pytest.raises(ToolFailure, match="sessions of episode e are closed"):
-            await kept[0]("run_code", {"code": "late"})
+            await open_sessions[0]("run_code", {"code": "late"})
 
     asyncio.run(run())
     assert client.closed == ["e"]
@@ -435,8 +435,8 @@ class Expert:
 
     def act(self, observation):
         self.heard.append("".join(message.content for message in observation))
-        said = [calls("a") + "<tool_call>{}</tool_call>", calls("b"), "done"]
-        return said[len(self.heard) - 1]
+        answers = [calls("a") + "<tool_call>{}</tool_call>", calls("b"), "done"]
+        return answers[len(self.heard) - 1]
 
 
 @pytest.mark.parametrize("env", [Coding, Hearing])
@@ -462,8 +462,8 @@ def test_a_scripted_expert_calls_a_servers_tool(renderer, env):
     fault = "" if env is Hearing else 'the call is not a JSON object with a "name"'
     assert expert.heard[1:] == [f"{heard}a{fault}", f"{heard}a/b"]
     assert (earned, client.sessions, client.closed) == (1.0, {}, ["t/demonstration-1"])
-    said = [calls("a") + "<tool_call>{}</tool_call>", calls("b"), "done"]
-    runner, _ = build(renderer, said, Files(), env=env)
+    answers = [calls("a") + "<tool_call>{}</tool_call>", calls("b"), "done"]
+    runner, _ = build(renderer, answers, Files(), env=env)
     (rollout,) = asyncio.run(runner.run(task(), 1, "e"))
     assert np.array_equal(row.token_ids, rollout.rows[0].token_ids)
     assert np.array_equal(row.mask, rollout.rows[0].mask)

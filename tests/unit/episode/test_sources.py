@@ -62,10 +62,10 @@ def test_a_job_runs_as_its_source_says(renderer, turns):
     grader = Doubled()
     done: list[str] = []
     runner = joined(first, second, grader)
-    given = jobs(3)
-    rollouts = asyncio.run(runner.run_many(given, lambda rollout: done.append(rollout.rollout_id)))
-    assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in given]
-    assert sorted(done) == sorted(job.rollout_id for job in given)
+    source_jobs = jobs(3)
+    rollouts = asyncio.run(runner.run_many(source_jobs, lambda rollout: done.append(rollout.rollout_id)))
+    assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in source_jobs]
+    assert sorted(done) == sorted(job.rollout_id for job in source_jobs)
     for rollout in rollouts:
         assert rollout.stop_reason is StopReason.MAX_TURNS
         assert rollout.prompt_id[0] == rollout.rollout_id[0]
@@ -75,12 +75,12 @@ def test_a_job_runs_as_its_source_says(renderer, turns):
 
 
 def test_sampling_parameters_change_for_all_sources(renderer):
-    (first, one), (second, two) = (build(renderer, ["x"] * 2, env, max_turns=1) for env in (Same, Other))
+    (first, first_runner), (second, two) = (build(renderer, ["x"] * 2, env, max_turns=1) for env in (Same, Other))
     runner = joined(first, second)
     changed = runner.with_sampling(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7)
     asyncio.run(changed.run_many(jobs(1)))
-    assert {(request.params.temperature, request.params.max_new_tokens) for request in one.requests + two.requests} == {
-        (0.5, 7)
-    }
+    assert {
+        (request.params.temperature, request.params.max_new_tokens) for request in first_runner.requests + two.requests
+    } == {(0.5, 7)}
     asyncio.run(runner.run_many(jobs(1)))
-    assert one.requests[-1].params.temperature == two.requests[-1].params.temperature == 1.0
+    assert first_runner.requests[-1].params.temperature == two.requests[-1].params.temperature == 1.0

@@ -50,7 +50,7 @@ class Silent:
 
 def reports(renderer, script, *, generate=None, reward=None, silent=False):
     """Play an episode until it was reported as stuck, and return the report."""
-    said = []
+    notes = []
 
     async def play():
         gate = asyncio.Event() if silent else None
@@ -73,10 +73,10 @@ def reports(renderer, script, *, generate=None, reward=None, silent=False):
             FailurePolicy(FailureConfig()),
             EpisodeSlots(4),
         )
-        with Watchdog(STUCK_S, said.append):
+        with Watchdog(STUCK_S, notes.append):
             job = Job(Task("t", (Message("user", "task"),)), 0, "3/0/1")
             running = asyncio.create_task(runner.run_many([job]))
-            await until(lambda: said or running.done())
+            await until(lambda: notes or running.done())
             assert not running.done()
             Talk.go_on.set()
             running.cancel()
@@ -84,7 +84,7 @@ def reports(renderer, script, *, generate=None, reward=None, silent=False):
 
     Talk.go_on.clear()
     asyncio.run(play())
-    return said[0]
+    return notes[0]
 
 
 def test_a_tool_that_never_answers(renderer):

@@ -80,7 +80,7 @@ def test_values_stand_in_the_order_of_numbers() -> None:
 
 
 def choice(name: str) -> EvalTasks:
-    tasks = [Task(each, (Message("user", "?"),)) for each in ("a", "b", "c")]
+    tasks = [Task(task_id, (Message("user", "?"),)) for task_id in ("a", "b", "c")]
     return EvalTasks(name, EvalSet(n_samples=4, temperature=0.7, group_by="hops"), tasks, "the split 'eval'")
 
 

@@ -48,24 +48,24 @@ def sets(*overrides, **options):
 
 def test_each_set_is_played_against_each_opponent():
     actual = sets("eval.n_samples=2", "eval.sets.a={}")
-    assert [one.prefix for one in actual] == ["eval/a/random/", "eval/a/nash/", "eval/a/mirror/"]
-    assert [one.prefix for one in sets()] == ["eval/random/", "eval/nash/", "eval/mirror/"]
-    assert [one.prefix for one in sets(opponents=())] == ["eval/"]
-    assert [one.episodes for one in actual] == [12, 12, 6]
+    assert [eval_set.prefix for eval_set in actual] == ["eval/a/random/", "eval/a/nash/", "eval/a/mirror/"]
+    assert [eval_set.prefix for eval_set in sets()] == ["eval/random/", "eval/nash/", "eval/mirror/"]
+    assert [eval_set.prefix for eval_set in sets(opponents=())] == ["eval/"]
+    assert [eval_set.episodes for eval_set in actual] == [12, 12, 6]
     assert "3 tasks of the split 'eval' x 2 x 2 seats" in actual[0].description
     assert {"eval/a/nash/reward", "eval/a/mirror/reward"} <= set(curve_keys(config("eval.sets.a={}")))
 
 
 def test_the_policy_has_each_seat_with_the_same_seeds_against_all_opponents():
     random, nash, mirror = sets("eval.n_samples=2")
-    seeds = [[(job.seed, job.reset_seed) for job in make_jobs(one)] for one in (random, nash, mirror)]
+    seeds = [[(job.seed, job.reset_seed) for job in make_jobs(eval_set)] for eval_set in (random, nash, mirror)]
     assert seeds[0] == seeds[1] == [seed for seed in seeds[2] for _ in range(2)]
     assert len(set(seeds[2])) == 6
     first, second = make_jobs(nash)[:2]
     assert first.lineup == Lineup({"player_1": ScriptedSeat("nash")}, "fixed:nash")
     assert second.lineup == Lineup({"player_0": ScriptedSeat("nash")}, "fixed:nash")
     assert make_jobs(mirror)[0].lineup == Lineup()
-    assert len({job.rollout_id for one in (random, nash, mirror) for job in make_jobs(one)}) == 30
+    assert len({job.rollout_id for eval_set in (random, nash, mirror) for job in make_jobs(eval_set)}) == 30
 
 
 def test_a_goal_names_set_and_opponent():
@@ -94,7 +94,7 @@ class Plain:
         return ""
 
 
-def play(*some):
+def play(*games):
     runner = EpisodeRunner(
         {
             "": EpisodeSettings(
@@ -112,7 +112,7 @@ def play(*some):
         FailurePolicy(FailureConfig()),
         EpisodeSlots(1),
     )
-    return asyncio.run(evaluate(some, runner))
+    return asyncio.run(evaluate(games, runner))
 
 
 def test_games_against_a_scripted_player_have_results_by_seat():
@@ -139,11 +139,11 @@ def game(seat, rewards, opponent="fixed:nash", failure=None, episode="e"):
 
 def test_a_failed_game_has_no_result():
     failed = game(0, (0.0, 0.0), failure=Failure(FailureKind.SAMPLER, "SamplerError", "gone"), episode="f")
-    some = [game(0, (2.0, -2.0)), game(1, (1.0, 1.0), episode="d"), failed]
-    metrics = compute_metrics(some, games=True)
+    played_games = [game(0, (2.0, -2.0)), game(1, (1.0, 1.0), episode="d"), failed]
+    metrics = compute_metrics(played_games, games=True)
     assert (metrics.means["score"].value, metrics.means["draw"].value, metrics.failed) == (0.75, 0.5, 1 / 3)
     assert {name: group.episodes for name, group in metrics.groups.items()} == {"seat=0": 2, "seat=1": 1}
-    assert games_report(some) == {
+    assert games_report(played_games) == {
         "results": [["policy", "fixed:nash", 0, 1.0, 0.0, 0.0], ["policy", "fixed:nash", 1, 0.0, 1.0, 0.0]],
         "reward": {"0": 2.0, "1": 1.0},
     }

@@ -38,7 +38,7 @@ def config(*overrides: str) -> Config:
 def test_without_sets_there_is_one_without_a_name() -> None:
     [choice] = load_eval_tasks(config("eval.size=2", "eval.temperature=0"), {"": Splits()})
     assert (choice.prefix, choice.label, choice.decoding) == ("eval/", "eval", "greedy")
-    assert [each.id for each in choice.tasks] == ["e0", "e1"]
+    assert [task.id for task in choice.tasks] == ["e0", "e1"]
 
 
 def test_what_a_set_leaves_out_is_taken_from_eval() -> None:
@@ -60,7 +60,7 @@ def test_an_explicit_default_is_not_taken_from_eval() -> None:
 
 def test_a_set_has_its_own_source_or_that_of_eval() -> None:
     sets = config("eval.split=hard", "eval.sets={a: {path: x.jsonl}, b: {split: eval}, c: {}}").eval.named_sets()
-    assert [(each.split, str(each.path)) for each in sets.values()] == [
+    assert [(eval_set.split, str(eval_set.path)) for eval_set in sets.values()] == [
         (None, "x.jsonl"), ("eval", "None"), ("hard", "None"),
     ]  # fmt: skip
 
@@ -170,13 +170,13 @@ def test_every_source_of_a_mixed_run_is_evaluated() -> None:
     )  # fmt: skip
     a, b = load_eval_tasks(made, SOURCES)
     assert (a.prefix, b.prefix) == ("eval/a/", "eval/b/")
-    assert [each.id for each in a.tasks] == ["a/e0", "a/e1", "a/e2", "a/e3"]
-    assert [each.id for each in b.tasks] == ["b/h0", "b/h1", "b/h2"]
+    assert [task.id for task in a.tasks] == ["a/e0", "a/e1", "a/e2", "a/e3"]
+    assert [task.id for task in b.tasks] == ["b/h0", "b/h1", "b/h2"]
     assert (a.plan.group_by, b.plan.group_by) == ("hops", None)
     assert (a.reset_seed, b.reset_seed) == ("task", "episode")
     check_goals(config("sources.a={}", "sources.b={}", "train.stop_at={b/reward: 1}").train, [a, b])
     none = config("sources.a={}", "sources.b.tasks.eval_split=none")
-    assert [each.name for each in load_eval_tasks(none, SOURCES)] == ["a"], "a source may have nothing to evaluate on"
+    assert [task.name for task in load_eval_tasks(none, SOURCES)] == ["a"], "a source may have nothing to evaluate on"
 
 
 def test_a_set_of_a_mixed_run_belongs_to_a_source() -> None:
@@ -184,8 +184,8 @@ def test_a_set_of_a_mixed_run_belongs_to_a_source() -> None:
     hard, own_run_config = load_eval_tasks(
         config(*sources, "eval.sets.hard={source: a, split: hard}", "eval.sets.own={source: b, size: 1}"), SOURCES
     )
-    assert [each.id for each in hard.tasks] == ["a/h0", "a/h1", "a/h2"]
-    assert [each.id for each in own_run_config.tasks] == ["b/h0"]
+    assert [task.id for task in hard.tasks] == ["a/h0", "a/h1", "a/h2"]
+    assert [task.id for task in own_run_config.tasks] == ["b/h0"]
     [only] = load_eval_tasks(config(*sources, "eval.source=b"), SOURCES)
     assert (only.prefix, len(only.tasks)) == ("eval/", 3)
     with pytest.raises(ConfigError, match=r"^eval\.sets\.x\.size=9, but the split 'hard' has 3 tasks"):

@@ -111,10 +111,10 @@ class Client:
         self.control = self
 
     async def load(self):
-        found = self.loads.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        load_or_error = self.loads.pop(0)
+        if isinstance(load_or_error, Exception):
+            raise load_or_error
+        return load_or_error
 
 
 def test_each_engine_has_a_limit_and_one_that_is_paused_keeps_it():

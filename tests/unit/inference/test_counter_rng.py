@@ -55,15 +55,15 @@ def test_numbers_are_uniform_and_unrelated(first: int, stride: int) -> None:
     pairs_along = (numbers[:, :-1], numbers[:, 1:])
     pairs_across = (numbers[:-1], numbers[1:])
     assert chi_square(np.bincount((numbers.ravel() * 256).astype(int), minlength=256)) < 6
-    for left, right in (pairs_along, pairs_across):
-        cells = (left * 16).astype(int) * 16 + (right * 16).astype(int)
+    for lower, right in (pairs_along, pairs_across):
+        cells = (lower * 16).astype(int) * 16 + (right * 16).astype(int)
         assert chi_square(np.bincount(cells.ravel(), minlength=256)) < 6
     for shift in range(-4, 5):
         below = np.roll(numbers[1:], shift, axis=1)
         assert abs(np.corrcoef(numbers[:-1].ravel(), below.ravel())[0, 1]) < 6 / np.sqrt(below.size), shift
     for lag in range(1, 9):
-        left, right = numbers[:, :-lag].ravel(), numbers[:, lag:].ravel()
-        assert abs(np.corrcoef(left, right)[0, 1]) < 6 / np.sqrt(left.size), lag
+        lower, right = numbers[:, :-lag].ravel(), numbers[:, lag:].ravel()
+        assert abs(np.corrcoef(lower, right)[0, 1]) < 6 / np.sqrt(lower.size), lag
     assert len(np.unique(numbers)) == numbers.size
 
 

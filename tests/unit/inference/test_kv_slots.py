@@ -98,4 +98,4 @@ def test_a_prefix_of_another_namespace_is_not_reused() -> None:
     table.mark_computed()
     table.release(of_other.slot)
     again = [table.assign(np.arange(70), namespace=number) for number in (2, 1, 0)]
-    assert [one.cached for one in again if isinstance(one, SlotAssignment)] == [0, 60, 50]
+    assert [assignment.cached for assignment in again if isinstance(assignment, SlotAssignment)] == [0, 60, 50]

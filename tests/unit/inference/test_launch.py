@@ -227,9 +227,9 @@ def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, m
     ]  # fmt: skip
     assert arguments.count("--max-total-tokens") == 1
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
-    shim, rest = env["PYTHONPATH"].split(os.pathsep)
+    shim, python_path = env["PYTHONPATH"].split(os.pathsep)
     assert (Path(shim) / "sitecustomize.py").exists()
-    assert rest == str(tmp_path)
+    assert python_path == str(tmp_path)
     (tmp_path / "torch" / "version.py").write_text("cuda = '13.0'\n")
     (tmp_path / "log").unlink()
     with pytest.raises(EngineError):
@@ -247,7 +247,7 @@ def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("engines", "each", "gpus", "actual"),
+    ("engines", "gpus_each", "gpus", "actual"),
     [
         (3, 1, "0123", ["3", "2", "1"]),
         (2, 2, "01234", ["34", "12"]),
@@ -256,9 +256,11 @@ def test_a_cpu_gets_default_options_that_the_user_can_override(tmp_path: Path, m
         (3, 2, "abcde", ["de", "bc", "de"]),
     ],
 )
-def test_engines_get_gpus_of_their_own_from_the_last_on(engines: int, each: int, gpus: str, actual: list[str]) -> None:
+def test_engines_get_gpus_of_their_own_from_the_last_on(
+    engines: int, gpus_each: int, gpus: str, actual: list[str]
+) -> None:
     """The learner has the first; where engines outnumber GPUs, they share."""
-    assert ["".join(engine_gpus(number, each, gpus)) for number in range(engines)] == actual
+    assert ["".join(engine_gpus(number, gpus_each, gpus)) for number in range(engines)] == actual
 
 
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused() -> None:

@@ -61,8 +61,8 @@ def test_an_idle_engine_is_asked_once_for_each_part() -> None:
         assert not memory.ready
         await memory.release()
         for _ in range(2):
-            for part in ("kv_cache", "weights"):
-                await memory.resume(part)
+            for tag in ("kv_cache", "weights"):
+                await memory.resume(tag)
         assert memory.ready
 
     asyncio.run(play())

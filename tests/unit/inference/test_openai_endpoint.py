@@ -21,15 +21,15 @@ def asked(*replies, stop=("</a>",), **changes):
     """Ask for a turn at a server that gives these replies in turn; return the text and the requests."""
 
     async def run():
-        requests, left = [], list(replies)
+        requests, remaining_replies = [], list(replies)
 
         async def handle(request):
-            if left[0] is None:
-                left.pop(0)
+            if remaining_replies[0] is None:
+                remaining_replies.pop(0)
                 request.transport.abort()
                 return web.Response()
             requests.append((request.path, dict(request.headers), json.loads(await request.read())))
-            status, body = left.pop(0)
+            status, body = remaining_replies.pop(0)
             return web.Response(status=status, body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
         async with RawTestServer(handle) as server:

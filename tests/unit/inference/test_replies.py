@@ -156,8 +156,8 @@ def test_nothing_that_an_engine_answers_raises_past_the_sampler() -> None:
     cases += [
         orjson.dumps(REPLY).replace(b"-0.5", text) for text in (b"NaN", b"1e999", b"-1e999", b"Infinity", b"10" * 40)
     ]
-    whole = orjson.dumps(REPLY)
-    cases += [whole[:end] for end in range(len(whole))]
+    payload = orjson.dumps(REPLY)
+    cases += [payload[:end] for end in range(len(payload))]
     cases += [b"", b"<html>", b"\xff\xfe", b"null", b"[" * 100_000, b'{"meta_info":' * 5_000]
     kept = [row for row in map(believed, cases) if row is not None]
     assert len(cases) > 1000
@@ -216,9 +216,9 @@ def test_the_same_weights_are_named_once() -> None:
 
 def test_a_stop_string_over_the_border_ends_the_turn_there() -> None:
     """``</sea`` was sampled before the pause, ``rch>x`` after it; what follows is dropped."""
-    left = segment([0, 1, 2], FinishReason.ABORT, 1)
+    aborted = segment([0, 1, 2], FinishReason.ABORT, 1)
     right = segment([3, 4, 5, 5], FinishReason.LENGTH, 2)
-    full_generation = join(left, right, ["</answer>", "</search>"], VOCABULARY).generation
+    full_generation = join(aborted, right, ["</answer>", "</search>"], VOCABULARY).generation
     assert full_generation.token_ids == (0, 1, 2, 3, 4)
     assert full_generation.logprobs == (0.0, -1.0, -2.0, -3.0, -4.0)
     assert full_generation.finish_reason is FinishReason.STOP
@@ -226,9 +226,9 @@ def test_a_stop_string_over_the_border_ends_the_turn_there() -> None:
 
 
 def test_a_stop_string_over_three_parts() -> None:
-    one = segment([6], FinishReason.ABORT, 1)
+    aborted = segment([6], FinishReason.ABORT, 1)
     two, three = segment([7], FinishReason.ABORT, 2), segment([8, 9], FinishReason.LENGTH, 3)
-    full_generation = join(join(one, two, ["</search>"], VOCABULARY), three, ["</search>"], VOCABULARY).generation
+    full_generation = join(join(aborted, two, ["</search>"], VOCABULARY), three, ["</search>"], VOCABULARY).generation
     assert full_generation.token_ids == (6, 7, 8)
     assert full_generation.finish_reason is FinishReason.STOP
 
@@ -239,18 +239,18 @@ def test_a_stop_string_cut_inside_a_character(character: str) -> None:
     first = len(PIECES) + "é€".encode().index(character.encode())
     ids = list(range(first, first + len(character.encode())))
     for border in range(1, len(ids)):
-        left, right = (
+        first_segment, right = (
             segment([0, *ids[:border]], FinishReason.ABORT, 1),
             segment([*ids[border:], 5], FinishReason.LENGTH, 2),
         )
-        full_generation = join(left, right, [character], VOCABULARY).generation
+        full_generation = join(first_segment, right, [character], VOCABULARY).generation
         assert full_generation.token_ids == (0, *ids)
         assert full_generation.finish_reason is FinishReason.STOP
 
 
 def test_what_only_looks_like_a_stop_string_goes_on() -> None:
-    left, right = segment([1, 2], FinishReason.ABORT, 1), segment([10, 0], FinishReason.LENGTH, 2)
-    assert join(left, right, ["</search>"], VOCABULARY).generation.token_ids == (1, 2, 10, 0)
+    first_segment, right = segment([1, 2], FinishReason.ABORT, 1), segment([10, 0], FinishReason.LENGTH, 2)
+    assert join(first_segment, right, ["</search>"], VOCABULARY).generation.token_ids == (1, 2, 10, 0)
 
 
 def test_a_stop_string_that_cannot_be_looked_for_is_an_error() -> None:

@@ -65,7 +65,7 @@ def test_bodies_that_cannot_be_served(body: dict[str, Any]) -> None:
 
 def test_a_prompt_is_scored_with_a_start_and_no_new_tokens() -> None:
     body = {"return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
-    [one], _ = parse_generate({**body, "input_ids": [1, 2, 3], "logprob_start_len": 1})
-    assert (one.score_from, one.logprobs) == (1, True)
+    [parsed], _ = parse_generate({**body, "input_ids": [1, 2, 3], "logprob_start_len": 1})
+    assert (parsed.score_from, parsed.logprobs) == (1, True)
     inputs, _ = parse_generate({**body, "input_ids": [[1], [2, 3]], "logprob_start_len": [0, 1]})
-    assert [each.score_from for each in inputs] == [0, 1]
+    assert [request_input.score_from for request_input in inputs] == [0, 1]

@@ -76,17 +76,17 @@ async def test_sessions_with_one_prompt_go_to_one_engine_until_it_has_eight_requ
     gate = asyncio.Event()
     engines = [engine(number, gate) for number in range(3)]
     router = routed(*engines)
-    asked = [ask(router, f"{group}/{sample}", prompt=group) for group in "abc" for sample in range(8)]
+    waiting_tasks = [ask(router, f"{group}/{sample}", prompt=group) for group in "abc" for sample in range(8)]
     await run_ready_tasks()
     at = [{request.session_id[0] for request in one.requests} for one in engines]
     assert sorted(map(sorted, at)) == [["a"], ["b"], ["c"]]
-    asked += [ask(router, f"d/{sample}", prompt="d") for sample in range(10)]
+    waiting_tasks += [ask(router, f"d/{sample}", prompt="d") for sample in range(10)]
     await run_ready_tasks()
     assert sorted(one.running for one in engines) == [8, 10, 16], (
         "the ninth goes to another engine, and the tenth after it"
     )
     gate.set()
-    await asyncio.gather(*asked)
+    await asyncio.gather(*waiting_tasks)
 
 
 @in_loop
@@ -94,17 +94,17 @@ async def test_a_prompt_of_an_engine_that_is_full_or_removed_goes_elsewhere() ->
     gate = asyncio.Event()
     engines = [engine(number, gate) for number in range(3)]
     router = routed(*engines, max_running=2)
-    asked = [ask(router, f"a{sample}", prompt="a") for sample in range(3)]
+    waiting_tasks = [ask(router, f"a{sample}", prompt="a") for sample in range(3)]
     await run_ready_tasks()
     assert [one.running for one in engines] == [2, 1, 0]
     router.remove("engine-1")
     await run_ready_tasks()
     assert [one.running for one in engines] == [2, 0, 1], "the request that was lost"
-    asked.append(ask(router, "a3", prompt="a"))
+    waiting_tasks.append(ask(router, "a3", prompt="a"))
     await run_ready_tasks()
     assert [one.running for one in engines] == [2, 0, 2]
     gate.set()
-    await asyncio.gather(*asked)
+    await asyncio.gather(*waiting_tasks)
 
 
 @in_loop
@@ -112,7 +112,7 @@ async def test_an_engine_gets_so_many_requests_at_a_time_and_the_first_to_wait_i
     gates = [asyncio.Event(), asyncio.Event()]
     engines = [engine(0, gates[0]), engine(1, gates[1])]
     router = routed(*engines, max_running=2)
-    asked = [ask(router, f"s{number}") for number in range(4)]
+    waiting_tasks = [ask(router, f"s{number}") for number in range(4)]
     await run_ready_tasks()
     sticky = ask(router, "s0", "s0/1")  # waits for its engine, even once the other one is free
     late = [ask(router, f"late{number}") for number in range(4)]
@@ -123,7 +123,7 @@ async def test_an_engine_gets_so_many_requests_at_a_time_and_the_first_to_wait_i
     assert [request.session_id for request in engines[1].requests[2:]] == ["late0", "late1", "late2", "late3"]
     assert not sticky.done()
     gates[0].set()
-    await asyncio.gather(*asked, sticky)
+    await asyncio.gather(*waiting_tasks, sticky)
     assert engines[0].requests[-1].request_id == "s0/1"
     assert [e.max_running for e in engines] == [2, 2]
 
@@ -148,10 +148,10 @@ async def test_two_requests_of_a_session_that_waits_go_to_one_engine() -> None:
 async def test_requests_of_an_engine_that_is_taken_out_are_sampled_by_another_from_the_start() -> None:
     engines = [engine(0, asyncio.Event()), engine(1)]
     router = routed(*engines)
-    asked = [ask(router, f"s{number}") for number in range(6)]
+    waiting_tasks = [ask(router, f"s{number}") for number in range(6)]
     await until(lambda: engines[0].running == 3)
     router.remove("engine-0")
-    results = await asyncio.gather(*asked)
+    results = await asyncio.gather(*waiting_tasks)
     assert [result.token_ids for result in results] == [(1,) * 4] * 6, "nothing of the lost engine is kept"
     assert sorted(request.request_id for request in engines[1].requests) == sorted(f"s{number}" for number in range(6))
     assert router.prompt_tokens == 6 * 2, "each request counts once"
@@ -166,7 +166,7 @@ async def test_requests_of_an_engine_that_is_taken_out_are_sampled_by_another_fr
 async def test_without_an_engine_requests_wait_for_one_or_for_the_end() -> None:
     first = engine(0, asyncio.Event())
     router = routed(first)
-    asked = ask(router, "s")
+    waiting_task = ask(router, "s")
     await until(lambda: first.running == 1)
     router.remove("engine-0")
     await run_ready_tasks()
@@ -174,9 +174,9 @@ async def test_without_an_engine_requests_wait_for_one_or_for_the_end() -> None:
     await run_ready_tasks()
     await router.abort("gone")
     assert (await aborted).finish_reason is FinishReason.ABORT
-    assert not asked.done()
+    assert not waiting_task.done()
     router.add("engine-0", engine(5))
-    assert (await asked).token_ids == (5,) * 4
+    assert (await waiting_task).token_ids == (5,) * 4
     router.remove("engine-0")
     waiting = ask(router, "w")
     await run_ready_tasks()
@@ -202,10 +202,10 @@ async def test_a_request_that_cannot_reach_its_engine_goes_elsewhere_and_is_not_
         await ask(router, "s")
     assert lost == ["engine-0"] * 3
     router.on_lost = router.remove
-    asked = ask(router, "s")
+    waiting_task = ask(router, "s")
     await run_ready_tasks()
     router.add("engine-1", engine(1))
-    assert (await asked).token_ids == (1,) * 4
+    assert (await waiting_task).token_ids == (1,) * 4
 
 
 @in_loop

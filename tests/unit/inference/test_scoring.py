@@ -112,10 +112,10 @@ class Server:
     def request(self, method: str, path: str, body: Any) -> Any:
         async def answer() -> Any:
             self.requests += 1
-            found = next(self.answers)
-            if isinstance(found, Exception):
-                raise found
-            return found
+            answer = next(self.answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
         return replying(answer())
 

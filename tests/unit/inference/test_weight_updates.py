@@ -28,8 +28,8 @@ class ScriptedPool:
 
     url = "http://e"
 
-    def __init__(self, *, brackets: bool = True, whole: bool = False) -> None:
-        self.brackets, self.whole = brackets, whole
+    def __init__(self, *, brackets: bool = True, keeps_whole: bool = False) -> None:
+        self.brackets, self.whole = brackets, keeps_whole
         self.refuse: dict[str, tuple[int, str]] = {}
         self.calls: list[str] = []
         self.bodies: dict[str, Any] = {}
@@ -97,8 +97,8 @@ def test_both_generations_of_sglang(brackets: bool, bucket: Callable[..., Awaita
 def test_every_rank_of_an_engine_reads_an_entry() -> None:
     pool = ScriptedPool(brackets=True)
     asyncio.run(updates_of(pool).from_tensors(NAMED, 3, last=True, ranks=4))
-    [first, *others] = pool.bodies[UPDATES + "tensor"]["serialized_named_tensors"]
-    assert others == [first] * 3
+    [first, *other_entries] = pool.bodies[UPDATES + "tensor"]["serialized_named_tensors"]
+    assert other_entries == [first] * 3
 
 
 def test_large_weights_are_received_one_by_one() -> None:
@@ -128,9 +128,9 @@ def test_requests_that_a_pause_keeps_in_the_engine(brackets: bool) -> None:
     assert (UPDATES + "tensor" in pool.calls) == (UPDATES + "disk" in pool.calls) == brackets
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_broken_update_bars_generations_unless_the_engine_keeps_its_weights_whole(whole: bool) -> None:
-    pool = ScriptedPool(whole=whole)
+@pytest.mark.parametrize("keeps_whole", [False, True])
+def test_a_broken_update_bars_generations_unless_the_engine_keeps_its_weights_whole(keeps_whole: bool) -> None:
+    pool = ScriptedPool(keeps_whole=keeps_whole)
 
     async def play() -> None:
         updates = updates_of(pool)
@@ -139,7 +139,7 @@ def test_a_broken_update_bars_generations_unless_the_engine_keeps_its_weights_wh
         with pytest.raises(EngineError, match=r"http://e refuses /update_weights_from_tensor: partially updated"):
             await from_tensors(updates, 1, last=True)
         assert pool.calls[-1] == "/end_weight_update"
-        if whole:
+        if keeps_whole:
             await updates.wait_ready()
             return
         with pytest.raises(SamplerError, match="only a part of an update"):

@@ -162,14 +162,14 @@ def models(learner: LocalLearnerGroup) -> list[PackedModel]:
 def gradients(learner: LocalLearnerGroup, batch: GlobalBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the whole gradient of a batch, without taking the step."""
     rank = learner.rank
-    found: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
 
     def keep(lr_scale: float) -> dict[str, float]:
         for name, parameter in rank.model.hf.named_parameters():
-            found[name] = parameter.grad.clone()
+            by_name[name] = parameter.grad.clone()
         return {}
 
     rank._update = keep
     learner.train_step(batch)
-    assert all(value.dtype == dtype for value in found.values())
-    return found
+    assert all(value.dtype == dtype for value in by_name.values())
+    return by_name

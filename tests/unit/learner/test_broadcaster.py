@@ -34,9 +34,9 @@ def learner():
 def joined(learner: WeightExporter, threads: ThreadPoolExecutor) -> BroadcastGroup:
     group = learner.open_group(URLS[:1], 2, "gloo", TIMEOUT_S)
     assert (group.host, group.size, group.backend) == ("127.0.0.1", 2, "gloo")
-    other = threads.submit(BroadcastGroup.join, group, 1, timeout_s=TIMEOUT_S)
+    joining = threads.submit(BroadcastGroup.join, group, 1, timeout_s=TIMEOUT_S)
     learner.join_group(group)
-    return other.result()
+    return joining.result()
 
 
 def receive(broadcast_group: BroadcastGroup, bucket) -> list[torch.Tensor]:
@@ -46,29 +46,29 @@ def receive(broadcast_group: BroadcastGroup, bucket) -> list[torch.Tensor]:
 
 
 def test_a_bucket_arrives_whole_and_in_order(learner, threads):
-    other = joined(learner, threads)
+    engine_group = joined(learner, threads)
     for _ in range(2):
         for bucket in learner.buckets(16, "bfloat16"):
-            arrived = threads.submit(receive, other, bucket)
+            arrived = threads.submit(receive, engine_group, bucket)
             bucket.broadcast()
             expected = [tensor for _, tensor in bucket.tensors()]
             assert all(torch.equal(*pair) for pair in zip(arrived.result(), expected, strict=True))
     learner.leave_group()
     learner.leave_group()
-    other.close()
+    engine_group.close()
 
 
 def test_large_weights_arrive_one_by_one(learner, threads, monkeypatch):
     monkeypatch.setattr(flat_bucket, "LARGE_WEIGHTS", 1)
-    other = joined(learner, threads)
+    engine_group = joined(learner, threads)
     [bucket] = learner.buckets(99)
     arriving = [torch.zeros_like(tensor) for _, tensor in bucket.tensors()]
-    arrived = threads.submit(other.broadcast, arriving)
+    arrived = threads.submit(engine_group.broadcast, arriving)
     bucket.broadcast()
     arrived.result()
     assert all(torch.equal(mine, sent) for mine, (_, sent) in zip(arriving, bucket.tensors(), strict=True))
     learner.leave_group()
-    other.close()
+    engine_group.close()
 
 
 def test_without_a_group_nothing_is_sent(learner):
@@ -84,7 +84,7 @@ def test_leaving_ends_what_another_thread_waits_for(learner, threads, blocked):
         group = learner.open_group(URLS, 3, "gloo", TIMEOUT_S)
         waits = threads.submit(learner.join_group, group)
     else:
-        other = joined(learner, threads)
+        engine_group = joined(learner, threads)
         learner._source = NamedTensors({"large": torch.zeros(8 << 20)})  # more than sockets hold
         [bucket] = learner.buckets(1)
         waits = threads.submit(bucket.broadcast)
@@ -96,7 +96,7 @@ def test_leaving_ends_what_another_thread_waits_for(learner, threads, blocked):
         waits.result(timeout=TIMEOUT_S / 2)
     assert time.monotonic() - begun < TIMEOUT_S / 4
     if blocked == "broadcast":
-        other.close()
+        engine_group.close()
     joined(learner, threads).close()
 
 

@@ -31,14 +31,16 @@ specs = st.lists(
 def test_buckets_hold_every_weight_once_and_in_order(specs: list[TensorSpec], limit: int) -> None:
     specs = [replace(spec, name=f"w{number}") for number, spec in enumerate(specs)]
     plans = plan_buckets(specs, limit)
-    rest = list(specs)
+    remaining_specs = list(specs)
     for plan in plans:
-        assert set(plan.specs) == set(rest[: len(plan.specs)]), "buckets follow each other in the order of the weights"
+        assert set(plan.specs) == set(remaining_specs[: len(plan.specs)]), (
+            "buckets follow each other in the order of the weights"
+        )
         assert [s for s in plan.specs if total_bytes(s) % ALIGNMENT == 0] == [
-            s for s in rest[: len(plan.specs)] if total_bytes(s) % ALIGNMENT == 0
+            s for s in remaining_specs[: len(plan.specs)] if total_bytes(s) % ALIGNMENT == 0
         ], "and so do weights of usual sizes in a bucket"
-        rest = rest[len(plan.specs) :]
-    assert rest == []
+        remaining_specs = remaining_specs[len(plan.specs) :]
+    assert remaining_specs == []
     assert [plan.last for plan in plans] == [False] * (len(plans) - 1) + [True] * bool(plans)
     assert all(plan.size <= limit or len(plan.specs) == 1 for plan in plans)
 

@@ -121,12 +121,12 @@ def test_a_step_saved_again_replaces_the_older(tmp_path):
 
 def test_half_written_folders_are_no_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    whole = saved(checkpoints, 3, FolderLearner(), {})
+    complete = saved(checkpoints, 3, FolderLearner(), {})
     (tmp_path / "step_000004.partial").mkdir()
     (tmp_path / "step_000004.partial" / "state.json").write_text("{}")
     (tmp_path / "step_000005").mkdir()
     (tmp_path / "notes").mkdir()
-    assert latest_checkpoint(tmp_path) == whole
+    assert latest_checkpoint(tmp_path) == complete
 
 
 def test_no_checkpoint_is_none_and_a_broken_state_is_an_error(tmp_path):
@@ -145,10 +145,10 @@ def test_a_learner_that_fails_leaves_the_older_checkpoint(tmp_path):
             raise OSError("disk full")
 
     checkpoints = Checkpoints(tmp_path, keep=1)
-    whole = saved(checkpoints, 1, FolderLearner(), {})
+    complete = saved(checkpoints, 1, FolderLearner(), {})
     with pytest.raises(OSError, match="disk full"):
         saved(checkpoints, 2, Failing(), {})
-    assert latest_checkpoint(tmp_path) == whole
+    assert latest_checkpoint(tmp_path) == complete
     saved(checkpoints, 2, FolderLearner(), {})
     assert latest_checkpoint(tmp_path).name == "step_000002"
 
@@ -195,7 +195,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path):
 @pytest.mark.parametrize("act", ["check", "finish", "save", "save_state"])
 def test_a_write_that_fails_reaches_the_run_once_and_leaves_the_older_checkpoint(tmp_path, act):
     checkpoints = Checkpoints(tmp_path, keep=1)
-    whole = saved(checkpoints, 1)
+    complete = saved(checkpoints, 1)
     failing = SlowLearner(OSError(28, "No space left on device"))
     checkpoints.save(2, failing, {})
     failing.written.set()
@@ -207,7 +207,7 @@ def test_a_write_that_fails_reaches_the_run_once_and_leaves_the_older_checkpoint
             "save": lambda: checkpoints.save(3, FolderLearner(), {}),
             "save_state": lambda: checkpoints.save_state(2, {}),
         }[act]()
-    assert list(tmp_path.iterdir()) == [whole]
+    assert list(tmp_path.iterdir()) == [complete]
     checkpoints.finish()
     saved(checkpoints, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
@@ -225,8 +225,8 @@ def test_the_best_checkpoint_is_kept(tmp_path):
 def start_writer(folder: Path) -> tuple[Forked, TextIO]:
     """Start `checkpoint_writer`; return the process and its output."""
     read, write = os.pipe()
-    here = str(Path(__file__).parent)
-    writer = Forked(Request("checkpoint_writer:main", [str(folder)], here, dict(os.environ), {1: write, 2: 2}))
+    helper_folder = str(Path(__file__).parent)
+    writer = Forked(Request("checkpoint_writer:main", [str(folder)], helper_folder, dict(os.environ), {1: write, 2: 2}))
     os.close(write)
     return writer, open(read)
 
@@ -252,6 +252,6 @@ def test_sigkill_at_any_moment_leaves_the_last_checkpoint_whole(tmp_path):
             assert (latest / f"part_{number}").read_bytes() == bytes([number]) * 50_000
         for path in [latest, *complete_checkpoints(tmp_path)]:
             if path.exists():
-                for part in path.iterdir():
-                    part.unlink()
+                for file_part in path.iterdir():
+                    file_part.unlink()
                 path.rmdir()

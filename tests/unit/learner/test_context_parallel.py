@@ -38,9 +38,9 @@ class Switch:
         """Return what the other threads sent to the one whose rank ``group`` is."""
         self._sent[int(group)] = parts
         self._barrier.wait(20)
-        found = torch.stack([self._sent[rank][int(group)] for rank in range(self.size)])
+        received = torch.stack([self._sent[rank][int(group)] for rank in range(self.size)])
         self._barrier.wait(20)
-        return found
+        return received
 
     def run(self, call: Callable[[Context], T]) -> list[T]:
         """Return what a call returns on each rank."""

@@ -91,16 +91,16 @@ def test_a_value_is_of_the_state_before_its_token(critic, tmp_path):
 
 
 def gradient(critic: LocalCritic, batch: GlobalBatch) -> torch.Tensor:
-    rank, found = rank_of(critic), []
+    rank, norms = rank_of(critic), []
 
     def keep(lr_scale: float) -> dict[str, float]:
-        found.append(torch.cat([p.grad.flatten().clone() for p in rank.model.hf.parameters()]))
+        norms.append(torch.cat([p.grad.flatten().clone() for p in rank.model.hf.parameters()]))
         return {}
 
     rank._update = keep  # type: ignore[method-assign]
     for share in batch.micro:
         critic.train_step(GlobalBatch((share,), "value", sequence_sizes=batch.sequence_sizes))
-    return torch.stack(found).sum(0)
+    return torch.stack(norms).sum(0)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-6), (torch.float32, 1e-4)], ids=str)
@@ -152,8 +152,8 @@ def test_it_learns_a_constant_and_then_the_last_token(critic):
         assert losses[-1] < 0.02, losses
     values = critic.values(batch)
     for row in rows:
-        there = row.mask.astype(bool)
-        assert (np.sign(values[row.key]) == steps["state"][row.key])[there].all()
+        is_sampled = row.mask.astype(bool)
+        assert (np.sign(values[row.key]) == steps["state"][row.key])[is_sampled].all()
 
 
 def test_clipping_stops_a_value_that_has_moved_far_enough(model):

@@ -59,14 +59,18 @@ def opened_bucket() -> tuple[OpenedHere, Any]:
 def test_another_process_opens_one_memory_for_all_weights() -> None:
     opened, bucket = opened_bucket()
     actual = {
-        one.name: bucket["flattened_tensor"][one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape)
-        for one in bucket["metadata"]
+        metadata.name: bucket["flattened_tensor"][metadata.start_idx : metadata.end_idx]
+        .view(metadata.dtype)
+        .reshape(metadata.shape)
+        for metadata in bucket["metadata"]
     }
     assert actual.keys() == WEIGHTS.keys()
     assert all(
         torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
     )
-    assert [one.numel for one in bucket["metadata"]] == [one.end_idx - one.start_idx for one in bucket["metadata"]]
+    assert [metadata.numel for metadata in bucket["metadata"]] == [
+        metadata.end_idx - metadata.start_idx for metadata in bucket["metadata"]
+    ]
     [calls] = opened.calls
     assert (calls["dtype"], calls["tensor_size"]) == (torch.uint8, (20 + 24 + 4,))
     assert (calls["storage_device"], calls["storage_handle"], calls["storage_size_bytes"]) == ("0a1b", b"memory", 160)

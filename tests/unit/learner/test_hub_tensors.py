@@ -26,7 +26,7 @@ EXPERT = "model.layers.2.mlp.experts.3.{}_proj.weight"
 def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_path, caplog, family):
     folder = make_model(tmp_path / family, family)
     expected = load_file(folder / FILE.name)
-    assert {EXPERT.format(part) for part in ("gate", "up", "down")} < expected.keys()
+    assert {EXPERT.format(projection) for projection in ("gate", "up", "down")} < expected.keys()
     with caplog.at_level(logging.WARNING):
         learner = learners.open(folder=folder)
         actual = tensors(learner)

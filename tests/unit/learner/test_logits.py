@@ -32,8 +32,8 @@ def test_scores_and_gradients_are_those_of_torchs_softmax(bias: bool, chunk: int
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
     ours = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, actual, strict=False)), inputs)
     theirs = torch.autograd.grad(sum((f * x).sum() for f, x in zip(factors, expected, strict=False)), inputs)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-12, rtol=1e-12)
+    for mine, theirs_row in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, theirs_row, atol=1e-12, rtol=1e-12)
 
 
 def test_a_frozen_head_has_no_gradient_and_hidden_states_still_do() -> None:

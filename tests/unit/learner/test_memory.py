@@ -82,21 +82,21 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
 
 def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):
     """The peak is less than the sum of both, and not less than what the state or the activations need."""
-    one, several = (
+    one_layer, several = (
         fsdp_memory(of_7b, LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
     )
     assert several.gradients == several.weights
-    assert several.total - several.weights <= one.total < several.total
+    assert several.total - several.weights <= one_layer.total < several.total
 
 
 def test_lora_trains_adapters_alone(of_7b):
-    whole = fsdp_memory(of_7b, LearnerConfig(), OF_8)
+    full_memory = fsdp_memory(of_7b, LearnerConfig(), OF_8)
     frozen = copy.deepcopy(of_7b).requires_grad_(False)
     actual = fsdp_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
     adapters = 28 * 8 * sum((4 * 3584, 2 * (3584 + 512), 3 * (3584 + 18944))) * 4 // 8
-    assert actual.weights - whole.weights == pytest.approx(adapters, rel=1e-3)
-    assert actual.optimizer == 2 * actual.gradients == 2 * (actual.weights - whole.weights)
-    assert actual.activations > whole.activations
+    assert actual.weights - full_memory.weights == pytest.approx(adapters, rel=1e-3)
+    assert actual.optimizer == 2 * actual.gradients == 2 * (actual.weights - full_memory.weights)
+    assert actual.activations > full_memory.activations
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -122,17 +122,17 @@ def test_activations_are_what_autograd_keeps(learners: Learners, recompute: str)
     """Without compilation, selective recomputation keeps products in another place, where hooks do not see them."""
     rank = learners.open(precision="bfloat16", recompute=recompute).rank
     [[micro]] = make_batch([200], bin_=256, micro=256).micro
-    hidden, kept = 32, dict[int, int]()
+    hidden, kept_bytes = 32, dict[int, int]()
     weights = {parameter.untyped_storage().data_ptr() for parameter in rank.model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and tensor.shape[-1] == hidden and tensor.ndim == 3:
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores, _ = rank.model(micro, micro.mask_L.nonzero()[:, 0].numpy(), 1.0)
     # The inputs of two layers in float32; of the final norm, its input and what it scales.
-    assert sum(kept.values()) == 4 * hidden * len(micro.token_ids_L) * (2 + 2)
+    assert sum(kept_bytes.values()) == 4 * hidden * len(micro.token_ids_L) * (2 + 2)
     del scores

@@ -91,17 +91,17 @@ def make_scripts(seed: int, groups: int = 3, samples: int = 3) -> list[Script]:
 
 def rollout_of(script: Script, cuts: Sequence[int] = ()) -> Rollout:
     """Return the rollout of an episode; at each of the ``cuts``, a number of tokens, a separate row branches off."""
-    trajectory, known = Trajectory(), ()
+    trajectory, known_ids = Trajectory(), ()
     for read, row in script.turns:
-        start = len(known)
-        trajectory.extend_to(known + read)
+        start = len(known_ids)
+        trajectory.extend_to(known_ids + read)
         trajectory.append_sampled(row)
-        known += read + row.token_ids
+        known_ids += read + row.token_ids
         for cut in cuts:
-            if start < cut <= len(known):
-                state_after = known[cut] if cut < len(known) else None
-                other = next(token for token in range(2, VOCAB) if token != state_after)
-                trajectory.extend_to((*known[:cut], other, 5, 7))
+            if start < cut <= len(known_ids):
+                state_after = known_ids[cut] if cut < len(known_ids) else None
+                other_token = next(token for token in range(2, VOCAB) if token != state_after)
+                trajectory.extend_to((*known_ids[:cut], other_token, 5, 7))
     rows = trajectory.rows(script.prompt_id, script.rollout_id)
     turns = [Turn("", "", FinishReason.STOP, script.reward / len(script.turns)) for _ in script.turns]
     return Rollout(script.prompt_id, script.rollout_id, rows, script.reward, StopReason.TERMINATED, turns=turns)
@@ -173,8 +173,8 @@ def everything(batch: GlobalBatch) -> GlobalBatch:
     return replace(batch, micro=(tuple(micro for share in batch.micro for micro in share),))
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def distance(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")

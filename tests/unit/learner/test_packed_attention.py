@@ -53,11 +53,11 @@ def test_packed_attention_equals_each_row_alone(bins, padding):
 def test_blockwise_attention_and_its_gradient_equal_torchs(length):
     inputs = [x.requires_grad_() for x in qkv(3, length)]
     blockwise = blockwise_causal(*inputs, 0.3)
-    whole = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
-    assert torch.allclose(blockwise, whole, atol=1e-12)
-    weights = torch.randn_like(whole)
+    full_output = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
+    assert torch.allclose(blockwise, full_output, atol=1e-12)
+    weights = torch.randn_like(full_output)
     ours = torch.autograd.grad((blockwise * weights).sum(), inputs)
-    theirs = torch.autograd.grad((whole * weights).sum(), inputs)
+    theirs = torch.autograd.grad((full_output * weights).sum(), inputs)
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -109,17 +109,17 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     for number in range(6):
         ids = micro.token_ids_L[row == number]
         scores = (plain(ids[None]).logits[0].double() / 0.7).log_softmax(-1)[:-1]
-        result = row[at] == number
-        assert torch.allclose(actual_policy[result].double(), scores.gather(1, ids[1:, None])[:, 0], atol=2e-5)
-        assert torch.allclose(entropy[result].double(), -(scores.exp() * scores).sum(-1), atol=2e-5)
+        of_sequence = row[at] == number
+        assert torch.allclose(actual_policy[of_sequence].double(), scores.gather(1, ids[1:, None])[:, 0], atol=2e-5)
+        assert torch.allclose(entropy[of_sequence].double(), -(scores.exp() * scores).sum(-1), atol=2e-5)
 
 
 def test_an_architecture_that_changes_logits_after_the_head_is_refused(tmp_path, monkeypatch):
     folder = make_model(tmp_path / "m")
-    whole = Qwen3ForCausalLM.forward
+    full_forward = Qwen3ForCausalLM.forward
 
     def scaled(self, *args, **options):
-        output = whole(self, *args, **options)
+        output = full_forward(self, *args, **options)
         output.logits = output.logits * 0.5
         return output
 

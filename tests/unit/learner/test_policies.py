@@ -35,36 +35,36 @@ def alone(learners, seeds, **options):
 
 def step(learner, policy, seed):
     """Take a step; return metrics and clipped gradients by the names in a PEFT folder."""
-    found = {}
+    gradients = {}
     states = learner.rank.optimizer_states
     take = type(states).step
 
     def keep():
         for name, inner in learner.rank.merged.exported[policy].items():
-            found[name] = learner.rank.merged.adapters[inner].grad.clone()
-        others = set(learner.rank.merged.adapters) - set(learner.rank.merged.exported[policy].values())
-        assert all(learner.rank.merged.adapters[name].grad is None for name in others)
+            gradients[name] = learner.rank.merged.adapters[inner].grad.clone()
+        other_policies = set(learner.rank.merged.adapters) - set(learner.rank.merged.exported[policy].values())
+        assert all(learner.rank.merged.adapters[name].grad is None for name in other_policies)
         take(states)
 
     states.step = keep
     metrics = learner.train_step(batch(policy, seed))
     del states.step
-    return found, {key: metrics[key] for key in ("train/loss", "train/grad_norm", "train/lr")}
+    return gradients, {key: metrics[key] for key in ("train/loss", "train/grad_norm", "train/lr")}
 
 
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}])
 def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, options):
     seeds = {"first": [1, 2, 3], "second": [4, 5]}
-    expected = {policy: alone(learners, some, **options) for policy, some in seeds.items()}
+    expected = {policy: alone(learners, policy_seeds, **options) for policy, policy_seeds in seeds.items()}
     learner = learners.open(lora=BOTH, max_grad_norm=0.05, **options)
     order = [("first", 1), ("second", 4), ("first", 2), ("first", 3), ("second", 5)]
     actual = {policy: [] for policy in seeds}
     for policy, seed in order:
         actual[policy].append(step(learner, policy, seed))
     for policy, (steps, adapters) in expected.items():
-        for (gradients, metrics), (others, other_metrics) in zip(steps, actual[policy], strict=True):
+        for (gradients, metrics), (other_gradients, other_metrics) in zip(steps, actual[policy], strict=True):
             assert metrics == other_metrics
-            assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+            assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
         mine = dict(learner.adapters(policy=policy))
         assert mine.keys() == adapters.keys()
         assert all(torch.equal(adapters[name], mine[name]) for name in adapters)
@@ -88,20 +88,20 @@ def test_a_checkpoint_has_each_policy_and_goes_on(learners, model, tmp_path):
     learner.train_step(batch("first", 1))
     learner.save(tmp_path / "one")
     learner.finish_save()
-    kept = {policy: dict(learner.adapters(policy=policy)) for policy in ("first", "second")}
-    for policy, adapters in kept.items():
+    adapters_before = {policy: dict(learner.adapters(policy=policy)) for policy in ("first", "second")}
+    for policy, adapters in adapters_before.items():
         config, actual = read_peft(tmp_path / "one" / "policies" / policy)
         assert (config["r"], config["lora_alpha"], "q_proj" in config["target_modules"]) == (4, 8, True)
         assert dict(actual).keys() == adapters.keys()
         assert all(torch.equal(tensor, adapters[name]) for name, tensor in actual)
     order = [("second", 2), ("first", 3)]
-    straight = [learner.train_step(batch(*one)) for one in order]
+    straight = [learner.train_step(batch(*batch_options)) for batch_options in order]
     last = dict(learner.adapters(policy="second"))
     learner = learners.open(lora=BOTH)
     learner.train_step(batch("second", 9))  # whose optimizer the checkpoint lacks
     learner.load(tmp_path / "one")
     assert learner.rank.steps == {"first": 1, "second": 0}
-    assert [learner.train_step(batch(*one)) for one in order] == straight
+    assert [learner.train_step(batch(*batch_options)) for batch_options in order] == straight
     assert all(torch.equal(tensor, last[name]) for name, tensor in learner.adapters(policy="second"))
     assert all(torch.equal(value, start[name]) for name, value in tensors(learner).items()), "none is merged"
     with pytest.raises(CheckpointError, match=r"another shapes: .*lora_A\.second"):
@@ -113,23 +113,25 @@ def test_each_policy_of_a_checkpoint_is_loaded_by_peft_and_exported_merged(learn
     """Also a single policy with a name: ``model`` is the base model, to which engines add its adapters."""
     import peft
 
-    learner, one, out = learners.open(lora=LORA | {"policies": policies}), tmp_path / "one", tmp_path / "out"
+    learner, policy_folder, out = learners.open(lora=LORA | {"policies": policies}), tmp_path / "one", tmp_path / "out"
     for number, policy in enumerate(policies):
         learner.train_step(batch(policy, number))
-    learner.save(one)
+    learner.save(policy_folder)
     learner.finish_save()
-    assert main(["export", str(one), str(out), "--dtype", "float32"]) == 0
+    assert main(["export", str(policy_folder), str(out), "--dtype", "float32"]) == 0
     assert sorted(path.name for path in out.iterdir()) == policies
     [row, *_] = make_rows(LENGTHS, 1)
     ids = torch.tensor(row.token_ids).long()
     seen = []
     for policy in policies:
-        adapted = peft.PeftModel.from_pretrained(load_model(one / "model"), one / "policies" / policy)
+        adapted = peft.PeftModel.from_pretrained(
+            load_model(policy_folder / "model"), policy_folder / "policies" / policy
+        )
         seen.append(torch.tensor(learner.logprobs(batch(policy, 1))[row.key][1:]))
         for theirs in (adapted, load_model(out / policy)):
             actual = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
             assert torch.allclose(seen[-1], actual, atol=1e-5)
-    kept_state_dict = load_model(one / "model").state_dict()
+    kept_state_dict = load_model(policy_folder / "model").state_dict()
     assert all(torch.equal(value, kept_state_dict[name]) for name, value in load_model(model).state_dict().items())
     assert len(policies) == 1 or not torch.allclose(*seen, atol=1e-2)
 

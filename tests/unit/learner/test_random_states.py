@@ -13,9 +13,16 @@ from tests.unit.learner.learners import make_batch
 
 def states() -> tuple[object, ...]:
     """All global generators of this process as comparable values."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *other_fields = np.random.get_state()
     cuda = tuple(tuple(state.tolist()) for state in torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
-    return tuple(torch.get_rng_state().tolist()), cuda, kind, tuple(keys.tolist()), tuple(rest), random.getstate()
+    return (
+        tuple(torch.get_rng_state().tolist()),
+        cuda,
+        kind,
+        tuple(keys.tolist()),
+        tuple(other_fields),
+        random.getstate(),
+    )
 
 
 def draw(times: int) -> None:

@@ -29,9 +29,9 @@ def test_the_gradient_does_not_depend_on_how_rows_are_packed(learners):
         learner.rank.model.double()
         actual.append(gradients(learner, make_batch(LENGTHS, bin_=bin_, micro=micro), torch.float64))
     assert max(value.abs().max().item() for value in actual[0].values()) > 1e-2
-    for other in actual[1:]:
+    for packing in actual[1:]:
         for name, value in actual[0].items():
-            assert torch.allclose(value, other[name], rtol=1e-9, atol=1e-11), name
+            assert torch.allclose(value, packing[name], rtol=1e-9, atol=1e-11), name
 
 
 def test_the_gradient_is_that_of_a_plain_model_and_a_plain_loss(learners, model):
@@ -63,12 +63,12 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(learners, aggregation: A
     rows = make_rows(LENGTHS)
     advantages = {row.key.rollout_id: (-1.0) ** number * (number + 1) for number, row in enumerate(rows)}
     sizes: dict[str, Any] = {"data_parallel_size": 1, "tokens_per_micro": 64, "pad_id": 0, "aggregation": aggregation}
-    whole = learners.open()
-    expected, weights = whole.train_step(pack_rows(rows, advantages, **sizes)), tensors(whole)
+    whole_learner = learners.open()
+    expected, weights = whole_learner.train_step(pack_rows(rows, advantages, **sizes)), tensors(whole_learner)
     learner = learners.open()
     for first, end in itertools.pairwise([0, *divided]):
-        part = pack_rows(rows[first:end], advantages, **sizes, units=1, completes=False)
-        assert learner.train_step(part) == {}
+        batch_part = pack_rows(rows[first:end], advantages, **sizes, units=1, completes=False)
+        assert learner.train_step(batch_part) == {}
     scale = 1 / count_units(rows, aggregation)
     actual = learner.train_step(pack_rows(rows[divided[-1] :], advantages, **sizes, units=1, gradient_scale=scale))
     assert actual == pytest.approx(expected, rel=1e-5)
@@ -288,13 +288,13 @@ def test_a_warning_trains_all_but_tokens_that_were_not_sampled(learners, caplog)
     expected, rows = copy.deepcopy(make_batch(LENGTHS)), make_rows(LENGTHS)
     micro = expected.micro[0][0]
     at = int(micro.mask_L.nonzero()[0])
-    key, place = micro.keys[int(micro.row_L[at])], int(micro.position_ids_L[at])
+    key, position = micro.keys[int(micro.row_L[at])], int(micro.position_ids_L[at])
     for name in ("mask", "weight", "advantages"):
         getattr(micro, f"{name}_L")[at] = 0
     learner = learners.open()
     plain = gradients(learner, expected, torch.float32)
     [bad] = [row for row in rows if row.key == key]
-    bad.provenance[place], bad.logprobs[place] = Provenance.OBSERVED, float("nan")
+    bad.provenance[position], bad.logprobs[position] = Provenance.OBSERVED, float("nan")
     batch = make_batch(LENGTHS, rows=rows, provenance="warn")
     actual = gradients(learner, batch, torch.float32)
     assert all(torch.equal(value, actual[name]) for name, value in plain.items())

@@ -63,13 +63,13 @@ def test_a_policy_that_is_its_reference_takes_the_step_it_takes_without(learners
     batch = make_batch(LENGTHS)
     plain = learners.open()
     expected, expected_tensors = plain.train_step(batch), tensors(plain)
-    held = learners.open(reference=model, algo=make_algo(kl_coef=10.0))
-    actual = held.train_step(batch)
+    with_reference = learners.open(reference=model, algo=make_algo(kl_coef=10.0))
+    actual = with_reference.train_step(batch)
     assert actual.pop("train/kl") == 0
     assert actual.pop("train/kl_loss") == 0
     assert actual == expected
-    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(held).items())
-    assert held.train_step(batch)["train/kl"] > 0
+    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(with_reference).items())
+    assert with_reference.train_step(batch)["train/kl"] > 0
 
 
 def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
@@ -77,9 +77,9 @@ def test_without_a_coefficient_no_metric_and_no_step_changes(learners, other):
     plain = learners.open()
     assert plain.rank.reference is None
     expected, expected_tensors = plain.train_step(batch), tensors(plain)
-    held = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
-    assert held.train_step(batch) == expected
-    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(held).items())
+    with_reference = learners.open(reference=other, algo=make_algo(kl_coef=0.0, reference=str(other)))
+    assert with_reference.train_step(batch) == expected
+    assert all(torch.equal(value, expected_tensors[name]) for name, value in tensors(with_reference).items())
 
 
 def test_the_gradient_is_that_of_two_plain_models(learners, model, other):

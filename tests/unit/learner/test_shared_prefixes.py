@@ -157,7 +157,7 @@ def test_a_token_is_computed_and_scored_once(learners: Learners, folders):
         lambda module, inputs, output: sizes.append(inputs[0].numel())
     )
     score = model._score
-    model._score = lambda hidden, *rest: (sizes.append(len(hidden)), score(hidden, *rest))[1]
+    model._score = lambda hidden, *arguments: (sizes.append(len(hidden)), score(hidden, *arguments))[1]
     learner.logprobs(batch)
     prefixes = {tuple(row.token_ids[:stop].tolist()) for row in rows for stop in range(1, len(row.token_ids) + 1)}
     assert sizes == [len(prefixes), len(prefixes) - len({prefix[0] for prefix in prefixes})]
@@ -191,9 +191,9 @@ def test_the_gradient_of_a_branch_is_the_same_on_several_threads():
     lines, index, weights = torch.randn(3, 64, requires_grad=True), torch.arange(2000) % 3, torch.randn(2000, 64)
     torch.set_num_threads(2)
     try:
-        first, *others = (
+        first, *other_results = (
             torch.autograd.grad((_select_lines(lines, index) * weights).sum(), lines)[0] for _ in range(20)
         )
     finally:
         torch.set_num_threads(1)
-    assert all(torch.equal(first, other) for other in others)
+    assert all(torch.equal(first, other_result) for other_result in other_results)

@@ -50,13 +50,13 @@ def config(aggregation: str, sources: dict[str, object], **batch: int) -> Config
 
 def scripts() -> list[Script]:
     """Two groups of each source, the second source with more samples."""
-    found = []
+    scripts = []
     for name, samples in (("a", 2), ("b", 3)):
         for script in make_scripts(ord(name), groups=2, samples=samples):
-            found.append(
+            scripts.append(
                 replace(script, prompt_id=f"{name}/{script.prompt_id}", rollout_id=f"{name}/{script.rollout_id}")
             )
-    return found
+    return scripts
 
 
 def count(rollouts: list[Rollout], aggregation: str) -> int:
@@ -66,9 +66,9 @@ def count(rollouts: list[Rollout], aggregation: str) -> int:
     return sum(int(row.mask.sum()) for rollout in rollouts for row in rollout.rows)
 
 
-def use(learner: LocalLearnerGroup, given: Config) -> None:
+def use(learner: LocalLearnerGroup, run_config: Config) -> None:
     """Let the learner compute another loss."""
-    learner.rank.loss = BatchLoss(given.algo, learner.rank.device)
+    learner.rank.loss = BatchLoss(run_config.algo, learner.rank.device)
 
 
 @pytest.fixture(scope="module")

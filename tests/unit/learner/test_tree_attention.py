@@ -20,8 +20,8 @@ FORKS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 60), st.integers(0,
 
 def make_rows(forks: list[tuple[int, int, int]]) -> list[np.ndarray]:
     rows: list[np.ndarray] = [np.zeros(0, np.int64)]
-    for number, (source, kept, new) in enumerate(forks):
-        rows.append(np.concatenate([rows[source % len(rows)][:kept], np.arange(new) + 1000 * (number + 1)]))
+    for number, (source, kept_tokens, new) in enumerate(forks):
+        rows.append(np.concatenate([rows[source % len(rows)][:kept_tokens], np.arange(new) + 1000 * (number + 1)]))
     return rows
 
 
@@ -86,13 +86,13 @@ def test_blocks_of_flex_attention_hold_the_mask(window, forks):
     ids, zero = torch.arange(length), torch.tensor(0)
     assert torch.equal(mask.mask_mod(zero, zero, ids[:, None], ids), expected)
     blocks = expected.unflatten(0, (-1, 8)).unflatten(2, (-1, 8)).transpose(1, 2)
-    some, every = blocks.any(-1).any(-1), blocks.all(-1).all(-1)
+    partial_blocks, every = blocks.any(-1).any(-1), blocks.all(-1).all(-1)
     partial, full = listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert not (partial & full).any()
     assert torch.equal(full, full & every)
-    assert torch.equal(some, some & (partial | full))
+    assert torch.equal(partial_blocks, partial_blocks & (partial | full))
     if window is None:
-        assert torch.equal(some, partial | full)
+        assert torch.equal(partial_blocks, partial | full)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

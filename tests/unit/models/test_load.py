@@ -113,8 +113,8 @@ def test_nothing_is_loaded_without_saying_whether_code_may_run():
     root = Path(agentrl.__file__).parent.parent
     silent = [
         f"{path.relative_to(root)}:{node.lineno}"
-        for part in ("agentrl", "tools", "envs", "tasks")
-        for path in sorted((root / part).rglob("*.py"))
+        for package in ("agentrl", "tools", "envs", "tasks")
+        for path in sorted((root / package).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

@@ -25,8 +25,8 @@ def test_the_model_is_of_its_shape(tmp_path: Path, shape: Shape) -> None:
 def test_sizes_are_what_their_names_say() -> None:
     assert SHAPES["0.6b"].parameters == 596_049_920
     assert SHAPES["8b"].parameters == 8_190_735_360
-    whole = replace(SHAPES["30b-a3b-12"], num_hidden_layers=48)
-    assert (whole.parameters, whole.active_parameters) == (30_532_122_624, 3_353_032_704)
+    full_shape = replace(SHAPES["30b-a3b-12"], num_hidden_layers=48)
+    assert (full_shape.parameters, full_shape.active_parameters) == (30_532_122_624, 3_353_032_704)
     with pytest.raises(ConfigError, match=r"size '9b': there are tiny, 0\.6b, 4b, 8b"):
         find_model_shape("9b")
 

@@ -34,10 +34,10 @@ def test_without_a_kl_term_there_is_no_reference():
 
 
 def test_the_default_is_the_model(tmp_path):
-    here = folder(tmp_path / "model", ["a"], 8)
-    assert resolve_reference(load_config(None, [WITH_KL, f"model.path={here}"])) == here
+    model_folder = folder(tmp_path / "model", ["a"], 8)
+    assert resolve_reference(load_config(None, [WITH_KL, f"model.path={model_folder}"])) == model_folder
     other_folder = folder(tmp_path / "other", ["a"], 8)
-    config = load_config(None, [WITH_KL, f"model.path={here}", f"algo.reference={other_folder}"])
+    config = load_config(None, [WITH_KL, f"model.path={model_folder}", f"algo.reference={other_folder}"])
     assert resolve_reference(config) == other_folder
 
 

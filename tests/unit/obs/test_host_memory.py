@@ -6,14 +6,14 @@ from agentrl.obs.host_memory import GIB, STEPS, HostMemory, grows, process_kind,
 
 
 def memory(sizes, *, used=1, limit=100):
-    said = []
-    return HostMemory(said.append, lambda: {kind: size * GIB for kind, size in sizes.items()},
-                      lambda: (used * GIB, limit * GIB)), said  # fmt: skip
+    notes = []
+    return HostMemory(notes.append, lambda: {kind: size * GIB for kind, size in sizes.items()},
+                      lambda: (used * GIB, limit * GIB)), notes  # fmt: skip
 
 
 def test_the_largest_value_of_a_step_counts():
     sizes = {"trainer": 1, "engine": 2}
-    watch, said = memory(sizes)
+    watch, notes = memory(sizes)
     assert watch.metrics() == {}
     watch.update()
     sizes["engine"] = 5
@@ -23,26 +23,26 @@ def test_the_largest_value_of_a_step_counts():
     metrics = {"host_memory/trainer_gib": 1.0, "host_memory/engine_gib": 5.0, "host_memory/total_gib": 6.0}
     assert watch.metrics() == metrics | {"host_memory/used_share": 0.01}
     assert watch.metrics()["host_memory/engine_gib"] == 3.0
-    assert not said
+    assert not notes
 
 
 def test_little_memory_left_is_a_warning():
-    watch, said = memory({"trainer": 1, "engine": 90}, used=95)
+    watch, notes = memory({"trainer": 1, "engine": 90}, used=95)
     watch.update()
     watch.update()
-    [warning] = said
+    [warning] = notes
     assert "95.0 of 100.0 GiB" in warning
     assert "90.0 of them by the processes of kind engine" in warning
 
 
 def test_steady_growth_is_a_warning():
     sizes = {"trainer": 10.0, "learner": 10.0}
-    watch, said = memory(sizes)
+    watch, notes = memory(sizes)
     for _ in range(2 * STEPS):
         watch.update()
         watch.metrics()
         sizes["learner"] += 0.2
-    [warning] = said
+    [warning] = notes
     assert "kind learner has grown from 10.00 to 13.00 GiB over the last 16 steps" in warning
 
 

@@ -163,9 +163,9 @@ OF_RICH = re.compile(r"\x1b\[(?:\d+(?:;\d+)*m|\?25[lh]|[12]?[AK])|\r")
 
 def unprintable(output: str) -> set[str]:
     return {
-        one
-        for one in output
-        if one not in "\n\u200c\u200d" and unicodedata.category(one) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
+        line
+        for line in output
+        if line not in "\n\u200c\u200d" and unicodedata.category(line) in {"Cc", "Cf", "Cs", "Zl", "Zp"}
     }
 
 

@@ -89,7 +89,7 @@ def test_an_older_run_begins_its_journal_at_a_checkpoint(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_what_is_wrong(tmp_path: Path, records: list[Record], fault: str) -> None:
-    assert any(fault in one for one in written(tmp_path, records).faults())
+    assert any(fault in fault_text for fault_text in written(tmp_path, records).faults())
 
 
 def test_a_dropped_group_is_accounted_for(tmp_path: Path) -> None:

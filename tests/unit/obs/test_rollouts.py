@@ -24,7 +24,7 @@ def recorded_ids(folder):
 
 
 def rollout(number=0, **changes):
-    given = {
+    fields = {
         "prompt_id": "p",
         "rollout_id": f"r{number}",
         "rows": synthetic_rows(1, 2, 3),
@@ -36,7 +36,7 @@ def rollout(number=0, **changes):
         "metadata": {"hops": np.int64(2)},
         "sampled_tokens": 6,
     }
-    return Rollout(**(given | changes))
+    return Rollout(**(fields | changes))
 
 
 ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
@@ -47,11 +47,11 @@ PLAIN = (
 )  # fmt: skip
 
 
-def assert_same(one, other):
+def assert_same(actual, other):
     for name in PLAIN:
-        assert getattr(one, name) == getattr(other, name), name
-    assert len(one.rows) == len(other.rows)
-    for row, expected in zip(one.rows, other.rows, strict=True):
+        assert getattr(actual, name) == getattr(other, name), name
+    assert len(actual.rows) == len(other.rows)
+    for row, expected in zip(actual.rows, other.rows, strict=True):
         assert row.request_ids == expected.request_ids
         assert (row.key.agent_id, row.key.row) == (expected.key.agent_id, expected.key.row)
         for name in ARRAYS:
@@ -75,15 +75,15 @@ def several():
 def test_rollouts_come_back_bit_for_bit(tmp_path, form):
     path = tmp_path / f"samples.{form}"
     file = RolloutFile(path)
-    first, *others = several()
+    first, *other_rollouts = several()
     file.write(first)
     assert len(read_rollouts(tmp_path / "samples.jsonl")) == 1  # there before the next one comes
-    file.write(others)
+    file.write(other_rollouts)
     assert file.finish() == path
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     rollouts = read_rollouts(path)
-    for one, second in zip(rollouts, [first, *others], strict=True):
-        assert_same(one, second)
+    for actual_rollout, second in zip(rollouts, [first, *other_rollouts], strict=True):
+        assert_same(actual_rollout, second)
     assert rollouts[0].metadata == {"hops": 2}
 
 

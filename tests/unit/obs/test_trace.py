@@ -17,8 +17,8 @@ from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, TOOL, TURN, WaitRegistr
 
 def write(folder, play, **options):
     """Trace what ``play(files)`` waits for; return the events of each file."""
-    said = []
-    files = TraceFiles(folder, **({"step": 1, "keep": 9, "note": said.append} | options))
+    notes = []
+    files = TraceFiles(folder, **({"step": 1, "keep": 9, "note": notes.append} | options))
     registry = WaitRegistry([files])
     token = registry.enter()
     try:
@@ -26,7 +26,7 @@ def write(folder, play, **options):
     finally:
         registry.leave(token)
         files.close()
-    return [json.loads(path.read_text()) for path in trace_files(folder)], said
+    return [json.loads(path.read_text()) for path in trace_files(folder)], notes
 
 
 def spans(events):
@@ -46,7 +46,7 @@ def one_turn(files):
 
 
 def test_spans_are_named_and_nested_on_their_tracks(tmp_path):
-    [events], said = write(tmp_path, one_turn)
+    [events], notes = write(tmp_path, one_turn)
     assert [(span["name"], span["pid"], span["tid"], span["args"]["of"]) for span in spans(events)] == [
         ("request", EPISODES, 1, 'to the engine "é"'),
         ("turn", EPISODES, 1, "1"),
@@ -54,7 +54,7 @@ def test_spans_are_named_and_nested_on_their_tracks(tmp_path):
         ("rollout", RUN, 1, "step 1, rollout"),
         ("train", RUN, 1, "step 1, train"),
     ]
-    assert not said
+    assert not notes
 
 
 def test_an_error_is_named(tmp_path):
@@ -87,7 +87,7 @@ def test_other_kinds_are_left_out_in_episodes_and_if_they_are_short(tmp_path):
 async def _tree(plan):
     with waiting(TOOL, "t"):
         await asyncio.sleep(0)
-        await asyncio.gather(*(_tree(part) for part in plan))
+        await asyncio.gather(*(_tree(branch) for branch in plan))
         await asyncio.sleep(0)
 
 
@@ -113,7 +113,9 @@ def test_spans_of_a_track_are_nested_or_apart(plans, tmp_path_factory):
         tracks[span["pid"], span["tid"]].append((span["ts"], span["ts"] + span["dur"]))
     for times in tracks.values():
         for first, last in times:
-            crossing = [other for other in times if first + 0.2 < other[0] < last - 0.2 < other[1] - 0.4]
+            crossing = [
+                other_span for other_span in times if first + 0.2 < other_span[0] < last - 0.2 < other_span[1] - 0.4
+            ]
             assert not crossing
 
 
@@ -156,10 +158,10 @@ def test_a_full_file_counts_what_it_lacks(tmp_path):
             with waiting(ROLLOUT, str(number)):
                 pass
 
-    [events], said = write(tmp_path, play, file_mib=0.002)
+    [events], notes = write(tmp_path, play, file_mib=0.002)
     lacking = events[-1]["args"]["dropped"]
     assert lacking == 100 - len(spans(events)) > 0
-    assert f"lacks {lacking} spans" in said[0]
+    assert f"lacks {lacking} spans" in notes[0]
     assert trace_files(tmp_path)[0].stat().st_size < 4096
 
 
@@ -205,7 +207,8 @@ def test_events_keep_the_trace_event_format(tmp_path, monkeypatch):
                 with waiting(ROLLOUT, str(number)), waiting(TURN, "1"):
                     deadline = time.monotonic() + 10
                     while (
-                        len([one for one in read_trace(trace_files(tmp_path)[0]) if one["ph"] == "B"]) < 2 * number + 3
+                        len([event for event in read_trace(trace_files(tmp_path)[0]) if event["ph"] == "B"])
+                        < 2 * number + 3
                     ):
                         assert time.monotonic() < deadline
                         with waiting(REQUEST, "short"):
@@ -237,8 +240,8 @@ def test_events_keep_the_trace_event_format(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
-    said = []
-    files = TraceFiles(tmp_path, step=1, keep=9, note=said.append)
+    notes = []
+    files = TraceFiles(tmp_path, step=1, keep=9, note=notes.append)
 
     class Full:
         def write(self, line):
@@ -252,5 +255,5 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
         pass
     registry.leave(token)
     files.close()
-    assert "obs.trace" in said[0]
-    assert "No space left" in said[0]
+    assert "obs.trace" in notes[0]
+    assert "No space left" in notes[0]

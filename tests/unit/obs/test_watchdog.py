@@ -24,7 +24,7 @@ def waits():
 
 
 def texts(waits):
-    return [(one.phase, one.text) for one in waits.innermost_waits()]
+    return [(wait.phase, wait.text) for wait in waits.innermost_waits()]
 
 
 def watch(stall_warning_s, run, log=None):
@@ -46,7 +46,7 @@ def test_the_innermost_waits_are_named_with_those_they_are_in(waits):
         turn = 2
         with waiting("tool", "search", "", "call search-1"):
             assert texts(waits) == [("step 3, rollout", "rollout 3/0/1, turn 2: tool search, call search-1")]
-        assert [one.kind for one in waits.innermost_waits()] == ["rollout"]
+        assert [wait.kind for wait in waits.innermost_waits()] == ["rollout"]
     assert not waits.innermost_waits()
 
 

@@ -24,8 +24,8 @@ from agentrl.planner.training_summary import FITS, trained_model
 TOKENS = {"batch": {"tokens_per_micro": 16384}, "rollout": {"max_tokens": 8192}}
 
 
-def plan(model: str, gpus: int = 8, gpu: str = "h100", **given: Any) -> Plan:
-    tree = {"model": {"path": model}, **TOKENS, **given}
+def plan(model: str, gpus: int = 8, gpu: str = "h100", **sections: Any) -> Plan:
+    tree = {"model": {"path": model}, **TOKENS, **sections}
     return make_plan([Layer("test", tree)], Gpus.parse(gpus, gpu))
 
 
@@ -98,8 +98,8 @@ def test_what_does_not_fit_is_said_with_the_ranks_that_do() -> None:
 
 
 def test_more_gpus_never_need_more_memory_a_gpu() -> None:
-    given = {"learner": {"recompute": "full", "backend": "fsdp", "reshard_after_forward": True}}
-    totals = [only(plan("Qwen/Qwen3-8B", gpus, "h200", **given), "colocate", "fsdp") for gpus in (2, 4, 16)]
+    settings = {"learner": {"recompute": "full", "backend": "fsdp", "reshard_after_forward": True}}
+    totals = [only(plan("Qwen/Qwen3-8B", gpus, "h200", **settings), "colocate", "fsdp") for gpus in (2, 4, 16)]
     sizes = [option.candidate.memory.total for option in totals]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -113,8 +113,8 @@ def test_a_row_longer_than_a_micro_batch_counts() -> None:
 
 
 def test_a_critic_is_counted_on_shared_gpus_and_has_as_many_otherwise() -> None:
-    given: dict[str, Any] = {"learner": {"backend": "megatron", "recompute": "full"}}
-    plain, ppo = (plan("Qwen/Qwen3-0.6B", 6, **given, algo={"advantage": {"name": n}}) for n in ("grpo", "gae"))
+    settings: dict[str, Any] = {"learner": {"backend": "megatron", "recompute": "full"}}
+    plain, ppo = (plan("Qwen/Qwen3-0.6B", 6, **settings, algo={"advantage": {"name": n}}) for n in ("grpo", "gae"))
     shared, alone = (only(each, "colocate", "megatron").candidate for each in (ppo, plain))
     assert shared is not None
     assert alone is not None
@@ -124,7 +124,7 @@ def test_a_critic_is_counted_on_shared_gpus_and_has_as_many_otherwise() -> None:
     assert apart.engines is not None
     assert (apart.learner_gpus, apart.engines.engines * apart.engines.tensor) == (2, 2)
     assert 0 < apart.candidate.critic < apart.candidate.memory.total, "it has no logits"
-    assert any(line.startswith("  critic ") for line in report(ppo, given))
+    assert any(line.startswith("  critic ") for line in report(ppo, settings))
     with pytest.raises(ConfigError, match=r"learner\.ranks=3 and as many for the critic with --gpus 6: no GPU is left"):
         plan(
             "Qwen/Qwen3-0.6B",
@@ -190,7 +190,7 @@ def test_gpus_that_are_none_are_refused(count: int, kind: str, message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("sections", "message"),
     [
         ({"learner": {"ranks": 9}}, r"learner\.ranks=9 with --gpus 8"),
         ({"learner": {"ranks": 8}, "placement": {"mode": "disaggregate"}}, "no GPU is left for an engine"),
@@ -201,9 +201,9 @@ def test_gpus_that_are_none_are_refused(count: int, kind: str, message: str) -> 
         ({"learner": {"backend": "megatron", "megatron": {"tensor_model_parallel_size": 3}}}, "set it to"),
     ],
 )
-def test_what_cannot_be_planned_names_the_key(given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_planned_names_the_key(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan("Qwen/Qwen3-8B", **given)
+        plan("Qwen/Qwen3-8B", **sections)
 
 
 def test_the_command_prints_parts_and_keys_to_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_the_command_prints_parts_and_keys_to_set(capsys: pytest.CaptureFixture[
     assert "Qwen/Qwen3-8B: 8.19 billion weights" in out
     assert "fsdp, colocate, learner.ranks=8: fits" in out
     assert "megatron, colocate, learner.ranks=8: fits" in out
-    for part in (
+    for phrase in (
         "weights 3.8",
         "gradients 3.8",
         "optimizer 7.6",
@@ -231,7 +231,7 @@ def test_the_command_prints_parts_and_keys_to_set(capsys: pytest.CaptureFixture[
         "weight sync",
         "sampler.sglang.tp_size=1",
     ):
-        assert part in out
+        assert phrase in out
     keys = [line for line in out.splitlines() if line.startswith("  set")]
     assert not any("learner.ranks" in line or "placement.mode" in line for line in keys), "they are given"
     assert main(["plan", "--model", "no/such-model"]) == 2

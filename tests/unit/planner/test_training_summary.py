@@ -17,9 +17,9 @@ AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 4B without weights; with selective recomputation it needs 107.6 GiB, nine tenths of 119.5."""
-    found = tmp_path_factory.mktemp("4b")
-    model_config(SHAPES["4b"]).save_pretrained(found)
-    return found
+    model_folder = tmp_path_factory.mktemp("4b")
+    model_config(SHAPES["4b"]).save_pretrained(model_folder)
+    return model_folder
 
 
 @pytest.mark.parametrize(("gib", "chosen"), [(120.0, "selective"), (119.0, "full")])
@@ -72,8 +72,8 @@ def test_the_estimate_is_that_of_the_backend(folder: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_critic_rests_on_the_gpus_of_the_policy_or_has_its_own(folder: Path, backend: str) -> None:
-    given = [*AS_ON_A_GPU, f"learner.backend={backend}", "algo.advantage.name=gae", "learner.recompute=full"]
-    apart, shared = (load_config(None, [*given, f"placement.mode={mode}"]) for mode in ("disaggregate", "colocate"))
+    words = [*AS_ON_A_GPU, f"learner.backend={backend}", "algo.advantage.name=gae", "learner.recompute=full"]
+    apart, shared = (load_config(None, [*words, f"placement.mode={mode}"]) for mode in ("disaggregate", "colocate"))
     alone, together = (estimate_memory(config, folder, folder)[0] for config in (apart, shared))
     assert alone == estimate_memory(apart, folder)[0]
     gradients = alone.gradients if backend == "megatron" else 0

@@ -102,8 +102,8 @@ class Sampled:
         places = sorted({0, *(round(cut * len(self.text)) for cut in self.cuts), len(self.text)})
         ids: list[int] = []
         for start, stop in pairwise(places):
-            said = self.text[start:stop]
-            ids += tokenizer.encode(said, add_special_tokens=False, split_special_tokens=self.letters)
+            token_text = self.text[start:stop]
+            ids += tokenizer.encode(token_text, add_special_tokens=False, split_special_tokens=self.letters)
         if self.end == "length":
             ids = ids[:-1]
         if self.end == "token" or not ids:

@@ -40,15 +40,15 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's shape, which templates and other renderers take."""
     dicts: list[dict[str, Any]] = []
     for message in messages:
-        said: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.tool_call_id is not None:
-            said["tool_call_id"] = message.tool_call_id
+            fields["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            said["tool_calls"] = [
+            fields["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
                 for call in message.tool_calls
             ]
-        dicts.append(said)
+        dicts.append(fields)
     return dicts
 
 

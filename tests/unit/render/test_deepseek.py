@@ -44,8 +44,8 @@ def ids_of(renderer, text):
     return tuple(TOKENIZERS[renderer.format.name].encode(text, add_special_tokens=False))
 
 
-def said(renderer, text, **given):
-    return renderer.parse(ids_of(renderer, text), **given).tool_calls
+def said(renderer, text, **options):
+    return renderer.parse(ids_of(renderer, text), **options).tool_calls
 
 
 def join_pieces(call):
@@ -98,13 +98,13 @@ def test_every_exchange_with_tools_is_written_alike():
     call = ToolCall("a", "look_up", {"word": "é"})
     turns = (Message("assistant", "Hm.", (call, call)), *FOUND)
     text = DeepSeekV3().text((ASK, *turns, *turns, MORE), ())
-    one = (
+    text_alike = (
         f'Hm.{CALLS}{CALL}function{SEP}look_up\n```json\n{{"word": "é"}}\n```{CALL_END}\n'
         f'{CALL}function{SEP}look_up\n```json\n{{"word": "é"}}\n```{CALL_END}{CALLS_END}{EOS}'
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>in Oslo<｜tool▁output▁end｜>"
         "<｜tool▁output▁begin｜>or not<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
     )
-    assert text == f"{BEGIN}{USER}{ASK.content}{ASSISTANT}{one}{one}{USER}{MORE.content}{ASSISTANT}"
+    assert text == f"{BEGIN}{USER}{ASK.content}{ASSISTANT}{text_alike}{text_alike}{USER}{MORE.content}{ASSISTANT}"
 
 
 def test_offered_tools_are_told_in_the_system_prompt():
@@ -113,8 +113,8 @@ def test_offered_tools_are_told_in_the_system_prompt():
     assert state_before == (
         f"{BEGIN}Be brief.\n\n## Tools\n\n### Function\n\nYou have the following functions available:\n\n- `look_up`:\n"
     )
-    told = {"name": "look_up", "description": "Look a word up.", "parameters": TOOLS[0].parameters}
-    assert schema == json.dumps(told, indent=4) + "\n"
+    tool_schema = {"name": "look_up", "description": "Look a word up.", "parameters": TOOLS[0].parameters}
+    assert schema == json.dumps(tool_schema, indent=4) + "\n"
     assert state_after == f"{USER}{ASK.content}{ASSISTANT}"
     assert DeepSeekV3().text((ASK,), TOOLS).count("```json") == 2
 
@@ -246,8 +246,12 @@ def test_a_turn_that_is_cut_off_makes_no_other_call(made, data):
 )
 def test_parsing_never_raises_and_ok_calls_are_objects(text, markup):
     for renderer in (V3, R1):
-        for whole in (text + "".join(markup), "".join(markup) + text, CALLS + CALL + "".join(markup) + text + CALL_END):
-            for call in said(renderer, whole, tools=TOOLS):
+        for markup_text in (
+            text + "".join(markup),
+            "".join(markup) + text,
+            CALLS + CALL + "".join(markup) + text + CALL_END,
+        ):
+            for call in said(renderer, markup_text, tools=TOOLS):
                 assert (call.status is CallStatus.OK) == (not call.fault)
                 assert isinstance(call.arguments, dict)
 

@@ -75,10 +75,18 @@ def test_what_is_said_arrives_and_nothing_forks_needlessly(name: str) -> None:
     "name", ["qwen3_8", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_5_lightning", "muse_glimmer", "gemma4"]
 )
 def test_calls_and_their_results_are_one_row(name: str) -> None:
-    results = [one for one in check(name).transitions if one.turn == "tool call" and one.before.endswith("results")]
-    results += [one for one in check(name).transitions if one.turn == "tool call" and one.before == "a tool result"]
-    assert {one.continuation for one in results} == {Continuation.BRIDGE}
-    assert {one.exact for one in results} == {True}
+    results = [
+        transition
+        for transition in check(name).transitions
+        if transition.turn == "tool call" and transition.before.endswith("results")
+    ]
+    results += [
+        transition
+        for transition in check(name).transitions
+        if transition.turn == "tool call" and transition.before == "a tool result"
+    ]
+    assert {transition.continuation for transition in results} == {Continuation.BRIDGE}
+    assert {transition.exact for transition in results} == {True}
 
 
 def text_of(format: Format, *messages: Message) -> str:

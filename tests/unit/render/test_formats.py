@@ -147,12 +147,12 @@ def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
 def words_of(format, history, message, tools):
     """What a policy would sample, up to its end token, to say ``message``; None where the format cannot tell."""
     try:
-        prompt, whole = format.text(history, tools), format.text([*history, message], tools, opener=False)
+        prompt, full_text = format.text(history, tools), format.text([*history, message], tools, opener=False)
     except ValueError:  # such as of two calls, where a turn of the format holds one
         return None
-    if not whole.startswith(prompt):
+    if not full_text.startswith(prompt):
         return None
-    text = whole[len(prompt) :]
+    text = full_text[len(prompt) :]
     cut = min((at for end in format.ends if (at := text.find(end)) >= 0), default=len(text))
     return text[:cut]
 
@@ -178,7 +178,7 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
     turns = [sampled.ids(tokenizer, renderer.end_token_id) for sampled, _ in script.turns]
     sampler = ScriptedSampler(lambda asked: turns[asked.turn % len(turns)])
     rollout = play(renderer, sampler, script)
-    said = {asked.request_id: turns[asked.turn % len(turns)] for asked in sampler.requests}
+    texts_by_request = {asked.request_id: turns[asked.turn % len(turns)] for asked in sampler.requests}
     check_rows(rollout.rows)
     trained = {}
     for number, row in enumerate(rollout.rows):
@@ -191,14 +191,14 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
         for index, request in enumerate(row.request_ids):
             result = np.flatnonzero(row.requests == index)
             ids = row.token_ids[result].tolist()
-            assert ids == list(said[request])[: len(ids)], "a fork may share the beginning of a turn"
+            assert ids == list(texts_by_request[request])[: len(ids)], "a fork may share the beginning of a turn"
             trained[request] = trained.get(request, 0) + int(row.mask[result].sum())
-    assert trained == {request: len(ids) for request, ids in said.items()}, "each token once, in one row"
+    assert trained == {request: len(ids) for request, ids in texts_by_request.items()}, "each token once, in one row"
     prompts = {asked.request_id: asked.prompt.token_ids for asked in sampler.requests}
     rows = [tuple(row.token_ids.tolist()) for row in rollout.rows]
-    for request, ids in said.items():
-        whole = prompts[request] + ids
-        assert any(row[: len(whole)] == whole for row in rows), "the learner sees what the engine saw"
+    for request, ids in texts_by_request.items():
+        full_ids = prompts[request] + ids
+        assert any(row[: len(full_ids)] == full_ids for row in rows), "the learner sees what the engine saw"
 
 
 def play(renderer, sampler, script):
@@ -219,13 +219,13 @@ def play(renderer, sampler, script):
         FailurePolicy(FailureConfig.model_validate(dict.fromkeys(("environment", "task"), "stop"))),
         EpisodeSlots(1),
     )
-    task, found = Task(f"t{next(numbers)}", script.first), []
+    task, texts = Task(f"t{next(numbers)}", script.first), []
 
     async def run():  # returns nothing: asyncio.run writes the result's repr, a hundredth of a second for each rollout
-        found.extend(await runner.run(task, 0, "e"))
+        texts.extend(await runner.run(task, 0, "e"))
 
     asyncio.run(run())
-    (rollout,) = found
+    (rollout,) = texts
     assert rollout.failure is None
     return rollout
 

@@ -58,8 +58,8 @@ def test_text_is_what_the_template_writes(conversation, thinking, opener):
 def test_tokens_are_those_of_another_renderer(conversation, thinking):
     messages, _ = conversation  # whose JSON schemas the other renderer takes in another form
     assume(all(len(message.tool_calls) < 2 for message in messages))  # it has no newline before a second call
-    other = Other(GLM45, "glm-4.5", enable_thinking=thinking)
-    assert renderer_of(thinking=thinking).render(messages).token_ids == other.render(messages)
+    package_renderer = Other(GLM45, "glm-4.5", enable_thinking=thinking)
+    assert renderer_of(thinking=thinking).render(messages).token_ids == package_renderer.render(messages)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -130,11 +130,11 @@ def test_kept_thinking_stays_one_row(played, thinking):
 
 @given(words, words, st.sampled_from([(FOUND,), (FOUND, FOUND)]))
 def test_bridges_are_those_of_another_renderer(thought, answer, new):
-    renderer, other = renderer_of(), Other(GLM45, "glm-4.5")
+    renderer, package_renderer = renderer_of(), Other(GLM45, "glm-4.5")
     prompt = renderer.render((ASK,)).token_ids
     sampled = ids_of(renderer, said_of(thought, answer, True), "<|observation|>")
     added = renderer.bridge((ASK, renderer.parse(sampled)), sampled, new)
-    assert prompt + sampled + added == other.bridge(prompt, sampled, new)
+    assert prompt + sampled + added == package_renderer.bridge(prompt, sampled, new)
 
 
 @pytest.mark.parametrize("name", ["glm-4", "glm-4.5"])
@@ -144,10 +144,10 @@ def test_the_marker_that_ends_a_turn_is_the_first_token_of_the_next_message(name
     renderer = renderer_of(name)
     text = "\n<think></think>\nhm"
     if end == meant:
-        whole = bridged(renderer, (ASK,), text, end, new)
-        assert whole.count(meant) == 1 + (meant == "<|user|>")
-        assert f"hm{meant}\n" in whole
-        assert whole.endswith("<|assistant|>")
+        full_ids = bridged(renderer, (ASK,), text, end, new)
+        assert full_ids.count(meant) == 1 + (meant == "<|user|>")
+        assert f"hm{meant}\n" in full_ids
+        assert full_ids.endswith("<|assistant|>")
     else:
         fork = bridged(renderer, (ASK,), text, end, new)
         assert fork.reason is ForkReason.END_TOKEN
@@ -195,8 +195,8 @@ def test_without_thinking_users_say_so_once():
     renderer = renderer_of(thinking=False)
     prompt = renderer.decode(renderer.render((Message("user", "a"), Message("user", "b/nothink"))).token_ids)
     assert prompt == "[gMASK]<sop><|user|>\na/nothink<|user|>\nb/nothink<|assistant|>\n<think></think>"
-    whole = bridged(renderer, (ASK,), "\nParis", "<|user|>", (MORE,))
-    assert whole.endswith("\n<think></think>\nParis<|user|>\nAnd of Spain?/nothink<|assistant|>\n<think></think>")
+    full_ids = bridged(renderer, (ASK,), "\nParis", "<|user|>", (MORE,))
+    assert full_ids.endswith("\n<think></think>\nParis<|user|>\nAnd of Spain?/nothink<|assistant|>\n<think></think>")
     assert bridged(renderer, (ASK,), "\n<think>so</think>\nParis", "<|observation|>", (FOUND,)).reason is (
         ForkReason.THINKING
     )

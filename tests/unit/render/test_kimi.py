@@ -93,7 +93,7 @@ def test_a_call_without_an_id_gets_its_number():
     )
 )  # fmt: skip
 def test_everything_goes_on_by_appending(played):
-    renderer, other, tools = renderer_of(), Wrapped(), (look_up,)
+    renderer, wrapped, tools = renderer_of(), Wrapped(), (look_up,)
     messages, prompt = [ASK], renderer.render((ASK,), (look_up,)).token_ids
     for text, calls, kind, ended in played:
         sampled = renderer.encode(text) + (ids_of(CALL) if calls else ()) + (ids_of("<|im_end|>") if ended else ())
@@ -104,7 +104,7 @@ def test_everything_goes_on_by_appending(played):
         added = renderer.bridge(messages, sampled, new, tools)
         assert not isinstance(added, Fork)
         if "<think>" not in text and "</think>" not in text:  # in K2 they are text as any other
-            assert prompt + sampled + added == other.bridge(prompt, sampled, new, tools)
+            assert prompt + sampled + added == wrapped.bridge(prompt, sampled, new, tools)
         prompt += sampled + added
         messages.extend(new)
         if not any(marker in text for marker in MARKERS):

@@ -92,7 +92,7 @@ def test_tools_stand_in_the_first_user_message_and_results_are_ipythons():
     messages = (*ASK, Message("assistant", "", (ToolCall("c", "look_up", {"word": "é"}),)),
                 Message("tool", 'a "b"', tool_call_id="c"))  # fmt: skip
     text = renderer.decode(renderer.render(messages, TOOLS).token_ids)
-    head, user, *rest = text.split("<|eot_id|>")
+    head, user, *other_messages = text.split("<|eot_id|>")
     assert head == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
         "Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
@@ -100,7 +100,7 @@ def test_tools_stand_in_the_first_user_message_and_results_are_ipythons():
     assert user.startswith("<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions")
     assert '"name": "look_up"' in user
     assert user.endswith("\n\nHow many lines?")
-    assert rest == [
+    assert other_messages == [
         f"<|start_header_id|>assistant<|end_header_id|>\n\n{CALL}",
         '<|start_header_id|>ipython<|end_header_id|>\n\n"a \\"b\\""',
         "<|start_header_id|>assistant<|end_header_id|>\n\n",

@@ -114,10 +114,10 @@ def test_the_format_passes_the_check_of_templates(name):
 def test_a_turn_with_a_call_is_read_and_answered_as_the_package_does(name):
     """The call as the package writes it, after the opener. Bridged ids are those of its whole conversation, or its bridge's."""
     renderer, other_token_ids = renderer_of(name), Other(tokenizer_of(name), name.removeprefix(PREFIX))
-    prompt, whole = other_token_ids.render((ASK,), TOOLS), other_token_ids.render((ASK, CALL, FOUND), TOOLS)
-    shared = next(at for at, (first, two) in enumerate(zip((*prompt, -1), whole, strict=False)) if first != two)
-    text = renderer.decode(whole[shared:])
-    end = renderer.decode((next(index for index in whole[shared:] if index in renderer.end_token_ids),))
+    prompt, full_ids = other_token_ids.render((ASK,), TOOLS), other_token_ids.render((ASK, CALL, FOUND), TOOLS)
+    shared = next(at for at, (first, two) in enumerate(zip((*prompt, -1), full_ids, strict=False)) if first != two)
+    text = renderer.decode(full_ids[shared:])
+    end = renderer.decode((next(index for index in full_ids[shared:] if index in renderer.end_token_ids),))
     thought = "re1\n</think>\n\n" if renderer.format.opens_thinking else ""
     said = thought + text[: text.index(end) + len(end)]
     sampled = tuple(tokenizer_of(name).encode(said, add_special_tokens=False))
@@ -127,7 +127,7 @@ def test_a_turn_with_a_call_is_read_and_answered_as_the_package_does(name):
     call = replace(call, id=call.id or "functions.look_up:0")  # as an episode names it
     message, answer = replace(message, tool_calls=(call,)), (replace(FOUND, tool_call_id=call.id),)
     added = renderer.bridge((ASK, message), sampled, answer, TOOLS)
-    theirs = other_token_ids.bridge(prompt, sampled, answer, TOOLS) if thought else whole
+    theirs = other_token_ids.bridge(prompt, sampled, answer, TOOLS) if thought else full_ids
     if not isinstance(added, Fork) and theirs is not None:
         assert prompt + sampled + added == theirs
 

@@ -32,8 +32,10 @@ def invoke(prefix, calls, *, attribute=False):
         return f'<{prefix}parameter name="{key}"{kind}>{plain(value)}</{prefix}parameter>\n'
 
     return "\n".join(
-        f'<{prefix}invoke name="{name}">\n' + "".join(parameter(*pair) for pair in given.items()) + f"</{prefix}invoke>"
-        for name, given in calls
+        f'<{prefix}invoke name="{name}">\n'
+        + "".join(parameter(*pair) for pair in arguments.items())
+        + f"</{prefix}invoke>"
+        for name, arguments in calls
     )
 
 
@@ -42,15 +44,15 @@ def gemma(value):
         case str():
             return f'<|"|>{value}<|"|>'
         case dict():
-            return "{" + ",".join(f"{key}:{gemma(part)}" for key, part in value.items()) + "}"
+            return "{" + ",".join(f"{key}:{gemma(inner_value)}" for key, inner_value in value.items()) + "}"
         case list():
             return "[" + ",".join(map(gemma, value)) + "]"
     return json_of(value)
 
 
-def hy3(name, given):
+def hy3(name, arguments):
     pairs = "".join(
-        f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in given.items()
+        f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in arguments.items()
     )
     text = f"<tool_call>{name}<tool_sep>\n{pairs}</tool_call>\n"
     return re.sub(r"<(/?(?:tool_call|tool_sep|arg_key|arg_value))>", r"<\1:opensource>", text)
@@ -58,7 +60,9 @@ def hy3(name, given):
 
 def python(calls):
     return (
-        "[" + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in calls) + "]"
+        "["
+        + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls)
+        + "]"
     )
 
 
@@ -207,8 +211,8 @@ def test_null_and_empty_arguments_are_no_arguments(name, arguments):
 @given(data=st.data())
 def test_a_cut_call_is_typed_or_not_yet_one(name, data):
     """However short a turn is cut, no call is read that the whole turn does not have."""
-    whole = WRITERS[name]([("typed", {"text": 'a "b"', "count": 3})])
-    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    full_markup = WRITERS[name]([("typed", {"text": 'a "b"', "count": 3})])
+    cut = full_markup[: data.draw(st.integers(0, len(full_markup) - 1))]
     calls = read(name.split()[0], cut, (typed,))
     assert all(
         call.status in (CallStatus.TRUNCATED, CallStatus.INVALID_JSON)
@@ -322,10 +326,10 @@ def test_the_parser_reads_what_the_familys_template_writes(name):
     calls = tuple(ToolCall(f"c{number}", "typed", {"text": "é", "count": 3}) for number in range(1))
     renderer = make_renderer(qwen_tokenizer(template(name)), RenderConfig())
     assert type(renderer.parser) is PARSERS[TEMPLATES[name]]
-    message, said = Message("user", "q"), Message("assistant", "", calls)
+    message, answer = Message("user", "q"), Message("assistant", "", calls)
     text_before = renderer.decode(renderer.render((message,), (typed,)).token_ids)
     full_message = renderer.decode(
-        renderer.render((message, said, Message("tool", "r", tool_call_id="c0")), (typed,)).token_ids
+        renderer.render((message, answer, Message("tool", "r", tool_call_id="c0")), (typed,)).token_ids
     )
     assert full_message.startswith(text_before)
     actual_message = renderer.parse(renderer.encode(full_message[len(text_before) :]), (typed,)).tool_calls

@@ -82,8 +82,8 @@ def test_calls_are_read_as_they_were_meant(given_arguments, before):
 def test_glm4_calls_are_read_as_they_were_meant(given_arguments):
     renderer = renderer_of("glm-4")
     text = written("glm-4", ToolCall("", "find", given_arguments))
-    for said in (text, f"\nLet me see.<|assistant|>{text}"):
-        [call] = renderer.parse(ids_of(said, "glm-4")).tool_calls
+    for markup_text in (text, f"\nLet me see.<|assistant|>{text}"):
+        [call] = renderer.parse(ids_of(markup_text, "glm-4")).tool_calls
         assert (call.name, call.arguments, call.status) == ("find", given_arguments, CallStatus.OK)
 
 
@@ -168,14 +168,14 @@ def test_what_is_wrong_with_a_call_is_said(text, status, fault):
 )  # fmt: skip
 def test_the_schema_says_what_a_value_is(key, text, value):
     renderer = renderer_of()
-    said = f"<tool_call>typed\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
-    assert [call.arguments for call in renderer.parse(ids_of(said), [typed]).tool_calls] == [{key: value}]
+    markup = f"<tool_call>typed\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    assert [call.arguments for call in renderer.parse(ids_of(markup), [typed]).tool_calls] == [{key: value}]
 
 
 def test_a_schema_that_refers_to_itself_says_nothing():
     renderer = renderer_of()
-    said = "<tool_call>typed\n<arg_key>loop</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
-    [call] = renderer.parse(ids_of(said), [typed]).tool_calls
+    markup = "<tool_call>typed\n<arg_key>loop</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+    [call] = renderer.parse(ids_of(markup), [typed]).tool_calls
     assert (call.arguments, call.status) == ({"loop": 3}, CallStatus.SCHEMA_VIOLATION)
 
 

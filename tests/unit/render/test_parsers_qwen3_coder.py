@@ -38,8 +38,8 @@ def test_calls_that_the_template_writes_are_read_again(arguments):
     text = renderer.decode(
         renderer.render((Message("user", "q"), Message("assistant", "", (call,)), Message("user", "x"))).token_ids
     )
-    said = text[text.index("<tool_call>") : text.index("</tool_call>") + len("</tool_call>")]
-    assert read(said) == (call,)
+    markup = text[text.index("<tool_call>") : text.index("</tool_call>") + len("</tool_call>")]
+    assert read(markup) == (call,)
 
 
 parts = st.sampled_from(
@@ -85,7 +85,7 @@ def test_malformed_calls_say_what_is_wrong(text, status, fault):
 
 
 def test_a_call_cut_off_anywhere_is_truncated():
-    whole = "<tool_call>\n<function=typed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>"
-    for size in range(len("<tool_call>"), len(whole) - 1):
-        [call] = read(whole[:size])
+    full_markup = "<tool_call>\n<function=typed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>"
+    for size in range(len("<tool_call>"), len(full_markup) - 1):
+        [call] = read(full_markup[:size])
         assert call.status is CallStatus.TRUNCATED

@@ -105,8 +105,8 @@ def test_bridges_are_those_of_another_renderer(conversation, end):
     for index in turns_of(messages):
         following = [later for later in turns_of(messages) if later > index]
         new = messages[index + 1 : following[0] if following else len(messages)]
-        said = thought("re", messages[index].content) + "".join(map(hermes, messages[index].tool_calls))
-        prompt, ids = other().render(messages[:index], tools), renderer.encode(said)
+        answer_text = thought("re", messages[index].content) + "".join(map(hermes, messages[index].tool_calls))
+        prompt, ids = other().render(messages[:index], tools), renderer.encode(answer_text)
         ids += (renderer.end_token_id,) if end else ()
         theirs = other().bridge(prompt, ids, new, tools)
         ours = renderer.bridge((*messages[:index], renderer.parse(ids, tools)), ids, new, tools)
@@ -146,7 +146,7 @@ def test_keeping_thoughts_keeps_one_row(new):
     turns = [(thought("r1", "a1"), [new]), (thought("", "a2"), [MORE]), ("a3", [new])]
     made, text = drive(make(format="qwen3", keep_thinking=True), [ASK], *turns)
     assert not any(isinstance(added, Fork) for added in made)
-    assert all(said in text for said, _ in turns)
+    assert all(turn_text in text for turn_text, _ in turns)
 
 
 def test_an_empty_thought_is_left_out_of_earlier_turns():
@@ -162,8 +162,8 @@ def test_without_thinking_the_opener_holds_an_empty_thought():
     (fork,), text = drive(renderer, [ASK], ("a1", [MORE]))
     assert fork.reason is ForkReason.THINKING
     assert text.endswith(f"<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n{opener}")
-    kept = make(format="qwen3", thinking=False, keep_thinking=True)
-    (added,), text = drive(kept, [ASK], ("a1", [MORE]))
+    keeping = make(format="qwen3", thinking=False, keep_thinking=True)
+    (added,), text = drive(keeping, [ASK], ("a1", [MORE]))
     assert not isinstance(added, Fork)
     assert f"{opener}a1<|im_end|>\n" in text
 
@@ -211,7 +211,7 @@ def test_arguments_nested_too_deeply_are_a_fault():
 def test_calls_are_read_by_id():
     """A marker spelt letter by letter is no marker; what stands in the reasoning is no call."""
     renderer, tokenizer = make(format="qwen3"), qwen_tokenizer()
-    spelt = tuple(index for part in CALL.split("_") for index in renderer.encode(part + "_"))
+    spelt = tuple(index for word_part in CALL.split("_") for index in renderer.encode(word_part + "_"))
     assert renderer.parse(spelt, TOOLS).tool_calls == ()
     inside = tokenizer.encode(thought(CALL, CALL))
     assert [call.status for call in renderer.parse(inside, TOOLS).tool_calls] == [CallStatus.OK]
@@ -239,8 +239,8 @@ def test_a_turn_with_inline_text_is_one_turn():
         history.append(renderer.parse(ids))
         prompt += ids + renderer.bridge(history, ids, new)
         history += new
-    said = "assistant\nLook: x? [4] so 4<|im_end|>\n<|im_start|>user\nAnd?"
-    assert said in renderer.decode(prompt)
+    turn_text = "assistant\nLook: x? [4] so 4<|im_end|>\n<|im_start|>user\nAnd?"
+    assert turn_text in renderer.decode(prompt)
     assert renderer.decode(prompt) == renderer.decode(renderer.render(history).token_ids)
     thinking = renderer.bridge(
         [ASK, Message("assistant", thought("r", "a")), *turns[0][1], Message("assistant", "b")], (65,), [MORE]

@@ -198,8 +198,8 @@ def test_a_template_that_drops_reasoning_is_not_bridged_over_reasoning(tokenizer
 def test_reasoning_is_kept_on_request(tokenizer):
     renderer = make_renderer(tokenizer("drops_thinking"), RenderConfig(keep_thinking=True))
     thought = renderer.encode("<think>\nhm\n</think>\n\nParis")
-    kept = follow(renderer, ASK, thought, FOLLOWING)
-    assert "</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd" in renderer.decode(kept.token_ids)
+    kept_ids = follow(renderer, ASK, thought, FOLLOWING)
+    assert "</think>\n\nParis<|im_end|>\n<|im_start|>user\nAnd" in renderer.decode(kept_ids.token_ids)
 
 
 def test_a_template_whose_past_changes_is_not_bridged(tokenizer):

@@ -83,13 +83,13 @@ def test_gpt_oss_keeps_no_reasoning_but_before_a_result() -> None:
 
 def test_qwen3_row_by_row() -> None:
     """Only a user message after reasoning forks; with ``render.keep_thinking`` it does not."""
-    forked, kept = check("qwen3", "qwen3"), check("qwen3", "qwen3", keep_thinking=True)
+    forked, keeping = check("qwen3", "qwen3"), check("qwen3", "qwen3", keep_thinking=True)
     turns = [(transition.turn, transition.before) for transition in forked.transitions]
     assert turns == [
         *((turn, state_before) for turn in ("plain", "reasoning") for state_before in (USER, RESULT, RESULTS, SYSTEM)),
         *(("tool call", state_before) for state_before in (USER, RESULT, SYSTEM, RESULTS)),
     ]
-    for state_before, state_after in zip(forked.transitions, kept.transitions, strict=True):
+    for state_before, state_after in zip(forked.transitions, keeping.transitions, strict=True):
         drops = (state_before.turn, state_before.before) == ("reasoning", USER)
         assert (state_before.continuation, state_after.continuation) == (
             (Continuation.FORK, Continuation.KEEP) if drops else (Continuation.BRIDGE, Continuation.BRIDGE)

@@ -113,8 +113,8 @@ _FOREIGN = (
 
 def qwen_tokenizer_with(markers: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
     """Return Qwen3's tokenizer with ``markers`` as special tokens, as a model with that chat template has them."""
-    known = {*_QWEN_SPECIAL, *_QWEN3_PLAIN}
-    more = tuple(marker for marker in (*_FOREIGN, *markers) if marker not in known)
+    known_names = {*_QWEN_SPECIAL, *_QWEN3_PLAIN}
+    more = tuple(marker for marker in (*_FOREIGN, *markers) if marker not in known_names)
     added = Added((*_QWEN_SPECIAL, *dict.fromkeys(more)), _QWEN3_PLAIN, "<|im_end|>", "<|endoftext|>", "<bos>")
     made = copy.copy(_tokenizer(added))
     made.chat_template = chat_template
@@ -183,15 +183,19 @@ def _bpe(size: int | None) -> models.BPE:
 
     A token's rank is its id, and it is the merge of the two that BPE of lower ranks leaves of it.
     """
-    known = dict(list(ranks().items())[:size])
+    known_ranks = dict(list(ranks().items())[:size])
     stand_ins = map(chr, range(256, 512))
     letters = {byte: chr(byte) if chr(byte).isprintable() and byte != 32 else next(stand_ins) for byte in range(256)}
 
     def spelt(token: bytes) -> str:
         return token.decode("latin-1").translate(letters)
 
-    merges = [tuple(map(spelt, _halves(token, known))) for token in sorted(known, key=known.__getitem__) if token[1:]]
-    return models.BPE({spelt(token): rank for token, rank in known.items()}, merges)
+    merges = [
+        tuple(map(spelt, _halves(token, known_ranks)))
+        for token in sorted(known_ranks, key=known_ranks.__getitem__)
+        if token[1:]
+    ]
+    return models.BPE({spelt(token): rank for token, rank in known_ranks.items()}, merges)
 
 
 def ranks() -> dict[bytes, int]:
@@ -205,13 +209,15 @@ def ranks() -> dict[bytes, int]:
 def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     parts = [token[index : index + 1] for index in range(len(token))]
     unknown = len(ranks)
-    found = [ranks.get(token[index : index + 2], unknown) for index in range(len(token) - 1)]  # of parts and the next
+    pair_ranks = [
+        ranks.get(token[index : index + 2], unknown) for index in range(len(token) - 1)
+    ]  # of parts and the next
     while len(parts) > 2:
-        at = found.index(min(found))
+        at = pair_ranks.index(min(pair_ranks))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        del found[at]
+        del pair_ranks[at]
         if at:
-            found[at - 1] = ranks.get(parts[at - 1] + parts[at], unknown)
-        if at < len(found):
-            found[at] = ranks.get(parts[at] + parts[at + 1], unknown)
+            pair_ranks[at - 1] = ranks.get(parts[at - 1] + parts[at], unknown)
+        if at < len(pair_ranks):
+            pair_ranks[at] = ranks.get(parts[at] + parts[at + 1], unknown)
     return parts

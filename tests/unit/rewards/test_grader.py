@@ -69,10 +69,10 @@ def test_arrays_of_a_group(grader, rollout):
 
 def test_a_mapping_gives_the_reward_and_metrics(grader, rollout):
     body = "def score(sample): return {'score': 1, 'exact_match': True, 'turns': 3.0, 'value': 'yes'}"
-    one = rollout("4")
-    assert grade(grader(body, key="score"), one) == [1.0]
-    assert one.metrics == {"turns": 3.0, "exact_match": 1.0}
-    assert one.failure is None
+    sample = rollout("4")
+    assert grade(grader(body, key="score"), sample) == [1.0]
+    assert sample.metrics == {"turns": 3.0, "exact_match": 1.0}
+    assert sample.failure is None
 
 
 FAULTS = {
@@ -112,23 +112,23 @@ def test_a_fault_stops_the_run_with_sample_and_exception(grader, rollout, body, 
 @pytest.mark.parametrize(("body", "message"), FAULTS.items(), ids=range(len(FAULTS)))
 @pytest.mark.parametrize(("on_error", "reward", "dropped"), [("drop", 0.25, True), ("score", -1.0, False)])
 def test_or_drops_or_scores_the_sample(grader, rollout, body, message, on_error, reward, dropped):
-    one = rollout("5")
+    sample = rollout("5")
     made = grader(body, timeout_s=0.2, on_error=on_error, error_score=-1)
-    assert grade(made, one) == [reward]
-    assert one.dropped is dropped
-    assert one.failure is not None
-    assert one.failure.kind is FailureKind.REWARD
-    assert "my_rewards.py:score: " in one.failure.message
+    assert grade(made, sample) == [reward]
+    assert sample.dropped is dropped
+    assert sample.failure is not None
+    assert sample.failure.kind is FailureKind.REWARD
+    assert "my_rewards.py:score: " in sample.failure.message
 
 
 def test_a_fault_concerns_only_the_sample_it_is_of(grader, rollout):
     body = "def score(samples): return [math.nan if s.final == '5' else 1.0 for s in samples]"
-    one, other_rollout = rollout("4"), rollout("5", name="1")
-    assert grade(grader(body, on_error="drop"), one, other_rollout) == [1.0, 0.25]
-    assert (one.dropped, other_rollout.dropped) == (False, True)
+    first_sample, other_rollout = rollout("4"), rollout("5", name="1")
+    assert grade(grader(body, on_error="drop"), first_sample, other_rollout) == [1.0, 0.25]
+    assert (first_sample.dropped, other_rollout.dropped) == (False, True)
     body = "def score(sample): return 1 / (sample.final == '4')"
-    one, other_rollout = rollout("4"), rollout("5", name="1")
-    assert grade(grader(body, on_error="score"), other_rollout, one) == [0.0, 1.0]
+    first_sample, other_rollout = rollout("4"), rollout("5", name="1")
+    assert grade(grader(body, on_error="score"), other_rollout, first_sample) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -87,14 +87,14 @@ with locked(Path(sys.argv[1])):
 
 def test_a_folder_in_use_is_refused_and_free_again_after_a_kill(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "locked\n"
-        message = rf"run\.dir=\S+/run is in use by process {other.pid} on \S+ since .*; set another run\.dir"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        message = rf"run\.dir=\S+/run is in use by process {holder.pid} on \S+ since .*; set another run\.dir"
         with pytest.raises(ConfigError, match=message), locked(tmp_path / "run"):
             pass
-        other.send_signal(signal.SIGKILL)
-        other.wait()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
     with locked(tmp_path / "run"):
         assert f"process {os.getpid()} " in (tmp_path / "run" / "lock").read_text()
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)

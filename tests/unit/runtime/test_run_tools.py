@@ -25,9 +25,9 @@ def server(replies: Mapping[str, object], status: int = 200) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            found = self.path in replies
-            body = json.dumps(replies[self.path]).encode() if found else b""
-            self.send_response(200 if found else status)
+            is_known_path = self.path in replies
+            body = json.dumps(replies[self.path]).encode() if is_known_path else b""
+            self.send_response(200 if is_known_path else status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -28,11 +28,11 @@ def own_groups(pid: int) -> list[Path]:
 
 
 def descendants(pid: int) -> set[int]:
-    found: set[int] = set()
+    pids: set[int] = set()
     for child in Path(f"/proc/{pid}/task").glob("*/children"):
         for number in child.read_text().split():
-            found |= {int(number)} | descendants(int(number))
-    return found
+            pids |= {int(number)} | descendants(int(number))
+    return pids
 
 
 def test_files_stay_from_call_to_call_and_no_longer(bubblewrap: Bubblewrap) -> None:
@@ -373,6 +373,6 @@ def test_too_few_open_files_are_said_and_cost_nothing(bubblewrap: Bubblewrap) ->
     done = subprocess.run([sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=60, check=True)
     error, counts = done.stdout.splitlines()
     assert "may have 48 open files, see ulimit -n" in error
-    opened, left = map(int, counts.split())
+    opened, closed_count = map(int, counts.split())
     assert opened > 3
-    assert left == 0
+    assert closed_count == 0

@@ -211,8 +211,8 @@ def test_only_what_dead_servers_have_left_is_reaped(kernel: Path) -> None:
     for name in (dead, "other", f"1-2-{int(namespace) + 1}"):
         (kernel / "v1" / "pids" / "agentrl" / name / "box").mkdir(parents=True)
     assert tree.reap() == [dead]
-    left = {path.name for path in (kernel / "v1" / "pids" / "agentrl").iterdir() if path.is_dir()}
-    assert left == {"other", f"1-2-{int(namespace) + 1}", tree.server}
+    remaining_groups = {path.name for path in (kernel / "v1" / "pids" / "agentrl").iterdir() if path.is_dir()}
+    assert remaining_groups == {"other", f"1-2-{int(namespace) + 1}", tree.server}
 
 
 @pytest.fixture
@@ -243,12 +243,12 @@ def test_remains_of_a_server_are_killed(tree: CgroupTree) -> None:
         tree_name = f"{server_name(server.pid)}-1"
         server.kill()
     tops = tree._tops
-    with subprocess.Popen(["/bin/sleep", "60"]) as left:
+    with subprocess.Popen(["/bin/sleep", "60"]) as orphan:
         for top in tops:
             (top / tree_name / "box").mkdir(parents=True)
-            (top / tree_name / "box" / "cgroup.procs").write_text(str(left.pid))
+            (top / tree_name / "box" / "cgroup.procs").write_text(str(orphan.pid))
         assert tree_name in tree.reap()
-        assert left.wait(10) == -9
+        assert orphan.wait(10) == -9
     assert not any((top / tree_name).exists() for top in tops)
 
 

@@ -27,8 +27,8 @@ def piece(kind: int, data: bytes) -> bytes:
 
 def reader_of(*pieces: bytes) -> ContainerReader:
     stream = asyncio.StreamReader()
-    for one in pieces:
-        stream.feed_data(one)
+    for piece in pieces:
+        stream.feed_data(piece)
     stream.feed_eof()
     return ContainerReader(stream)
 
@@ -140,8 +140,8 @@ def test_shares_of_disk_and_inodes_make_the_limit() -> None:
 )
 def test_a_defence_that_is_away_is_away_alone(defence: Defence, key: str, value: object) -> None:
     config = SandboxConfig(runtime="runsc")
-    whole, less = options(config)["host_config"], options(config, frozenset({defence}))["host_config"]
-    assert less.get(key) == value != whole.get(key)
+    full_options, less = options(config)["host_config"], options(config, frozenset({defence}))["host_config"]
+    assert less.get(key) == value != full_options.get(key)
 
 
 def test_which_container_is_left_behind() -> None:
@@ -150,8 +150,8 @@ def test_which_container_is_left_behind() -> None:
         backend.BOOT_LABEL: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         backend.SERVER_LABEL: server_name(),
     }
-    number, _, rest = server_name().partition("-")
-    started, _, namespace = rest.partition("-")
+    number, _, name_end = server_name().partition("-")
+    started, _, namespace = name_end.partition("-")
     earlier = f"{number}-{int(started) - 1}-{namespace}"
     assert not backend.is_left_behind(ours)
     assert backend.is_left_behind({**ours, backend.SERVER_LABEL: earlier})

@@ -105,9 +105,9 @@ def test_a_tunnel_passes_bytes_both_ways(echo: int) -> None:
     host = f"127.0.0.1:{echo}"
     request = f"CONNECT {host} HTTP/1.1\r\n\r\nGET /in HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     (answer,) = talk([host], request.encode())
-    established, _, rest = answer.partition(b"\r\n\r\n")
+    established, _, first_bytes = answer.partition(b"\r\n\r\n")
     assert established == b"HTTP/1.1 200 Connection established"
-    assert received(rest)["path"] == "/in"
+    assert received(first_bytes)["path"] == "/in"
 
 
 REFUSED = {
@@ -181,8 +181,8 @@ def test_connections_are_accepted_only_while_there_are_slots(echo: int) -> None:
             writer.transport.abort()
         reader, writer = idle[-1]
         writer.write(f"GET http://127.0.0.1:{echo}/late HTTP/1.1\r\n\r\n".encode())
-        for _, other in idle[:-1]:
-            other.transport.abort()
+        for _, connection in idle[:-1]:
+            connection.transport.abort()
         assert received(await asyncio.wait_for(reader.read(), 10))["path"] == "/late"
         writer.transport.abort()
         await proxy.close()
@@ -260,7 +260,7 @@ def test_a_close_ends_connections_that_are_open(echo: int) -> None:
         await until(lambda: sum("_copy" in repr(task.get_coro()) for task in asyncio.all_tasks()) == 2)
         await asyncio.wait_for(sandbox.close(), 5)
         await asyncio.gather(call, return_exceptions=True)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not [task for task in others if "EgressProxy" in repr(task.get_coro())]
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not [task for task in other_tasks if "EgressProxy" in repr(task.get_coro())]
 
     in_sandbox([f"127.0.0.1:{echo}"], use)

@@ -142,12 +142,12 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_what_a_call_leaves_running_is_gone_before_the_next(bubblewrap: Bubblewrap, name: str, stateful: bool) -> None:
     async def use(sandbox: Sandbox) -> tuple[Outcome, Outcome]:
-        left = await sandbox.run(Job("1", code=f"import os, time\n{LEFT[name]}\nprint('done')", stateful=stateful))
+        outcome = await sandbox.run(Job("1", code=f"import os, time\n{LEFT[name]}\nprint('done')", stateful=stateful))
         listed = await sandbox.run(Job("2", argv=("ps", "ax", "-o", "stat=,pid=,comm=")))
-        return left, listed
+        return outcome, listed
 
-    left, listed = bubblewrap(use)
-    assert left.status is ToolStatus.OK
+    outcome, listed = bubblewrap(use)
+    assert outcome.status is ToolStatus.OK
     lines = [line.split() for line in listed.stdout.splitlines()]
     alive = [words for words in lines if not words[0].startswith("Z") or "l" in words[0]]  # "l": it has several threads
     assert [comm for _, _, comm in alive] == (["python3", "python3", "ps"] if stateful else ["python3", "ps"])
@@ -331,8 +331,8 @@ def test_a_call_has_nothing_of_earlier_calls_in_its_memory(bubblewrap: Bubblewra
             counts.append(searched.stdout)
         return counts
 
-    nothing, own = bubblewrap(use)
-    assert int(own) > 0, "the search finds what is there"
+    nothing, own_memory = bubblewrap(use)
+    assert int(own_memory) > 0, "the search finds what is there"
     assert int(nothing) == 0
 
 

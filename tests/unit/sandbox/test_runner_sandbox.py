@@ -62,14 +62,14 @@ def frame(message: object) -> bytes:
 
 def requests(data: bytes) -> list[tuple[object, object]]:
     """Return id and code of all requests sent."""
-    found = []
+    requests = []
     while data:
         (length,) = LENGTH.unpack(data[: LENGTH.size])
         sent, data = json.loads(data[LENGTH.size : LENGTH.size + length]), data[LENGTH.size + length :]
         (size,) = sent["sizes"]
-        found.append((sent["id"], json.loads(data[:size])["code"]))
+        requests.append((sent["id"], json.loads(data[:size])["code"]))
         data = data[size:]
-    return found
+    return requests
 
 
 def converse(stream: bytes, texts: list[str], cuts: list[int]) -> list[str | None]:
@@ -116,8 +116,8 @@ def test_a_late_reply_is_never_taken_for_another_requests(
     """Replies to requests that were given up come before any reply, in any number."""
     stream = b""
     for number, text in enumerate(texts, start=1):
-        for place, stale in late:
-            if place == number - 1 and stale < number:
+        for call_index, stale in late:
+            if call_index == number - 1 and stale < number:
                 stream += reply(stale, "stale")
         stream += reply(number, text)
     assert converse(stream, texts, cuts) == texts

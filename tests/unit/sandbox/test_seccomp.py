@@ -136,8 +136,8 @@ def test_code_for_another_machine_is_killed(machine: str, number: int, arch: int
 
 
 def test_names_that_are_denied_or_checked_exist() -> None:
-    known = {name for numbers in NUMBERS.values() for name in numbers}
-    assert known >= DENIED | NO_SUCH_CALL | CHECKED.keys()
+    known_names = {name for numbers in NUMBERS.values() for name in numbers}
+    assert known_names >= DENIED | NO_SUCH_CALL | CHECKED.keys()
     assert not DENIED & CHECKED.keys()
 
 

@@ -56,20 +56,20 @@ def test_single_packages_of_an_environment_can_be_shown() -> None:
 
 @pytest.mark.parametrize("kind", ["socket", "named pipe", "device"])
 def test_folders_with_files_that_can_be_written_to_are_refused(tmp_path: Path, kind: str) -> None:
-    place = tmp_path / "deep" / "special"
-    place.parent.mkdir()
+    special_path = tmp_path / "deep" / "special"
+    special_path.parent.mkdir()
     if kind == "socket":
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(place))
+        with socket.socket(socket.AF_UNIX) as unix_socket:
+            unix_socket.bind(str(special_path))
     elif kind == "named pipe":
-        os.mkfifo(place)
+        os.mkfifo(special_path)
     elif os.geteuid() == 0:
-        os.mknod(place, 0o20666, os.makedev(1, 3))
+        os.mknod(special_path, 0o20666, os.makedev(1, 3))
     else:
         pytest.skip("only root can make a device")
-    with pytest.raises(ConfigError, match=rf"sandbox\.readonly has {tmp_path} with the {kind} {place}"):
+    with pytest.raises(ConfigError, match=rf"sandbox\.readonly has {tmp_path} with the {kind} {special_path}"):
         check_shown(SandboxConfig(readonly=(tmp_path,)))
-    place.unlink()
+    special_path.unlink()
     check_shown(SandboxConfig(readonly=(tmp_path,)))
 
 

@@ -44,7 +44,7 @@ def strategy(**chances):
     """A strategy from the probability of ``bet`` or ``call``, by card and moves: ``Kkb`` is the king after check and bet."""
     moves = {"k": "check", "b": "bet"}
     return nash_strategy(
-        {(where[0], " ".join(moves[one] for one in where[1:]) or "none"): float(p) for where, p in chances.items()}
+        {(where[0], " ".join(moves[move] for move in where[1:]) or "none"): float(p) for where, p in chances.items()}
     )
 
 
@@ -68,11 +68,11 @@ def test_the_equilibria_of_kuhn_poker_have_its_value_and_cannot_be_exploited(alp
 
 
 def test_strategies_of_kuhn_poker_with_known_best_responses():
-    uniform = [strategy(**dict.fromkeys(one, 0.5)) for one in (FIRST, SECOND)]
+    uniform = [strategy(**dict.fromkeys(information_sets, 0.5)) for information_sets in (FIRST, SECOND)]
     assert best_response_payoff(KuhnTree(), uniform[1], 0) == pytest.approx(0.5)
     assert best_response_payoff(KuhnTree(), uniform[0], 1) == pytest.approx(5 / 12)
     assert exploitability(KuhnTree(), uniform) == pytest.approx(11 / 24)
-    always = [strategy(**dict.fromkeys(one, 1)) for one in (FIRST, SECOND)]
+    always = [strategy(**dict.fromkeys(information_sets, 1)) for information_sets in (FIRST, SECOND)]
     # Fold the jack, call with the queen or fold it, which is equal, and call with the king.
     assert best_response_payoff(KuhnTree(), always[0], 1) == pytest.approx((-1 + 0 + 2) / 3)
 
@@ -90,7 +90,7 @@ def test_a_best_response_is_the_best_of_all_pure_strategies(chances):
     actual_best_response_payoff = best_response_payoff(KuhnTree(), mixed, 1)
     pure = [strategy(**dict(zip(SECOND, bets, strict=True))) for bets in product((0, 1), repeat=6)]
     assert actual_best_response_payoff == pytest.approx(
-        max(expected_payoff(KuhnTree(), (mixed, one), 1) for one in pure), abs=1e-9
+        max(expected_payoff(KuhnTree(), (mixed, pure_strategy), 1) for pure_strategy in pure), abs=1e-9
     )
     assert exploitability(KuhnTree(), (mixed, mixed)) >= -1e-12
 
@@ -102,12 +102,12 @@ def test_the_scripted_player_of_the_environment_is_an_equilibrium():
 
 @given(st.lists(st.floats(0, 1), min_size=36, max_size=36))
 def test_an_average_strategy_gets_the_mean_payoff_against_every_opponent(chances):
-    one, two, other = (
+    first_strategy, two, third_strategy = (
         strategy(**dict(zip((*FIRST, *SECOND), chances[at : at + 12], strict=True))) for at in (0, 12, 24)
     )
-    first, second = average_strategies(KuhnTree(), [(one, one), (two, two)])
-    for mixed, seats in ((first, lambda mine: (mine, other)), (second, lambda mine: (other, mine))):
-        mean = sum(expected_payoff(KuhnTree(), seats(mine), 0) for mine in (one, two)) / 2
+    first, second = average_strategies(KuhnTree(), [(first_strategy, first_strategy), (two, two)])
+    for mixed, seats in ((first, lambda mine: (mine, third_strategy)), (second, lambda mine: (third_strategy, mine))):
+        mean = sum(expected_payoff(KuhnTree(), seats(mine), 0) for mine in (first_strategy, two)) / 2
         assert expected_payoff(KuhnTree(), seats(mixed), 0) == pytest.approx(mean, abs=1e-9)
 
 

@@ -37,11 +37,14 @@ class Bytes:
 class Engine:
     """Scores moves with the probabilities of a strategy, and of something else with probability ``other``."""
 
-    def __init__(self, strategy, other):
-        self.strategy, self.other = strategy, other
+    def __init__(self, strategy, other_share):
+        self.strategy, self.other = strategy, other_share
 
     async def score(self, token_ids, start, adapter):
-        text, move = (bytes(token - 10 for token in part).decode() for part in (token_ids[:start], token_ids[start:-1]))
+        text, move = (
+            bytes(token - 10 for token in token_part).decode()
+            for token_part in (token_ids[:start], token_ids[start:-1])
+        )
         chance = self.strategy[text][move] * ENDS[token_ids[-1]] * (1 - self.other)
         scores = np.zeros(len(token_ids) - start, np.float32)
         scores[-1] = math.log(chance) if chance else -1e4
@@ -81,7 +84,7 @@ class TwoPolicies:
 def test_each_seat_is_played_by_its_policy():
     played = asyncio.run(SCORES.strategy(TwoPolicies(), ("first-v1", "second-v1")))
     swapped = asyncio.run(SCORES.strategy(TwoPolicies(), ("second-v1", "first-v1")))
-    actual = [SCORES.metrics(one)["eval/exploitability"] for one in (played, swapped)]
+    actual = [SCORES.metrics(strategy)["eval/exploitability"] for strategy in (played, swapped)]
     expected = [
         exploitability(KuhnTree(), seats) for seats in ((nash_strategy(NASH), UNIFORM), (UNIFORM, nash_strategy(NASH)))
     ]

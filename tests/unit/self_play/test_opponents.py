@@ -59,17 +59,17 @@ def test_a_task_has_one_opponent_and_the_policy_changes_seats():
 
 def test_with_one_sample_seats_change_from_task_to_task():
     actual = seatings({"fixed:random": 1.0}, seats=3, samples=1)
-    assert [one.players.index(POLICY) for (one,) in actual[:6]] == [0, 1, 2, 0, 1, 2]
+    assert [seating.players.index(POLICY) for (seating,) in actual[:6]] == [0, 1, 2, 0, 1, 2]
 
 
 def test_without_swapping_the_policy_is_first():
     assert {
-        one.players for of_task in seatings({"past": 1.0}, swap_seats=False, snapshots=["s"]) for one in of_task
+        seating.players for of_task in seatings({"past": 1.0}, swap_seats=False, snapshots=["s"]) for seating in of_task
     } == {(POLICY, "s")}
 
 
 def test_without_snapshots_past_tasks_are_mirror_play():
-    assert {one for of_task in seatings({"past": 1.0}, snapshots=()) for one in of_task} == {
+    assert {seating for of_task in seatings({"past": 1.0}, snapshots=()) for seating in of_task} == {
         Seating("mirror", (POLICY, POLICY))
     }
 

@@ -20,19 +20,19 @@ def even(name):
 @given(st.integers(1, 8), st.integers(1, 60), st.integers(0, 1000))
 def test_it_keeps_the_first_the_newest_and_the_best(keep, snapshots, choice):
     opponent_pool = OpponentPool(PoolConfig(keep=keep))
-    kept, best = set(), None
+    kept_names, best = set(), None
     for step in range(snapshots):
-        kept.add(step)
+        kept_names.add(step)
         gone = opponent_pool.add(step, best)
-        assert set(gone) <= kept
-        kept -= set(gone)
-        assert kept == set(opponent_pool.steps)
+        assert set(gone) <= kept_names
+        kept_names -= set(gone)
+        assert kept_names == set(opponent_pool.steps)
         assert opponent_pool.steps == sorted(opponent_pool.steps)
-        assert step in kept
+        assert step in kept_names
         if best is not None and keep >= 3:
-            assert {0, best} <= kept
+            assert {0, best} <= kept_names
         best = opponent_pool.steps[choice % len(opponent_pool.steps)]
-    assert len(kept) == min(keep, snapshots)
+    assert len(kept_names) == min(keep, snapshots)
 
 
 def test_snapshots_stay_spread_over_the_run():

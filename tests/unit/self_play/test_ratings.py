@@ -14,13 +14,13 @@ STRENGTHS = {"step_000000": -1.5, "step_000020": -0.5, "step_000040": 0.2, "step
 def games(count, seed, strengths=STRENGTHS):
     """Games of random pairs; the first wins with the probability of Bradley and Terry, and a fifth are draws."""
     rng = np.random.default_rng(seed)
-    found = []
+    games = []
     for number in range(count):
         first, second = rng.permutation(list(strengths))[:2].tolist()
         wins = rng.random() < 1 / (1 + np.exp(strengths[second] - strengths[first]))
         rewards = (0.0, 0.0) if rng.random() < 0.2 else (1.0, -1.0) if wins else (-1.0, 1.0)
-        found.append(Game(f"{number:05d}", (first, second), rewards))
-    return found
+        games.append(Game(f"{number:05d}", (first, second), rewards))
+    return games
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -28,15 +28,15 @@ def test_ratings_recover_the_order_of_known_strengths(seed):
     ratings = Ratings()
     ratings.update(games(800, seed))
     assert ratings.ranking() == sorted(STRENGTHS, key=STRENGTHS.get, reverse=True)
-    assert all(one.sigma < START_SIGMA / 3 for one in ratings.table.values())
-    assert all(one.low < one.mu for one in ratings.table.values())
+    assert all(rating.sigma < START_SIGMA / 3 for rating in ratings.table.values())
+    assert all(rating.low < rating.mu for rating in ratings.table.values())
 
 
 def test_the_order_in_which_games_end_changes_nothing():
-    some = games(60, 1)
+    played_games = games(60, 1)
     first, second = Ratings(), Ratings()
-    first.update(some)
-    second.update(np.random.default_rng(0).permutation(np.array(some, object)).tolist())
+    first.update(played_games)
+    second.update(np.random.default_rng(0).permutation(np.array(played_games, object)).tolist())
     assert first == second
 
 

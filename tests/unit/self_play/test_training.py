@@ -199,11 +199,11 @@ def seat_record(lineup, agent):
 
 def rollouts_of(episodes):
     """A win of the first seat in each episode; the last episode failed."""
-    found = []
+    seat_rollouts = []
     for job in episodes:
         for seat, agent in enumerate(("player_0", "player_1")):
             if agent not in job.lineup.seats:
-                found.append(
+                seat_rollouts.append(
                     Rollout(
                         job.task.id,
                         f"{job.rollout_id}.{agent}",
@@ -221,10 +221,10 @@ def rollouts_of(episodes):
                     )
                 )
     last = episodes[-1].rollout_id
-    for rollout in found:
+    for rollout in seat_rollouts:
         if rollout.episode == last:
             rollout.failure = Failure(FailureKind.SAMPLER, "SamplerError", "gone")
-    return found
+    return seat_rollouts
 
 
 def test_a_step_is_recorded_once_it_is_trained(tmp_path):
@@ -358,7 +358,9 @@ def test_an_engine_changes_its_snapshot_for_the_first_that_waits(tmp_path):
                 await asyncio.sleep(0)
 
     async def main():
-        await asyncio.gather(*(use(f"step_00000{one}", turns) for one, turns in ((0, 9), (0, 5), (1, 5), (0, 5))))
+        await asyncio.gather(
+            *(use(f"step_00000{step_number}", turns) for step_number, turns in ((0, 9), (0, 5), (1, 5), (0, 5)))
+        )
 
     asyncio.run(main())
     assert order == ["step_000000", "step_000000", "step_000001", "step_000000"], "in the order of requests"
@@ -388,7 +390,7 @@ def test_a_snapshot_of_several_policies_has_the_adapters_of_each_and_its_agents_
     asyncio.run(play.on_weights(AdapterLearner(), 0))
     episodes = seats_of(play, 1)
     [adapters] = fleets[0].live[0].adapters
-    assert {name: float(one.tensors[0][1][0, 0]) for name, one in adapters.items()} == {"a": 97, "b": 98}
+    assert {name: float(adapter.tensors[0][1][0, 0]) for name, adapter in adapters.items()} == {"a": 97, "b": 98}
     for job in episodes:
         seats = {agent: job.lineup.seat(agent, "") for agent in play.agents}
         assert {agent: seat.policy for agent, seat in seats.items()} == play.policies

@@ -89,8 +89,8 @@ def test_a_turn_without_a_stop_string_ends_with_the_end_token() -> None:
     data = demonstrations("tasks.options={scale: 0.1, hops: [1], faults: {format: 1.0}}")
     end = data.renderer.end_token_id
     for row in data[0][0].rows:
-        said = row.token_ids[row.mask.astype(bool)]
-        assert (said == end).sum() == 1
+        sampled_ids = row.token_ids[row.mask.astype(bool)]
+        assert (sampled_ids == end).sum() == 1
         assert "My previous action is invalid." in data.renderer.decode(row.token_ids)
 
 
@@ -150,16 +150,16 @@ def test_a_fork_is_an_error_after_the_last_turn_too(max_turns: int, monkeypatch:
 
 
 def test_items_are_a_function_of_the_configuration() -> None:
-    one, two = demonstrations("sft.steps=5"), demonstrations("sft.steps=5")
-    assert len(one) == 3
-    assert [len(one[i]) for i in range(3)] == [2, 2, 1]
+    first_demos, two = demonstrations("sft.steps=5"), demonstrations("sft.steps=5")
+    assert len(first_demos) == 3
+    assert [len(first_demos[i]) for i in range(3)] == [2, 2, 1]
     two[0]  # the order of asking must not matter
-    for a, b in zip(one[2][0].rows, pickle.loads(pickle.dumps(two))[2][0].rows, strict=True):
+    for a, b in zip(first_demos[2][0].rows, pickle.loads(pickle.dumps(two))[2][0].rows, strict=True):
         assert (a.token_ids == b.token_ids).all()
     other_demonstrations = demonstrations("sft.steps=5", "sft.seed=7")
     assert any(
         a.key.rollout_id != b.key.rollout_id
-        for a, b in zip(one[0][0].rows, other_demonstrations[0][0].rows, strict=True)
+        for a, b in zip(first_demos[0][0].rows, other_demonstrations[0][0].rows, strict=True)
     )
 
 
@@ -218,7 +218,7 @@ def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
 
 
 def test_minutes_end_a_run_early(tmp_path: Path) -> None:
-    small = [each for each in SMALL if not each.startswith(("tasks.", "env.", "model."))]
+    small = [setting for setting in SMALL if not setting.startswith(("tasks.", "env.", "model."))]
     command = find_config("search_r1/sft_control")  # the README's
     run = load_config(command, [*small, f"run.dir={tmp_path}", "sft.minutes=0.0001"])
     assert sft(run, note=print).is_dir()

@@ -26,10 +26,10 @@ from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
 
 
-def run(program: str, given: str) -> str | None:
+def run(program: str, stdin: str) -> str | None:
     """Run a program of the taskset's own in this process; None where it fails."""
     state_before, out = sys.stdin, io.StringIO()
-    sys.stdin = io.StringIO(given)
+    sys.stdin = io.StringIO(stdin)
     try:
         with contextlib.redirect_stdout(out):
             exec(compile(program, "program", "exec"), {"__name__": "__main__"})
@@ -43,7 +43,7 @@ def run(program: str, given: str) -> str | None:
 def passes(program: str | None, task: Task) -> bool:
     if program is None:
         return False
-    printed = (run(program, given) for given in task.answer["inputs"])
+    printed = (run(program, stdin) for stdin in task.answer["inputs"])
     return all(
         text is not None and text.split() == expected.split()
         for text, expected in zip(printed, task.answer["outputs"], strict=True)
@@ -67,17 +67,17 @@ def test_both_kinds_of_splits_have_problems_of_every_family(family: str) -> None
 
 
 def test_equal_options_give_equal_tasks_and_other_seeds_others() -> None:
-    one, same, other = Contest(seed=3), Contest(seed=3), Contest(seed=4)
+    contest, same, other_contest = Contest(seed=3), Contest(seed=3), Contest(seed=4)
     for split in ("train", "validation", "eval"):
-        tasks = one.split(split)[:20]
+        tasks = contest.split(split)[:20]
         assert tasks == same.split(split)[:20] == [same.split(split)[i] for i in range(20)]
-        assert tasks != other.split(split)[:20]
-    assert len({task.id for split in ("train", "validation", "eval") for task in one.split(split)[:50]}) == 150
-    assert one.split("train")[-1] == one.split("train")[99_999]
+        assert tasks != other_contest.split(split)[:20]
+    assert len({task.id for split in ("train", "validation", "eval") for task in contest.split(split)[:50]}) == 150
+    assert contest.split("train")[-1] == contest.split("train")[99_999]
     with pytest.raises(IndexError):
-        one.split("train")[100_000]
+        contest.split("train")[100_000]
     with pytest.raises(UnknownNameError, match="split 'test'"):
-        one.split("test")
+        contest.split("test")
 
 
 def test_held_out_problems_are_in_no_other_split() -> None:
@@ -95,10 +95,10 @@ def test_a_task_shows_its_public_example_and_hides_the_rest() -> None:
     for task in contest.split("train")[:50]:
         problem = contest.problem(task)
         assert task.question.startswith(problem.statement + "\n\nInput:\n")
-        given, expected = task.question.partition("Input:\n")[2].split("\nOutput:\n")
-        assert problem.solve(given).split() == expected.split()
+        example_input, expected = task.question.partition("Input:\n")[2].split("\nOutput:\n")
+        assert problem.solve(example_input).split() == expected.split()
         assert len(task.answer["inputs"]) == len(task.answer["outputs"]) == 5
-        assert len({given, *(text.rstrip() for text in task.answer["inputs"])}) == 6, "no hidden test is shown"
+        assert len({example_input, *(text.rstrip() for text in task.answer["inputs"])}) == 6, "no hidden test is shown"
         assert not any(text.rstrip() in task.question for text in task.answer["inputs"])
     assert "Input:" not in Contest(public=0).split("train")[0].question
 

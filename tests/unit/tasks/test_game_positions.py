@@ -47,9 +47,11 @@ def test_a_named_player_demonstrates_all_turns_of_its_conversations():
 
 def test_positions_are_of_the_tasks_of_their_split():
     taskset = GamePositions("proposer_solver", player="careless", options={"solvers": 1})
-    asked = {split: {task.question.split(" ")[0] for task in taskset.split(split)[:60]} for split in ("train", "eval")}
-    assert "Set" in asked["train"]
-    assert "Set" not in asked["eval"]
+    questions = {
+        split: {task.question.split(" ")[0] for task in taskset.split(split)[:60]} for split in ("train", "eval")
+    }
+    assert "Set" in questions["train"]
+    assert "Set" not in questions["eval"]
 
 
 def test_an_environment_of_one_agent_and_an_unknown_player_are_refused():

@@ -60,11 +60,13 @@ def write(path: Path, *rows: Any) -> str:
 
 
 def test_equal_options_give_equal_tasks() -> None:
-    one, other = (MathProblems(seed=3) for _ in range(2))
-    assert one.split("train")[:40] == other.split("train")[:40]
-    assert MathProblems(seed=4).split("train")[:40] != one.split("train")[:40]
-    assert MathProblems(seed=4).split("eval")[:40] == one.split("eval")[:40], "held-out problems are always the same"
-    train = one.split("train")
+    first_set, second_set = (MathProblems(seed=3) for _ in range(2))
+    assert first_set.split("train")[:40] == second_set.split("train")[:40]
+    assert MathProblems(seed=4).split("train")[:40] != first_set.split("train")[:40]
+    assert MathProblems(seed=4).split("eval")[:40] == first_set.split("eval")[:40], (
+        "held-out problems are always the same"
+    )
+    train = first_set.split("train")
     assert train[-1] == train[len(train) - 1]
     with pytest.raises(IndexError):
         train[len(train)]
@@ -123,9 +125,9 @@ def test_published_rows(tmp_path: Path, name: str) -> None:
 def test_plain_prompts_and_numbers_of_dapo(tmp_path: Path) -> None:
     row = {"prompt": "What is $x$ if $x = 7$?", "reward_model": {"ground_truth": 7}}
     labelled = {"prompt": DAPO["prompt"], "label": "4"}
-    one, other = MathProblems(train=write(tmp_path / "a.jsonl", row, labelled)).split("train")
-    assert (one.question, one.answer) == (row["prompt"], "7")
-    assert (other.question, other.answer) == ("What is $2 + 2$?", "4")
+    first_rows, second_rows = MathProblems(train=write(tmp_path / "a.jsonl", row, labelled)).split("train")
+    assert (first_rows.question, first_rows.answer) == (row["prompt"], "7")
+    assert (second_rows.question, second_rows.answer) == ("What is $2 + 2$?", "4")
 
 
 @pytest.mark.parametrize(

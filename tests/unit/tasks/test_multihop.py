@@ -62,15 +62,15 @@ def test_equal_options_give_equal_tasks_in_another_process() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     tasks = Multihop(seed=3)
-    here = [x.question for s in ("train", "eval") for x in tasks.split(s)[:9]]
-    assert run.stdout.strip() == f"{here} {tasks.corpora()['train'][17]}"
+    questions_here = [x.question for s in ("train", "eval") for x in tasks.split(s)[:9]]
+    assert run.stdout.strip() == f"{questions_here} {tasks.corpora()['train'][17]}"
 
 
 def test_seeds_change_the_training_world_only() -> None:
-    one, two = Multihop(seed=1), Multihop(seed=2)
-    assert one.split("train")[0] != two.split("train")[0]
-    assert list(one.split("eval")) == list(two.split("eval"))
-    assert Multihop(eval_seed=1).split("eval")[0] != one.split("eval")[0]
+    first_world, two = Multihop(seed=1), Multihop(seed=2)
+    assert first_world.split("train")[0] != two.split("train")[0]
+    assert list(first_world.split("eval")) == list(two.split("eval"))
+    assert Multihop(eval_seed=1).split("eval")[0] != first_world.split("eval")[0]
 
 
 def test_splits() -> None:

@@ -154,10 +154,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tasks\.options\.train is not set"):
         SearchQa().split("train")
     gone = SearchQa(train=["a.jsonl", "b.parquet"], eval="c.jsonl", corpus="d.jsonl")
-    with pytest.raises(MissingError) as missing:
+    with pytest.raises(MissingError) as error_info:
         gone.split("train")
     for option, name in (("train", "a.jsonl"), ("train", "b.parquet"), ("eval", "c.jsonl"), ("corpus", "d.jsonl")):
-        assert f"tasks.options.{option}={name}: there is no such file" in str(missing.value)
+        assert f"tasks.options.{option}={name}: there is no such file" in str(error_info.value)
     for name, content, fault in (
         ("empty.jsonl", "\n", r"tasks\.options\.train=.*empty\.jsonl: the file holds no rows"),
         ("broken.jsonl", "{", r"broken\.jsonl, line 1 .*is no JSON"),

@@ -60,8 +60,8 @@ class NotFinite(Echo):
 
 class BareText(Echo):
     def step(self, actions):
-        _, *rest = super().step(actions)
-        return ({"a": {"text": "hi"}, "b": {"messages": ()}}, *rest)
+        _, *other_actions = super().step(actions)
+        return ({"a": {"text": "hi"}, "b": {"messages": ()}}, *other_actions)
 
 
 class Revives(Echo):

@@ -51,9 +51,9 @@ def test_answers_come_in_order_for_each_session() -> None:
 
 
 def test_logprobs_do_not_depend_on_who_asks_first() -> None:
-    one, other = (ScriptedSampler([[1, 2], [3]], seed=5) for _ in range(2))
-    forward = [ask(one, session).logprobs for session in ("a", "b")]
-    assert [ask(other, session).logprobs for session in ("b", "a")] == forward[::-1]
+    first_sampler, second_sampler = (ScriptedSampler([[1, 2], [3]], seed=5) for _ in range(2))
+    forward = [ask(first_sampler, session).logprobs for session in ("a", "b")]
+    assert [ask(second_sampler, session).logprobs for session in ("b", "a")] == forward[::-1]
     assert forward[0] != forward[1]
     assert ask(ScriptedSampler([[1, 2]], seed=6), "a").logprobs != forward[0]
 
@@ -87,9 +87,9 @@ def test_a_gate_holds_requests_and_abort_gives_half() -> None:
         assert sampler.closed == ["a"]
         return [aborted, await waiting[1]]
 
-    aborted, whole = asyncio.run(scenario())
+    aborted, unaborted = asyncio.run(scenario())
     assert (aborted.token_ids, aborted.finish_reason) == ((1, 2), FinishReason.ABORT)
-    assert (whole.token_ids, whole.finish_reason) == ((1, 2, 3, 4), FinishReason.STOP)
+    assert (unaborted.token_ids, unaborted.finish_reason) == ((1, 2, 3, 4), FinishReason.STOP)
 
 
 def batch() -> GlobalBatch:
@@ -115,13 +115,13 @@ def batch() -> GlobalBatch:
 
 def test_the_learner_remembers_and_fails_as_told() -> None:
     learner = FakeLearner(metrics={"loss": 0.5}, fail_at=1)
-    one = batch()
-    assert learner.train_step(one) == {"loss": 0.5}
-    assert learner.batches == [one]
-    logprobs = learner.logprobs(one)
+    global_batch = batch()
+    assert learner.train_step(global_batch) == {"loss": 0.5}
+    assert learner.batches == [global_batch]
+    logprobs = learner.logprobs(global_batch)
     assert {key.rollout_id: value.tolist() for key, value in logprobs.items()} == {"a": [0, 1, 2], "b": [3, 4]}
     with pytest.raises(LearnerError, match="fails at step 1"):
-        learner.train_step(one)
+        learner.train_step(global_batch)
     learner.close()
     assert learner.closed
 

@@ -247,16 +247,16 @@ def test_so_many_programs_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"outputs": ["1"]}, "3 inputs and 1 outputs"),
         ({"program": "print('\ud800')"}, "is not a Unicode character"),
     ],
 )
-def test_calls_that_cannot_be_judged(more: dict[str, Any], said: str) -> None:
+def test_calls_that_cannot_be_judged(more: dict[str, Any], message: str) -> None:
     result, session = judge(right, **more)
     assert result.status is ToolStatus.INVALID
-    assert said in result.content
+    assert message in result.content
     assert not session.opened
 
 

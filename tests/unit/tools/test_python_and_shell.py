@@ -52,7 +52,7 @@ def play(tools: Sequence[HostedTool], *calls: tuple[str, str], end_before: int |
 
 
 def test_python_answers_with_what_is_printed() -> None:
-    good, quiet, bad, left = play(
+    good, quiet, bad, leftovers = play(
         [PythonTool()],
         ("python", "print(6 * 7)"),
         ("python", "6 * 7"),
@@ -65,7 +65,7 @@ def test_python_answers_with_what_is_printed() -> None:
     assert bad.content.startswith("before\nTraceback (most recent call last):\n")
     assert bad.content.endswith("ZeroDivisionError: division by zero\n[exit status 1]")
     assert "return 1 / x" in bad.content
-    assert left.content == "[exit status 3]"
+    assert leftovers.content == "[exit status 3]"
 
 
 def test_files_stay_and_variables_only_where_they_are_wanted() -> None:
@@ -91,7 +91,7 @@ def test_python_and_shell_see_the_same_files() -> None:
 
 
 def test_shell_tells_its_exit_status_and_has_bash() -> None:
-    many, bad, missing = play(
+    many, bad, missing_program = play(
         [ShellTool()],
         ("shell", "for i in 1 2; do echo $i; done\nx=(a b); echo ${#x[@]} $0"),
         ("shell", "echo out; echo err >&2; exit 7"),
@@ -100,7 +100,7 @@ def test_shell_tells_its_exit_status_and_has_bash() -> None:
     assert (many.status, many.content) == (ToolStatus.OK, "1\n2\n2 bash")
     assert (bad.status, bad.content) == (ToolStatus.ERROR, "out\nerr\n[exit status 7]")
     assert bad.data["exit_code"] == 7
-    assert missing.content.endswith("no-such-program: command not found\n[exit status 127]")
+    assert missing_program.content.endswith("no-such-program: command not found\n[exit status 127]")
 
 
 def test_time_and_length_are_bounded_by_options() -> None:

@@ -111,9 +111,9 @@ def test_a_real_server_builds_saves_loads_and_answers_as_numpy(
     log = tmp_path / "log"
     with launch_tool("search", arguments, log=log, timeout_s=120) as server, httpx.Client(trust_env=False) as http:
         many = http.post(f"{server.url}/retrieve", json={"queries": QUERIES, "return_scores": True}).json()
-        one = http.post(f"{server.url}/retrieve", json={"query": QUERIES[1], "topk": 2}).json()
+        single_reply = http.post(f"{server.url}/retrieve", json={"query": QUERIES[1], "topk": 2}).json()
     assert_same(answers(many["result"]), expected_value)
-    assert [hit["id"] for hit in one["result"][0]] == [name for name, _ in expected_value[1][:2]]
+    assert [hit["id"] for hit in single_reply["result"][0]] == [name for name, _ in expected_value[1][:2]]
     assert many["result"][0][0]["document"] == next(row for row in ROWS if row["id"] == expected_value[0][0][0])
     assert "built the index, saved as" in log.read_text()
     assert [path.name for path in index.parent.iterdir()] == ["e5_Flat.index"]

@@ -48,8 +48,8 @@ def test_ties_go_to_the_first_in_the_corpus() -> None:
 @given(st.lists(st.text("abc ", min_size=1), min_size=1, max_size=8), st.text("abc "), st.integers(1, 10))
 def test_a_smaller_topk_is_a_prefix(contents: list[str], query: str, topk: int) -> None:
     index = BM25([*rows(*contents), {"id": "last", "contents": "a b c"}])
-    (some,), (everything,) = index.search([query], topk), index.search([query], 100)
-    assert some == everything[:topk]
+    (top_results,), (everything,) = index.search([query], topk), index.search([query], 100)
+    assert top_results == everything[:topk]
     scores = [hit["score"] for hit in everything]
     assert scores == sorted(scores, reverse=True)
     assert bool(everything) == any(word in text.split() for word in query.split() for text in [*contents, "a b c"])
@@ -217,13 +217,13 @@ def test_launch_options_at_fault_name_their_key(tmp_path: Path) -> None:
         service.launch_arguments({"top_k": 5}, Tasks("train"), tmp_path)
 
 
-@pytest.mark.parametrize(("given", "seen"), [(None, "cpu"), ("cuda", "cuda")])
-def test_jax_that_bm25s_starts_is_kept_off_the_gpu(tmp_path: Path, given: str | None, seen: str) -> None:
+@pytest.mark.parametrize(("platform_before", "seen"), [(None, "cpu"), ("cuda", "cuda")])
+def test_jax_that_bm25s_starts_is_kept_off_the_gpu(tmp_path: Path, platform_before: str | None, seen: str) -> None:
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("import os; print('jax', os.environ.get('JAX_PLATFORMS'))")
     (tmp_path / "jax" / "lax.py").write_text("def top_k(*rows):\n    pass")
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    environment |= {"PYTHONPATH": str(tmp_path)} | ({"JAX_PLATFORMS": given} if given else {})
+    environment |= {"PYTHONPATH": str(tmp_path)} | ({"JAX_PLATFORMS": platform_before} if platform_before else {})
     code = "import agentrl_tools.search; print('client'); import agentrl_tools.search.bm25"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:2] == ["client", f"jax {seen}"], "a run's own process does not import it at all"

@@ -62,14 +62,14 @@ def packed(body: Any) -> bytes:
 
 
 def test_three_dialects_one_answer() -> None:
-    many, one = post(
+    many, single_reply = post(
         packed({"queries": ["place 3"], "topk": 3, "return_scores": True}),
         packed({"query": "place 3", "topk": 3, "return_scores": True}),
     )
     body = msgpack.packb({"queries": ["place 3"], "topk": 3, "return_scores": True})
     (binary,) = post(body, content_type="application/msgpack")
     (both,) = post(body, content_type="application/x-msgpack", accept="application/msgpack")
-    assert many.json() == one.json() == binary.json() == msgpack.unpackb(both.content)
+    assert many.json() == single_reply.json() == binary.json() == msgpack.unpackb(both.content)
     (hits,) = many.json()["result"]
     assert len(hits) == 3
     assert hits[0]["document"] == ROWS[3]
@@ -143,14 +143,14 @@ def test_many_queries_of_a_request_let_others_in() -> None:
 
 def test_a_batch_of_calls_is_searched_by_topk_and_corpus() -> None:
     tool = search_tool(topk=1)
-    asked = [
+    requests = [
         {"query": "place 3"},
         {"query": "place 4", "topk": 2},
         {"query": "x", "corpus": "trian"},
         {"query": "nowhere"},
         {"query": "place 3 " * 2000},
     ]
-    results = tool.answer([ToolCall(str(number), "search", one) for number, one in enumerate(asked)])
+    results = tool.answer([ToolCall(str(number), "search", request) for number, request in enumerate(requests)])
     assert [result.call_id for result in results] == list("01234")
     assert [[hit["document"] for hit in result.data or ()] for result in results] == [
         [ROWS[3]],
@@ -179,7 +179,7 @@ def test_sessions_call_it_as_any_tool_and_queries_share_batches() -> None:
         sessions = Sessions(None, [tool], ServerConfig())
         opened = [await sessions.open(str(number)) for number in range(64)]
         calls = [ToolCall("c", "search", {"query": f"place {number}", "topk": 1}) for number in range(64)]
-        answers = await asyncio.gather(*(one.call(call) for one, call in zip(opened, calls, strict=True)))
+        answers = await asyncio.gather(*(session.call(call) for session, call in zip(opened, calls, strict=True)))
         assert [answer.result.content for answer in answers] == [row["contents"] for row in ROWS[:64]]
         assert sum(tool.batches) == 64
         assert max(tool.batches) > 32
@@ -192,16 +192,16 @@ def test_sessions_call_it_as_any_tool_and_queries_share_batches() -> None:
 
 def config_of(*words: str) -> Any:
     """Return the configuration that ``agentrl tools serve search`` makes of its arguments."""
-    found: list[Any] = []
+    configs: list[Any] = []
     parser = argparse.ArgumentParser()
     service = SearchService()
     service.add_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl_tools.search.service.serve", lambda config, **where: found.append(config))
+        patch.setattr("agentrl_tools.search.service.serve", lambda config, **where: configs.append(config))
         service.serve(parser.parse_args(words))
-    (config,) = found
+    (config,) = configs
     return config
 
 

@@ -50,7 +50,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     def count(self, method: str, end: str = "") -> int:
-        return sum(one == method and path.endswith(end) for one, path in self.asked)
+        return sum(request_method == method and path.endswith(end) for request_method, path in self.asked)
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, backlog=2048)
@@ -126,7 +126,7 @@ class FakeServer:
             self.processes[name], _, self.sessions[name] = body["episode_id"].partition("/")
             return 200, {"session_id": name, "server": self.instance}
         if parts == ["calls"]:
-            results = [{"call_id": one["call_id"], "data": None, **await self.work(one)} for one in body["calls"]]
+            results = [{"call_id": call["call_id"], "data": None, **await self.work(call)} for call in body["calls"]]
             return 200, {"results": results, "server": self.instance}
         if parts[1] not in self.sessions:
             return 404, {"error": f"no session {parts[1]}"}

@@ -78,9 +78,9 @@ async def test_a_session_from_its_opening_to_its_end() -> None:
 @in_loop
 async def test_tools_are_told_as_the_policy_reads_them() -> None:
     async with app_client(make_app(make_sessions(FakeTool(echo, "a", SCHEMA), FakeTool(echo, "b")))) as client:
-        told = (await client.get("/tools")).json()["tools"]
-    assert told[0] == {"name": "a", "description": "Does as the test says.", "parameters": SCHEMA}
-    assert [tool["name"] for tool in told] == ["a", "b"]
+        schemas = (await client.get("/tools")).json()["tools"]
+    assert schemas[0] == {"name": "a", "description": "Does as the test says.", "parameters": SCHEMA}
+    assert [tool["name"] for tool in schemas] == ["a", "b"]
 
 
 BAD = [

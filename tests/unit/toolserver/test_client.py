@@ -76,8 +76,8 @@ async def test_sessions_stay_with_their_server_and_new_ones_go_to_the_least_load
 
 @in_loop
 async def test_a_dead_server_is_taken_out_at_once_and_back_when_it_answers():
-    async with fake_servers(2) as (dead, other):
-        client = connect(dead, other)
+    async with fake_servers(2) as (dead, live_server):
+        client = connect(dead, live_server)
         for name in ("a", "b", "c", "d"):
             await client.call(call(), episode_id=name)
         lost = sorted(dead.sessions.values())
@@ -91,7 +91,7 @@ async def test_a_dead_server_is_taken_out_at_once_and_back_when_it_answers():
         await client.close_session(lost[1])
         assert time.monotonic() - began < client_module.WAIT_S / 2
         assert (await client.call(call(), episode_id="new")).status is ToolStatus.OK
-        assert "new" in other.sessions.values()
+        assert "new" in live_server.sessions.values()
         dead.instance, dead.sessions = "second", {}
         await dead.start()
         await until(lambda: dead.asked[-1] == ("GET", "/health"))
@@ -204,8 +204,8 @@ def test_results_and_failures():
             await client.aclose()
 
     for status in ToolStatus:  # ToolRunner, not the client, raises those that are failures of the infrastructure
-        said = {"call_id": "1", "status": status, "content": "text", "data": {"exit_code": 1}}
-        ends((200, said), ToolResult("1", ToolStatus(status), "text", {"exit_code": 1}))
+        result_body = {"call_id": "1", "status": status, "content": "text", "data": {"exit_code": 1}}
+        ends((200, result_body), ToolResult("1", ToolStatus(status), "text", {"exit_code": 1}))
     failed = {"call_id": "1", "content": "why", "data": None}
     for answer, kind, words in (
         ((200, failed | {"status": "fine"}), ToolFailure, "unknown status 'fine'"),
@@ -240,15 +240,15 @@ async def test_arguments_that_are_no_json():
 
 @in_loop
 async def test_a_full_server_is_asked_again_and_then_named():
-    async with fake_servers(2) as (full, other):
-        client = connect(full, other, retries=1)
+    async with fake_servers(2) as (full, free_server):
+        client = connect(full, free_server, retries=1)
         refusal = 503, {"error": "all 2 sessions are taken"}
         full.answers["/sessions"] = [refusal] * 9
         await client.call(call(), episode_id="a")
-        assert list(other.sessions.values()) == ["a"]
-        other.answers["/sessions"] = [refusal]
+        assert list(free_server.sessions.values()) == ["a"]
+        free_server.answers["/sessions"] = [refusal]
         await client.call(call(), episode_id="b")  # in the second round
-        other.answers["/sessions"] = [refusal] * 2
+        free_server.answers["/sessions"] = [refusal] * 2
         with pytest.raises(ToolFailure, match=r"all 2 sessions are taken.*server\.max_sessions"):
             await client.call(call(), episode_id="c")
         await client.aclose()
@@ -341,8 +341,8 @@ async def test_hundreds_of_sessions_at_once_and_every_reply_to_its_call():
 
         async def play(episode):
             for number in range(2):
-                said = await client.call(call(str(number), who=episode), episode_id=f"e{episode}")
-                assert said.content == f'python {{"who": {episode}}}'
+                reply = await client.call(call(str(number), who=episode), episode_id=f"e{episode}")
+                assert reply.content == f'python {{"who": {episode}}}'
             await client.close_session(f"e{episode}")
 
         await asyncio.gather(*(play(episode) for episode in range(300)))
@@ -387,12 +387,12 @@ async def test_a_lost_reply_to_stateless_calls_is_requested_again():
 
 @in_loop
 async def test_stateless_calls_go_to_the_servers_that_answer():
-    async with fake_servers(2) as (dead, other):
-        client = connect_stateless(dead, other, retries=0)
+    async with fake_servers(2) as (dead, live_server):
+        client = connect_stateless(dead, live_server, retries=0)
         await dead.stop()
         results = await asyncio.gather(*(client.call(call(str(n)), episode_id="e") for n in range(8)))
         assert {result.status for result in results} == {ToolStatus.OK}
-        await other.stop()
+        await live_server.stop()
         with pytest.raises(ToolFailure, match=f"no tool server answers .*change {KEY}"):
             await client.call(call(), episode_id="e")
         await client.aclose()

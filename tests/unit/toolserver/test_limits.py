@@ -57,12 +57,12 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("part", ENDLESS)
+@pytest.mark.parametrize("header_part", ENDLESS)
 @in_loop
-async def test_headers_are_limited_before_the_token_is_compared(part: str) -> None:
+async def test_headers_are_limited_before_the_token_is_compared(header_part: str) -> None:
     sessions = make_sessions()
     async with served(make_app(sessions, token=TOKEN)) as url:
-        count, _ = await sent(url, *ENDLESS[part], 64 * 2**20)
+        count, _ = await sent(url, *ENDLESS[header_part], 64 * 2**20)
         assert count < 16 * 2**20, "sockets buffer some of it"
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await client.get(f"{url}/health")).status_code == 200
@@ -172,8 +172,8 @@ def nested(depth: int, kind: str = "list") -> object:
 
 
 def nested_json(depth: int, kind: str) -> str:
-    left, right = ("[", "]") if kind == "list" else ('{"a":', "}")
-    return left * depth + "1" + right * depth
+    opening, right = ("[", "]") if kind == "list" else ('{"a":', "}")
+    return opening * depth + "1" + right * depth
 
 
 DEPTHS = [MAX_NESTING, 300, 800, *range(930, 1000, 4), 1100, 5000, 100_000]
@@ -239,9 +239,9 @@ async def test_a_server_that_failed_once_is_asked_on_a_new_connection_before_it_
         assert all(isinstance(error, ToolFailure) and "HTTP 500" in str(error) for error in failed), failed
         assert "left out" not in caplog.text
         health = {on for (_, path), on in zip(server.asked, server.asked_on, strict=True) if path == "/health"}
-        others = {on for (_, path), on in zip(server.asked, server.asked_on, strict=True) if path != "/health"}
+        other_servers = {on for (_, path), on in zip(server.asked, server.asked_on, strict=True) if path != "/health"}
         assert len(health) == server.count("GET", "/health")
-        assert not health & others
+        assert not health & other_servers
         await client.aclose()
 
 

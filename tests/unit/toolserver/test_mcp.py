@@ -259,10 +259,10 @@ def test_the_protocol_without_an_sdk() -> None:
             }
             ready = {"jsonrpc": "2.0", "method": "notifications/initialized"}
             assert (await http.post(server.url, json=ready, headers=headers)).status_code == 202
-            said = await http.post(
+            reply = await http.post(
                 server.url, json=request(2, "tools/call", name="echo", arguments={"text": "a"}), headers=headers
             )
-            assert said.json() == {
+            assert reply.json() == {
                 "jsonrpc": "2.0",
                 "id": 2,
                 "result": {

@@ -106,20 +106,23 @@ def test_tools_of_a_command_answer_as_ours(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_each_episode_has_a_process_that_ends_with_it_and_one_that_dies_takes_no_other_along() -> None:
     async def main() -> None:
         async with hosted(command=BARE) as sessions:
-            one, other = await sessions.open("one"), await sessions.open("other")
-            pids = [int(message.content) for message in await asyncio.gather(say(one, "pid"), say(other, "pid"))]
+            first_session, other_session = await sessions.open("one"), await sessions.open("other")
+            pids = [
+                int(message.content)
+                for message in await asyncio.gather(say(first_session, "pid"), say(other_session, "pid"))
+            ]
             assert pids[0] != pids[1]
-            running = asyncio.create_task(say(one, "hang"))
+            running = asyncio.create_task(say(first_session, "hang"))
             await asyncio.sleep(0.1)
             os.kill(pids[0], signal.SIGKILL)  # in mid-call
-            for result in (await running, await say(one, "count")):
+            for result in (await running, await say(first_session, "count")):
                 assert result.status is ToolStatus.UNAVAILABLE
                 assert "(tools.files) failed in a call" in result.content
-            assert (await say(other, "count")).content == "2"
-            await sessions.close(one.id)
+            assert (await say(other_session, "count")).content == "2"
+            await sessions.close(first_session.id)
             again = await say(await sessions.open("one"), "count")
             assert (again.status, again.content) == (ToolStatus.OK, "1")
-            await sessions.close(other.id)
+            await sessions.close(other_session.id)
             assert all(gone(pid) for pid in pids)
             last = int((await say(await sessions.open("one"), "pid")).content)
         assert gone(last)
@@ -142,14 +145,14 @@ def test_a_process_that_dies_between_calls_is_a_failure_of_the_next() -> None:
 def test_a_shared_server_serves_all_episodes_and_is_started_anew_when_it_dies() -> None:
     async def main() -> None:
         async with hosted(command=BARE, shared=True) as sessions:
-            one, other = await sessions.open("one"), await sessions.open("other")
-            assert (await say(one, "count")).content == "1"
-            assert (await say(other, "count")).content == "2"
-            await sessions.close(other.id)
-            assert (await say(one, "count")).content == "3"
-            pid = int((await say(one, "pid")).content)
-            assert (await say(one, "die")).status is ToolStatus.UNAVAILABLE
-            assert (await say(one, "count")).content == "1"
+            first_session, other_session = await sessions.open("one"), await sessions.open("other")
+            assert (await say(first_session, "count")).content == "1"
+            assert (await say(other_session, "count")).content == "2"
+            await sessions.close(other_session.id)
+            assert (await say(first_session, "count")).content == "3"
+            pid = int((await say(first_session, "pid")).content)
+            assert (await say(first_session, "die")).status is ToolStatus.UNAVAILABLE
+            assert (await say(first_session, "count")).content == "1"
             assert gone(pid)
 
     run(main)
@@ -259,15 +262,15 @@ def test_a_server_by_address_has_a_session_for_every_episode() -> None:
         async with served([Code(), Echo()], sandboxed=True, token="secret") as server:
             options = {"url": server.url, "headers": {"Authorization": "Bearer secret"}}
             async with hosted(command=(), **options) as sessions:
-                one, other = await sessions.open("one"), await sessions.open("other")
-                await say(one, "code", text="open('kept', 'w').write('mine')")
-                kept = await say(one, "code", text="print(open('kept').read())")
-                assert (kept.status, kept.content) == (ToolStatus.OK, "mine")
-                lost = await say(other, "code", text="print(open('kept').read())")
+                first_session, other_session = await sessions.open("one"), await sessions.open("other")
+                await say(first_session, "code", text="open('kept', 'w').write('mine')")
+                kept_file = await say(first_session, "code", text="print(open('kept').read())")
+                assert (kept_file.status, kept_file.content) == (ToolStatus.OK, "mine")
+                lost = await say(other_session, "code", text="print(open('kept').read())")
                 assert lost.status is ToolStatus.ERROR
                 assert len(server.sessions) == 2
-                await sessions.close(one.id)
-                await sessions.close(other.id)
+                await sessions.close(first_session.id)
+                await sessions.close(other_session.id)
                 assert len(server.sessions) == 0
             with pytest.raises(MissingError, match="does not answer"):
                 await asyncio.to_thread(Files().make, {"url": server.url})

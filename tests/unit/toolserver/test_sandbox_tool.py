@@ -123,10 +123,10 @@ def runs(session: LoneSession, *jobs: Job) -> list[ToolResult]:
 def test_a_policy_is_told_once_that_its_files_are_lost() -> None:
     session = lone()
     job = Job("c", code="x")
-    said = runs(session, job, job)
+    outcomes = runs(session, job, job)
     asyncio.run(session.opened[0].close())
-    said += runs(session, job, job)
-    assert [result.content for result in said] == ["box0", "box0", f"{REPLACED}\nbox1", "box1"]
+    outcomes += runs(session, job, job)
+    assert [result.content for result in outcomes] == ["box0", "box0", f"{REPLACED}\nbox1", "box1"]
 
 
 def test_it_is_not_told_twice_where_the_outcome_said_so() -> None:

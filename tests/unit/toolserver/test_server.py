@@ -224,9 +224,9 @@ def test_a_server_with_code_ends_all_of_it_at_once_when_told_twice(tmp_path: Pat
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return those that still run; one that only waits to be reaped by its new parent has ended."""
-    left = []
+    live_pids = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                left.append(process)
-    return left
+                live_pids.append(process)
+    return live_pids

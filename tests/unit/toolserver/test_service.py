@@ -265,9 +265,9 @@ def test_tools_in_this_process_have_a_session_an_episode():
         return client.call(ToolCall(str(number), "run_cell", arguments), episode_id=episode_id)
 
     async def first_loop():
-        other = run(1, "other", code="import os; print(os.path.exists('note'))")
-        first, other = await asyncio.gather(run(1, code="open('note', 'w').write('kept')"), other)
-        assert (first.content, other.content) == ("1: ", "1: False\n")
+        other_call = run(1, "other", code="import os; print(os.path.exists('note'))")
+        first, other_call = await asyncio.gather(run(1, code="open('note', 'w').write('kept')"), other_call)
+        assert (first.content, other_call.content) == ("1: ", "1: False\n")
 
     async def second_loop():
         try:

@@ -45,18 +45,18 @@ async def test_an_episode_has_one_session_and_the_nameless_have_their_own() -> N
 @in_loop
 async def test_the_cap_holds_and_those_who_wait_come_in_order() -> None:
     sessions = make_sessions(max_sessions=2)
-    held = [await sessions.open("a"), await sessions.open("b")]
+    open_sessions = [await sessions.open("a"), await sessions.open("b")]
     order: list[str] = []
 
     async def opener(name: str) -> None:
-        held.append(await sessions.open(name))
+        open_sessions.append(await sessions.open(name))
         order.append(name)
 
     waiting = [asyncio.create_task(opener(name)) for name in "cdef"]
     await until(lambda: sessions.waiting == 4)
-    assert await sessions.open("a") is held[0], "who has a session need not wait"
+    assert await sessions.open("a") is open_sessions[0], "who has a session need not wait"
     while len(order) < 4:
-        await sessions.close(held.pop(0).id)
+        await sessions.close(open_sessions.pop(0).id)
         done = len(order) + 1
         await until(lambda done=done: len(order) == done)  # type: ignore[misc]
         assert len(sessions) == 2
@@ -100,27 +100,27 @@ async def test_waiting_ends_after_its_time() -> None:
 @in_loop
 async def test_two_requests_of_an_episode_wait_in_one_place() -> None:
     sessions = make_sessions(max_sessions=1)
-    held = await sessions.open("a")
-    first, second, other = (asyncio.create_task(sessions.open(name)) for name in "bbc")
+    open_session = await sessions.open("a")
+    first, second, other_opening = (asyncio.create_task(sessions.open(name)) for name in "bbc")
     await until(lambda: sessions.waiting == 2)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert sessions.waiting == 2, "the second request still wants it"
-    await sessions.close(held.id)
+    await sessions.close(open_session.id)
     session = await second
     assert session.episode_id == "b"
-    other.cancel()
-    await asyncio.gather(other, return_exceptions=True)
+    other_opening.cancel()
+    await asyncio.gather(other_opening, return_exceptions=True)
     assert sessions.waiting == 0
 
 
 @in_loop
 async def test_who_gives_up_in_the_moment_of_its_turn_leaves_no_session_behind() -> None:
     sessions = make_sessions(max_sessions=1)
-    held = await sessions.open("a")
+    open_session = await sessions.open("a")
     gives_up, next_one = (asyncio.create_task(sessions.open(name)) for name in "bc")
     await until(lambda: sessions.waiting == 2)
-    await sessions.close(held.id)  # grants b its session
+    await sessions.close(open_session.id)  # grants b its session
     gives_up.cancel()
     await asyncio.gather(gives_up, return_exceptions=True)
     assert (await next_one).episode_id == "c"
@@ -138,15 +138,15 @@ def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]
         clock = Clock()
         sessions = make_sessions(max_sessions=3, clock=clock, idle_timeout_s=10)
         asking: list[asyncio.Task[object]] = []
-        for what, number in steps:
+        for action, number in steps:
             opened = list(sessions._open)
-            if what == "open":
+            if action == "open":
                 asking.append(asyncio.create_task(sessions.open(f"e{number}")))
-            elif what == "close" and opened:
+            elif action == "close" and opened:
                 await sessions.close(opened[number % len(opened)])
-            elif what == "give_up" and asking:
+            elif action == "give_up" and asking:
                 asking[number % len(asking)].cancel()
-            elif what == "reap":
+            elif action == "reap":
                 clock.now += number
                 await sessions.reap()
             for _ in range(3):
@@ -154,8 +154,8 @@ def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]
             assert len(sessions) <= 3
             assert sessions.waiting == 0 or len(sessions) + len(sessions._closing) == 3, "room and a queue"
         for _ in range(20):  # whoever waits gets in once the others have gone
-            for one in list(sessions._open):
-                await sessions.close(one)
+            for session_name in list(sessions._open):
+                await sessions.close(session_name)
             await asyncio.sleep(0)
         assert all(task.done() for task in asking)
         assert sessions.waiting == 0

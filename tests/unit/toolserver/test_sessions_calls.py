@@ -82,8 +82,8 @@ async def test_an_id_that_was_another_call(other_tool_call: ToolCall) -> None:
 @in_loop
 async def test_sessions_have_call_ids_of_their_own() -> None:
     sessions = make_sessions(FakeTool(echo))
-    one, two = await sessions.open("1"), await sessions.open("2")
-    assert (await say(sessions, one, ToolCall("c", "fake", {"x": 1}))).data == {"session": one.id}
+    first_session, two = await sessions.open("1"), await sessions.open("2")
+    assert (await say(sessions, first_session, ToolCall("c", "fake", {"x": 1}))).data == {"session": first_session.id}
     assert (await say(sessions, two, ToolCall("c", "fake", {"x": 2}))).data == {"session": two.id}
 
 
@@ -109,7 +109,7 @@ def test_whatever_the_order_each_call_runs_once_and_gets_its_own_answer(asked: S
             assert (result.call_id, result.content) == (f"c{turn}", f"c{turn} {{'turn': {turn}}}")
             assert result.data == {"session": opened[number].id}
 
-        await asyncio.gather(*(one(*each) for each in asked))
+        await asyncio.gather(*(one(*call_arguments) for call_arguments in asked))
         await sessions.stop()
         assert len(tool.calls) <= len({(number, turn) for number, turn, _ in asked})
 
@@ -284,11 +284,11 @@ async def test_calls_that_score_first_and_then_use_their_own_sandbox_do_not_lock
 
     backend = FakeBackend()
     sessions = make_sessions(FakeTool(both_ways), backend=backend, max_running=1)
-    one, two = await sessions.open("1"), await sessions.open("2")
+    first_session, two = await sessions.open("1"), await sessions.open("2")
     calls = [
         say(sessions, session, ToolCall(str(number), "fake", {"fresh_first": number % 2 == 0}))
         for number in range(6)
-        for session in (one, two)
+        for session in (first_session, two)
     ]
     assert {result.status for result in await asyncio.gather(*calls)} == {ToolStatus.OK}
     assert len(backend.alive) == 2
@@ -399,8 +399,8 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     session = await sessions.open()
     for number in range(8):
         await say(sessions, session, ToolCall(str(number), "fake", {}))
-    for kept in "567":
-        assert (await say(sessions, session, ToolCall(kept, "fake", {}))).content == "x" * 1000
+    for call_id in "567":
+        assert (await say(sessions, session, ToolCall(call_id, "fake", {}))).content == "x" * 1000
     with pytest.raises(Conflict, match="no longer kept"):
         await say(sessions, session, ToolCall("4", "fake", {}))
     assert len(tool.calls) == 8

@@ -69,9 +69,17 @@ async def test_each_episode_runs_in_the_image_of_its_task_and_each_image_is_star
     expected = ["team/a", "team/a", "team/b:2", "exact:1", "usual", None]
     results = await asyncio.gather(*(image_of(sessions, str(n), image) for n, image in enumerate(expected)))
     assert [result.data for result in results] == [*expected[:5], "usual"]
-    assert sorted(image for what, image in Images.events if what == "start") == ["exact:1", "team/a", "team/b:2"]
+    assert sorted(image for event_kind, image in Images.events if event_kind == "start") == [
+        "exact:1",
+        "team/a",
+        "team/b:2",
+    ]
     await sessions.stop()
-    assert sorted(image for what, image in Images.events if what == "close") == ["exact:1", "team/a", "team/b:2"]
+    assert sorted(image for event_kind, image in Images.events if event_kind == "close") == [
+        "exact:1",
+        "team/a",
+        "team/b:2",
+    ]
 
 
 @pytest.mark.parametrize("image", ["other", "team", "exact:2", "exact:11", "TEAM/a"])

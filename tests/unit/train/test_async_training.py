@@ -29,15 +29,20 @@ def written(folder: Path) -> dict[int, list[Rollout]]:
 def ages(folder: Path) -> list[int]:
     """The age of the oldest token of each step."""
     oldest = {
-        step: min(int(row.versions[row.mask == 1].min()) for rollout in some for row in rollout.rows if row.mask.any())
-        for step, some in written(folder).items()
+        step: min(
+            int(row.versions[row.mask == 1].min())
+            for rollout in step_rollouts
+            for row in rollout.rows
+            if row.mask.any()
+        )
+        for step, step_rollouts in written(folder).items()
     }
     return [step - 1 - version for step, version in oldest.items()]
 
 
 def counted(folder: Path) -> Counter[str]:
     """How often each rollout was trained."""
-    return Counter(rollout.rollout_id for some in written(folder).values() for rollout in some)
+    return Counter(rollout.rollout_id for step_rollouts in written(folder).values() for rollout in step_rollouts)
 
 
 ALL = Counter(f"{step}/{offset}/{sample}" for step in range(1, 13) for offset in range(4) for sample in range(2))
@@ -61,7 +66,7 @@ def test_the_bound_holds_if_not_every_version_is_synced(tmp_path: Path, every: i
     engines = Engines(every)
     settings = ["train.steps=12", "async.max_staleness=3", f"weights.sync_every={every}"]
     train(tmp_path, make_config(*settings), seed=every, engines=engines)
-    pushed = [one for one in engines.paused if one.startswith("push")]
+    pushed = [event for event in engines.paused if event.startswith("push")]
     assert pushed == [f"push {version}" for version in range(0, 13, every)]
     assert max(ages(tmp_path)) == 3
     assert counted(tmp_path) == ALL
@@ -100,7 +105,11 @@ def test_streamed_groups_are_trained_while_others_are_sampled(tmp_path: Path, st
             trained.append(keys)
             weights, keys = 0.0, set()
     live = [read_advantages(tmp_path / "rollouts", step + 1) for step in range(12)]
-    assert trained == [{one for one, advantage in some.items() if advantage} for some in live if any(some.values())]
+    assert trained == [
+        {rollout_name for rollout_name, advantage in by_rollout.items() if advantage}
+        for by_rollout in live
+        if any(by_rollout.values())
+    ]
     shares = [row["async/early_share"] for row in steps(tmp_path)]
     assert max(shares) > 0.3
     assert all(0 <= share <= 1 for share in shares)
@@ -117,10 +126,10 @@ def test_a_learner_that_takes_a_step_for_each_part_is_refused(tmp_path: Path) ->
         train(tmp_path, config, learner=Hasty())
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor | np.ndarray):
-        return bool((one == other).all())
-    return bool(one == other)
+def same(actual: Any, expected: Any) -> bool:
+    if isinstance(actual, torch.Tensor | np.ndarray):
+        return bool((actual == expected).all())
+    return bool(actual == expected)
 
 
 def fields(batch: GlobalBatch) -> list[Any]:
@@ -142,9 +151,9 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None
         for folder in (tmp_path / "plain", tmp_path / "scheduler")
     ]
     assert rows[0] == rows[1]
-    for step, some in written(tmp_path / "plain").items():
+    for step, step_rollouts in written(tmp_path / "plain").items():
         second = written(tmp_path / "scheduler")[step]
-        assert sorted(first.rollout_id for first in some) == sorted(first.rollout_id for first in second)
+        assert sorted(first.rollout_id for first in step_rollouts) == sorted(first.rollout_id for first in second)
         assert read_advantages(tmp_path / "plain" / "rollouts", step) == read_advantages(
             tmp_path / "scheduler" / "rollouts", step
         )
@@ -162,7 +171,7 @@ def test_a_resumed_run_trains_every_group_once(tmp_path: Path, resumed_with: int
     assert ahead, "some groups were trained before others that began earlier"
     run = train(tmp_path, make_config("train.steps=12", f"async.max_staleness={resumed_with}"), seed=9)
     assert run.step == 12
-    tasks = Counter(rollout.prompt_id for some in written(tmp_path).values() for rollout in some)
+    tasks = Counter(rollout.prompt_id for step_rollouts in written(tmp_path).values() for rollout in step_rollouts)
     assert set(tasks.values()) == {2}, "48 of the 50 tasks, each with its two samples"
     assert len(tasks) == 48
     assert (run.position.first, run.position.ahead) == (48, ())
@@ -177,10 +186,14 @@ def test_names_stay_unique_if_a_resumed_run_has_another_batch_size(
         with pytest.raises(LearnerError):
             train(tmp_path, make_config(*settings, f"rollout.batch_size={size}"), learner=FakeLearner(fail_at=trained))
     train(tmp_path, make_config(*settings, f"rollout.batch_size={state_after}"))
-    groups = {rollout.rollout_id.rpartition("/")[0] for some in written(tmp_path).values() for rollout in some}
-    first, rest = 7 * state_before, 5 * state_after  # the seventh step failed, with its batch in the journal
-    assert counted(tmp_path).total() == len(counted(tmp_path)) == 2 * (first + rest)
-    assert groups == {f"{at // state_before + 1}/{at % state_before}" for at in range(first + rest)}
+    groups = {
+        rollout.rollout_id.rpartition("/")[0]
+        for step_rollouts in written(tmp_path).values()
+        for rollout in step_rollouts
+    }
+    first, remaining_tasks = 7 * state_before, 5 * state_after  # the seventh step failed, with its batch in the journal
+    assert counted(tmp_path).total() == len(counted(tmp_path)) == 2 * (first + remaining_tasks)
+    assert groups == {f"{at // state_before + 1}/{at % state_before}" for at in range(first + remaining_tasks)}
 
 
 def test_an_evaluation_has_the_newest_weights(tmp_path: Path) -> None:
@@ -277,7 +290,7 @@ def test_a_synchronous_run_writes_rollouts_as_they_end(tmp_path: Path) -> None:
 
     with pytest.raises(RunStopped, match="enough"):
         train(tmp_path, make_config("train.steps=4"), kind=Fails, engines=engines)
-    assert {step: len(some) for step, some in written(tmp_path).items()} == {1: 8, 2: 2}
+    assert {step: len(step_rollouts) for step, step_rollouts in written(tmp_path).items()} == {1: 8, 2: 2}
 
 
 def test_the_same_samples_are_trained_in_less_time(tmp_path: Path) -> None:

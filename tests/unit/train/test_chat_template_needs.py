@@ -74,12 +74,12 @@ def test_tasks_that_no_conversation_can_begin_with(tmp_path: Path) -> None:
 
 
 def test_prompts_that_leave_no_room_to_answer(tmp_path: Path) -> None:
-    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template_text = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(
         ConfigError, match=r"all 3 prompts that were tried leave no room to answer within rollout\.max_tokens=1;"
     ):
-        check(tmp_path, "needs_no_tools", said, "rollout.max_tokens=1")
-    assert "leave no room" not in check(tmp_path, "needs_no_tools", said)
+        check(tmp_path, "needs_no_tools", template_text, "rollout.max_tokens=1")
+    assert "leave no room" not in check(tmp_path, "needs_no_tools", template_text)
 
 
 @register_env("some_long_prompts")
@@ -95,8 +95,8 @@ class SomeLong(_Plain):
 
 
 def test_some_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
-    said = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    actual = check(tmp_path, "some_long_prompts", said, "rollout.max_tokens=50")
+    template_text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    actual = check(tmp_path, "some_long_prompts", template_text, "rollout.max_tokens=50")
     assert (
         "1 of 3 prompts that were tried leave no room to answer within rollout.max_tokens=50, and are dropped" in actual
     )

@@ -47,13 +47,13 @@ def config(*settings: str) -> Config:
 
 def rollouts(count: int = 12) -> list[Rollout]:
     """Groups of two, whose rewards differ in most of them."""
-    found = []
+    rollouts = []
     for number, row in enumerate(make_rows([10 + 3 * number for number in range(count)])):
         key = RowKey(f"p{number // 2:02}", f"r{number}")
-        found.append(
+        rollouts.append(
             Rollout(key.prompt_id, key.rollout_id, [replace(row, key=key)], number % 3 / 2, StopReason.TERMINATED)
         )
-    return found
+    return rollouts
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +62,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def opened(folder: Path, given: Config, model: Path, checkpoint: Path | None = None) -> Iterator[Trainer]:
+def opened(folder: Path, run_config: Config, model: Path, checkpoint: Path | None = None) -> Iterator[Trainer]:
     """A trainer of three recorded steps, going on from a checkpoint if one is given."""
     learner = LocalLearnerGroup(
-        model if checkpoint is None else checkpoint / "model", given.learner, given.algo, seed=0
+        model if checkpoint is None else checkpoint / "model", run_config.learner, run_config.algo, seed=0
     )
     start = model if checkpoint is None else checkpoint / CRITIC / "model"
-    critic = LocalCritic(start, given.learner, given.algo, seed=0)
+    critic = LocalCritic(start, run_config.learner, run_config.algo, seed=0)
     try:
         folder.mkdir(exist_ok=True)
-        run = trainer(folder, given, learner, rollouts=rollouts())  # type: ignore[arg-type]
+        run = trainer(folder, run_config, learner, rollouts=rollouts())  # type: ignore[arg-type]
         run.steps.critic = critic
         if checkpoint is not None:
             learner.load(checkpoint)
@@ -153,9 +153,9 @@ def test_returns_and_batches_are_of_all_rollouts() -> None:
     returns = training_step(run_config, groups, scores).returns
     for rollout in groups.rollouts_N:
         [row] = rollout.rows
-        there = row.mask.astype(bool)
-        assert advantages[row.key][there] == pytest.approx(rollout.reward - 0.5)
-        assert returns[row.key][there] == pytest.approx(rollout.reward)
+        is_sampled = row.mask.astype(bool)
+        assert advantages[row.key][is_sampled] == pytest.approx(rollout.reward - 0.5)
+        assert returns[row.key][is_sampled] == pytest.approx(rollout.reward)
     batches = training_step(run_config, groups, scores).value_batches()
     assert [{key.rollout_id for micro in batch.micro[0] for key in micro.keys} for batch in batches] == [
         {"r0", "r1"},

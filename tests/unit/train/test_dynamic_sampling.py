@@ -20,19 +20,19 @@ ZERO_VARIANCE = "rollout.filter_groups.filters=[zero_variance]"
 
 def written(folder: Path) -> dict[int, tuple[list[Rollout], list[Rollout]]]:
     """By step: the rollouts that were trained, and those that were filtered."""
-    found = {}
+    by_step = {}
     for step, path in rollout_files(folder).items():
         rollouts = read_rollouts(path)
-        found[step] = ([one for one in rollouts if not one.filtered], [one for one in rollouts if one.filtered])
-    return found
+        by_step[step] = ([one for one in rollouts if not one.filtered], [one for one in rollouts if one.filtered])
+    return by_step
 
 
 def by_task(rollouts: list[Rollout]) -> dict[str, set[float]]:
     """The rewards of each task."""
-    found: dict[str, set[float]] = {}
+    rewards_by_task: dict[str, set[float]] = {}
     for rollout in rollouts:
-        found.setdefault(rollout.prompt_id, set()).add(rollout.reward)
-    return found
+        rewards_by_task.setdefault(rollout.prompt_id, set()).add(rollout.reward)
+    return rewards_by_task
 
 
 def ages(folder: Path) -> list[int]:
@@ -66,15 +66,15 @@ def test_without_staleness_the_batches_do_not_depend_on_latencies(tmp_path: Path
     config = make_config("train.steps=3", ZERO_VARIANCE)
     for seed in (0, 1):
         train(tmp_path / str(seed), config, seed=seed)
-    one, other = (
+    slow_run, fast_run = (
         [
-            [[(rollout.rollout_id, rollout.reward) for rollout in some] for some in step]
+            [[(rollout.rollout_id, rollout.reward) for rollout in step_part] for step_part in step]
             for step in written(tmp_path / str(seed)).values()
         ]
         for seed in (0, 1)
     )
-    assert [trained for trained, _ in one] == [trained for trained, _ in other]
-    assert [sorted(filtered) for _, filtered in one] == [sorted(filtered) for _, filtered in other]
+    assert [trained for trained, _ in slow_run] == [trained for trained, _ in fast_run]
+    assert [sorted(filtered) for _, filtered in slow_run] == [sorted(filtered) for _, filtered in fast_run]
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
@@ -83,7 +83,7 @@ def test_a_resumed_run_samples_no_filtered_group_again(tmp_path: Path, staleness
     with pytest.raises(LearnerError):
         train(tmp_path, config, seed=1, learner=FakeLearner(fail_at=3))
     run = train(tmp_path, config, seed=2)
-    groups = [name for step in written(tmp_path).values() for part in step for name in by_task(part)]
+    groups = [name for step in written(tmp_path).values() for step_part in step for name in by_task(step_part)]
     assert len(groups) == run.position.first + len(run.position.ahead)
     assert len({*groups}) == min(len(groups), 50), "none twice before the tasks' second epoch"
 
@@ -116,9 +116,9 @@ class TimedEngines(Engines):
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
         """Return the script's answer after a while."""
-        found = await super().generate(prompt, params, **names)
+        generation = await super().generate(prompt, params, **names)
         self.ended = asyncio.get_running_loop().time()
-        return found
+        return generation
 
 
 def test_a_step_waits_for_stragglers_up_to_a_limit(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ class Scripted(Evaluator):
         """Measure the policy after a step."""
         self.begun.append(step)
         await asyncio.sleep(self.seconds)
-        found = self.ratings.get(step, 0.0)
-        if isinstance(found, Exception):
-            raise found
-        self._rating, self.ended = found, asyncio.get_running_loop().time()
+        rating = self.ratings.get(step, 0.0)
+        if isinstance(rating, Exception):
+            raise rating
+        self._rating, self.ended = rating, asyncio.get_running_loop().time()
         return []
 
     def standing(self) -> dict[str, float]:
@@ -82,9 +82,9 @@ def test_training_waits_only_for_the_last_evaluation(tmp_path: Path, staleness: 
         "background": [],
         "waits": ["eval.background=false"],
     }.items():
-        given = background("train.steps=6", f"async.max_staleness={staleness}", *changes)
+        run_config = background("train.steps=6", f"async.max_staleness={staleness}", *changes)
         evaluator = Scripted(4.0, {})
-        scripted(tmp_path / name, given, evaluator)
+        scripted(tmp_path / name, run_config, evaluator)
         seconds[name] = evaluator.ended
         assert [row["step"] for row in evaluations(tmp_path / name)] == [2, 4, 6] or name == "only the last"
     assert seconds["background"] == pytest.approx(seconds["only the last"])
@@ -115,8 +115,10 @@ def test_engines_pause_for_a_sync_also_if_only_an_evaluation_runs(tmp_path: Path
 def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path: Path) -> None:
     engines, other_engines = Engines(0), Engines(1)
 
-    given = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
-    train(tmp_path, given, engines=engines, eval_engines=EvalEngines(fleet_of(other_engines), sync_of(other_engines)))
+    run_config = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
+    train(
+        tmp_path, run_config, engines=engines, eval_engines=EvalEngines(fleet_of(other_engines), sync_of(other_engines))
+    )
     assert other_engines.paused == ["push 3", "push 5"]
     rows = evaluations(tmp_path)
     assert [(row["step"], row["eval/lag_max"]) for row in rows] == [(3, 0), (5, 0)]
@@ -132,8 +134,8 @@ def test_one_evaluation_runs_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_goal_that_is_reached_ends_the_run_with_an_evaluation_of_its_last_policy(tmp_path: Path) -> None:
-    given = background("train.steps=9", "train.stop_at={rating: 4}")
-    run = scripted(tmp_path, given, Scripted(0.1, {4: 5.0}))
+    run_config = background("train.steps=9", "train.stop_at={rating: 4}")
+    run = scripted(tmp_path, run_config, Scripted(0.1, {4: 5.0}))
     assert run.step == 5
     assert [(row["step"], row["eval/rating"]) for row in evaluations(tmp_path)] == [(2, 0.0), (4, 5.0), (5, 0.0)]
 
@@ -146,16 +148,16 @@ def test_the_checkpoint_of_the_best_policy_is_kept_until_its_result_and_after(tm
         "train.steps=8", "train.keep_best=rating", "train.eval_every=4" if best == 4 else "train.eval_every=2"
     )
     scripted(tmp_path, result, evaluator)
-    kept = complete_checkpoints(tmp_path / "checkpoints")
-    assert {path.name for path in kept} == {f"step_{step:06d}" for step in {best, 7, 8}}
-    assert [(state["score"], state["evaluated"]) for state in map(read_state, kept) if state["score"] == 5.0] == [
-        (5.0, best)
-    ]
+    kept_checkpoints = complete_checkpoints(tmp_path / "checkpoints")
+    assert {path.name for path in kept_checkpoints} == {f"step_{step:06d}" for step in {best, 7, 8}}
+    assert [
+        (state["score"], state["evaluated"]) for state in map(read_state, kept_checkpoints) if state["score"] == 5.0
+    ] == [(5.0, best)]
 
 
 def test_the_policy_of_an_evaluation_is_saved_if_it_may_be_the_best(tmp_path: Path) -> None:
-    given = background("train.steps=5", "train.keep_best=rating", "train.save_every=0")
-    scripted(tmp_path, given, Scripted(1.0, {2: 5.0}))
+    run_config = background("train.steps=5", "train.keep_best=rating", "train.save_every=0")
+    scripted(tmp_path, run_config, Scripted(1.0, {2: 5.0}))
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == [
         f"step_{step:06d}" for step in (2, 4, 5)
     ]
@@ -163,33 +165,33 @@ def test_the_policy_of_an_evaluation_is_saved_if_it_may_be_the_best(tmp_path: Pa
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_the_failure_of_an_evaluation_ends_the_run_and_a_resume_evaluates_again(tmp_path: Path, step: int) -> None:
-    given = background("train.steps=6", "train.save_every=2")
+    run_config = background("train.steps=6", "train.save_every=2")
     with pytest.raises(EngineError, match="no engine is left"):
-        scripted(tmp_path, given, Scripted(0.1, {step: EngineError("no engine is left")}))
+        scripted(tmp_path, run_config, Scripted(0.1, {step: EngineError("no engine is left")}))
     assert step not in [row["step"] for row in evaluations(tmp_path)]
     again = Scripted(0.1, {})
-    scripted(tmp_path, given, again)
+    scripted(tmp_path, run_config, again)
     assert again.begun == ([4, 6] if step == 2 else [6])
 
 
 def test_an_evaluation_that_a_stop_cuts_is_reported_and_run_again_from_its_checkpoint(tmp_path: Path) -> None:
-    given = background("train.steps=6", "train.save_every=2", "train.eval_every=4")
+    run_config = background("train.steps=6", "train.save_every=2", "train.eval_every=4")
     first = Scripted(1000.0, {})
     with pytest.raises(LearnerError):
-        scripted(tmp_path, given, first, FakeLearner(fail_at=4))
+        scripted(tmp_path, run_config, first, FakeLearner(fail_at=4))
     assert first.begun == [4]
     assert not evaluations(tmp_path)
     again = Scripted(0.1, {})
-    scripted(tmp_path, given, again)
+    scripted(tmp_path, run_config, again)
     assert again.begun == [4, 6]
 
 
 def test_an_evaluation_whose_result_came_after_its_checkpoint_is_not_repeated(tmp_path: Path) -> None:
-    given = background("train.steps=6", "train.save_every=4", "train.eval_every=4")
+    run_config = background("train.steps=6", "train.save_every=4", "train.eval_every=4")
     with pytest.raises(LearnerError):
-        scripted(tmp_path, given, Scripted(0.1, {4: 3.0}), FakeLearner(fail_at=5))
+        scripted(tmp_path, run_config, Scripted(0.1, {4: 3.0}), FakeLearner(fail_at=5))
     again = Scripted(0.1, {})
-    scripted(tmp_path, given, again)
+    scripted(tmp_path, run_config, again)
     assert again.begun == [6]
     assert [row["step"] for row in evaluations(tmp_path)] == [4, 6]
 

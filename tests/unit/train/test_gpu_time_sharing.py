@@ -81,8 +81,8 @@ class World:
 
     def said(self) -> list[str]:
         """What was written down since the last call."""
-        said, self.log = self.log, []
-        return said
+        calls, self.log = self.log, []
+        return calls
 
 
 class Engine:
@@ -93,18 +93,18 @@ class Engine:
         self.refuses = ""
         self.memory = self
 
-    async def _answer(self, what: str) -> None:
+    async def _answer(self, call_name: str) -> None:
         await asyncio.sleep(0)
-        if self.dead or self.refuses == what:
-            raise EngineError(f"{self.name}: no {what}")
-        self.world.log.append(f"{self.name} {what}")
+        if self.dead or self.refuses == call_name:
+            raise EngineError(f"{self.name}: no {call_name}")
+        self.world.log.append(f"{self.name} {call_name}")
 
     async def release(self, cut: str | None) -> None:
         assert cut is None
         await self._answer("release")
 
-    async def resume(self, part: str) -> None:
-        await self._answer(part)
+    async def resume(self, tag: str) -> None:
+        await self._answer(tag)
 
 
 class Learner(FakeLearner):

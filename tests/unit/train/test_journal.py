@@ -40,12 +40,12 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     written = format_of_journal.JournalLog.write
 
     def after(records: int) -> None:
-        left = [records]
+        records_left = [records]
 
         def write(log: format_of_journal.JournalLog, event: str, **fields: Any) -> None:
-            if left[0] <= 0:
+            if records_left[0] <= 0:
                 raise Killed
-            left[0] -= 1
+            records_left[0] -= 1
             written(log, event, **fields)
 
         monkeypatch.setattr(format_of_journal.JournalLog, "write", write)
@@ -65,7 +65,7 @@ def content(batch: GlobalBatch) -> list[Any]:
 
 def check(folder: Path) -> None:
     """Every group of the finished run was trained once."""
-    trained = Counter(rollout.rollout_id for some in rollouts_of(folder).values() for rollout in some)
+    trained = Counter(rollout.rollout_id for step_rollouts in rollouts_of(folder).values() for rollout in step_rollouts)
     expected = {
         f"{step}/{offset}/{sample}" for step in range(1, STEPS + 1) for offset in range(4) for sample in range(2)
     }
@@ -130,7 +130,9 @@ def test_a_journal_that_is_cut_at_any_byte_loses_no_group_and_trains_none_twice(
         shutil.copytree(tmp_path / "run", folder)
         (folder / JOURNAL / LOG).write_bytes(log[:size])
         train(folder, config, seed=number)
-        tasks = Counter(rollout.prompt_id for some in rollouts_of(folder).values() for rollout in some)
+        tasks = Counter(
+            rollout.prompt_id for step_rollouts in rollouts_of(folder).values() for rollout in step_rollouts
+        )
         assert len(tasks) == 4 * STEPS
         assert set(tasks.values()) == {2}, f"cut at byte {size} of {len(log)}"
 
@@ -164,8 +166,8 @@ def test_rollouts_that_all_kept_checkpoints_have_trained_are_removed(tmp_path: P
     kept_paths = sorted(int(path.stem) for path in (tmp_path / JOURNAL / "groups").iterdir())
     state = read_journal(tmp_path)
     assert state is not None
-    needed = sorted(position for step in (5, 6) for position in state.batches[step].positions)
-    assert set(needed) <= set(kept_paths)
+    needed_positions = sorted(position for step in (5, 6) for position in state.batches[step].positions)
+    assert set(needed_positions) <= set(kept_paths)
     assert len(kept_paths) < 24
 
 

@@ -43,7 +43,7 @@ def test_auto_is_the_schedule_of_the_caller() -> None:
 def test_optimizer_steps_of_a_run_are_counted_over_its_training_steps() -> None:
     settings = ["train.steps=5", "train.steps_per_rollout=2", "algo.advantage.name=gae", "algo.critic.warmup_steps=1"]
     linear = ["schedule=linear", "warmup_steps=0", "min_lr_ratio=0"]
-    both = [f"{key}.optimizer.{each}" for key in ("learner", "algo.critic") for each in linear]
+    both = [f"{key}.optimizer.{field_name}" for key in ("learner", "algo.critic") for field_name in linear]
     config = load_config(None, [*settings, *both])
     policy = [step_settings(config).policy_lr_scale(step, index) for step in range(1, 5) for index in range(2)]
     critic = [step_settings(config).critic_lr_scale(step, index) for step in range(5) for index in range(2)]

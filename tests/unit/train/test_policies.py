@@ -17,10 +17,10 @@ from tests.unit.algo.ragged import make_ragged
 
 def rollouts():
     """Return rollouts of two policies, alternately, in groups of both."""
-    found = list(make_ragged(5, sizes=(6, 4), rewards=(0.0, 1.0, 3.0)).groups.rollouts_N)
-    for number, message in enumerate(found):
+    made_rollouts = list(make_ragged(5, sizes=(6, 4), rewards=(0.0, 1.0, 3.0)).groups.rollouts_N)
+    for number, message in enumerate(made_rollouts):
         message.policy = message.role = ("first", "second")[number % 2]
-    return found
+    return made_rollouts
 
 
 def baselines_after(config, groups):
@@ -47,13 +47,15 @@ def test_each_policy_is_trained_as_if_it_were_alone(name, denominator):
     baselines = baselines_after(config, together)
     assert {step.policy for step in steps} == {"first", "second"}
     for policy in ("first", "second"):
-        alone = group_rollouts([one for one in rollouts() if one.policy == policy])
+        alone = group_rollouts([rollout for rollout in rollouts() if rollout.policy == policy])
         expected = training_step(config, alone).advantages
         assert all(np.array_equal(advantages[key], value) for key, value in expected.items())
         mine = [step for step in steps if step.policy == policy]
         other_optimizer_steps = training_step(config, alone).optimizer_steps()
-        assert [(one.index, one.trained) for one in mine] == [(one.index, one.trained) for one in other_optimizer_steps]
-        assert [one.counted for one in mine] == [one.counted for one in other_optimizer_steps]
+        assert [(rollout.index, rollout.trained) for rollout in mine] == [
+            (rollout.index, rollout.trained) for rollout in other_optimizer_steps
+        ]
+        assert [rollout.counted for rollout in mine] == [rollout.counted for rollout in other_optimizer_steps]
         for key, value in baselines_after(config, alone).items():
             assert baselines[key] == value
 
@@ -62,16 +64,18 @@ def test_scores_take_a_batch_of_each_policy():
     config = validate(
         {"algo": {"old_logprobs": "learner"}, "train": {"steps_per_rollout": 2}, "rollout": {"batch_size": 2}}
     )
-    groups, asked = group_rollouts(rollouts()), []
+    groups, requests = group_rollouts(rollouts()), []
 
     class Learner(FakeLearner):
         def logprobs(self, batch, policy="main"):
-            asked.append((batch.policy, {key.rollout_id for micros in batch.micro for m in micros for key in m.keys}))
+            requests.append(
+                (batch.policy, {key.rollout_id for micros in batch.micro for m in micros for key in m.keys})
+            )
             return super().logprobs(batch, policy)
 
     actual_rollouts = score_rollouts(step_settings(config), groups, Learner({"w": torch.ones(1)}))
-    assert [policy for policy, _ in asked] == ["first", "second"]
-    for policy, ids in asked:
+    assert [policy for policy, _ in requests] == ["first", "second"]
+    for policy, ids in requests:
         assert ids == {rollout.rollout_id for rollout in groups.rollouts_N if rollout.policy == policy}
     assert actual_rollouts.learner.keys() == {row.key for row in groups.rows if row.mask[1:].any()}
 

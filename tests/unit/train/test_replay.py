@@ -65,20 +65,20 @@ def config(*overrides: str) -> Config:
 
 
 async def train(
-    folder: Path, samples: Path, learner: FakeLearner, given: Config, state: dict[str, float] | None = None
+    folder: Path, samples: Path, learner: FakeLearner, run_config: Config, state: dict[str, float] | None = None
 ) -> Trainer:
     with (
         Interrupt(print) as interrupt,
-        ProgressView(Console(quiet=True), given.train.steps, "plain") as view,
+        ProgressView(Console(quiet=True), run_config.train.steps, "plain") as view,
         MetricsLog(folder, resume_after=state["step"] if state else None) as metrics,  # type: ignore[arg-type]
     ):
         source = Replay(
-            given,
-            RecordedRollouts(samples, given.rollout.batch_size),
-            SampleCheck(VOCABULARY, Letters(), given.sampler.temperature),  # type: ignore[arg-type]
+            run_config,
+            RecordedRollouts(samples, run_config.rollout.batch_size),
+            SampleCheck(VOCABULARY, Letters(), run_config.sampler.temperature),  # type: ignore[arg-type]
             interrupt,
         )
-        steps = StepTrainer(step_settings(given), source, learner, RunEstimators(given.algo.by_source), view)
+        steps = StepTrainer(step_settings(run_config), source, learner, RunEstimators(run_config.algo.by_source), view)
         trainer = Trainer(steps, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
         if state:
             trainer.step, trainer.position = int(state["step"]), TaskPosition(int(state["position"]))
@@ -135,14 +135,16 @@ def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
         "sampler.temperature=0.7", "learner.ranks=2", "batch.tokens_per_micro=8", "batch.aggregation=rollout_mean"
     )
     rollouts = groups("a", "b")
-    for each in rollouts:
-        each.rows[0] = replace(each.rows[0], temperature=0.7)
+    for rollout in rollouts:
+        rollout.rows[0] = replace(rollout.rows[0], temperature=0.7)
     learner = FakeLearner()
     asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, run_config))
     [batch] = learner.batches
     assert (batch.temperature, len(batch.micro)) == (0.7, 2)
     keys = [micro.keys for share in batch.micro for micro in share]
-    assert all(len(each) <= 1 for each in keys), "a row is longer than 8 tokens, so it has a micro-batch for itself"
+    assert all(len(rollout) <= 1 for rollout in keys), (
+        "a row is longer than 8 tokens, so it has a micro-batch for itself"
+    )
     total = dict.fromkeys(("a/0", "a/1", "b/0", "b/1"), 0.0)
     for micro in (micro for share in batch.micro for micro in share):
         for number, key in enumerate(micro.keys):
@@ -150,8 +152,8 @@ def test_batches_are_packed_as_the_run_says(tmp_path: Path) -> None:
     assert total == pytest.approx(dict.fromkeys(total, 0.25))
 
 
-@pytest.mark.parametrize(("rule", "left"), [("strict", 0.0), ("warn", 1.0)])
-def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, rule: str, left: float) -> None:
+@pytest.mark.parametrize(("rule", "tokens_left"), [("strict", 0.0), ("warn", 1.0)])
+def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, rule: str, tokens_left: float) -> None:
     rollouts = groups("a", "b")
     row = rollouts[0].rows[0]
     row.versions[int(row.mask.argmax())] = -1
@@ -159,8 +161,8 @@ def test_the_rule_for_tokens_that_no_engine_sampled_is_the_runs(tmp_path: Path, 
     run_config = config(f"train.provenance={rule}")
     asyncio.run(train(tmp_path, samples_file(tmp_path, rollouts), learner, run_config))
     [batch] = learner.batches
-    assert batch.metrics["train/provenance_faults"] == left
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/provenance_faults"] == left
+    assert batch.metrics["train/provenance_faults"] == tokens_left
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["train/provenance_faults"] == tokens_left
 
 
 @pytest.mark.parametrize(("fail_at", "saved"), [(2, 1), (3, None)])

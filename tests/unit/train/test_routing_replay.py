@@ -59,7 +59,7 @@ def of_transformers(folder: Path) -> Row:
     for number, layer in enumerate(hf.model.layers):
         if hasattr(layer.mlp, "experts"):
             layer.mlp.gate.register_forward_hook(
-                lambda *given, at=number: experts.__setitem__((slice(None), at), given[-1][2])
+                lambda *hook_arguments, at=number: experts.__setitem__((slice(None), at), hook_arguments[-1][2])
             )
     ids = torch.from_numpy(row.token_ids).long()
     with torch.no_grad():
@@ -96,8 +96,8 @@ async def generate(
     scheduler: Scheduler, prompt: tuple[int, ...], params: SamplingParams, vocabulary: Vocabulary
 ) -> Generation:
     body = generate_body(list(prompt), params, NEW, "q") | experts_options(params, None)
-    [given], _ = parse_generate(body)
-    request = scheduler.submit(given)
+    [generate_input], _ = parse_generate(body)
+    request = scheduler.submit(generate_input)
     await request.done
     reply = scheduler.reply(request)
     silent = reply | {"meta_info": {key: value for key, value in reply["meta_info"].items() if key != "routed_experts"}}
@@ -122,10 +122,10 @@ def changed(sampled: tuple[str, Path, Row], tmp_path_factory: pytest.TempPathFac
         elif family == "qwen3_moe" and name.endswith("mlp.gate.weight"):
             tensor[unused] = torch.randn(tensor.shape[1], generator=generator) * 5
 
-    other = tmp_path_factory.mktemp("changed") / "model"
-    shutil.copytree(folder, other)
-    change(folder, other, other_choice)
-    return other
+    changed_folder = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(folder, changed_folder)
+    change(folder, changed_folder, other_choice)
+    return changed_folder
 
 
 def change(folder: Path, other_path: Path, edit: Callable[[str, torch.Tensor], object]) -> None:
@@ -167,11 +167,11 @@ def test_experts_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algo\.routing_replay=true, but .* model_type='qwen2'"):
         read_routing(dense)
     scheduler = Scheduler(Model(dense, torch.float32, 2, 32), STOPS, 2, 0, "0")
-    [given], _ = parse_generate(
+    [generate_input], _ = parse_generate(
         {"input_ids": [1], "return_routed_experts": True, "sampling_params": {"max_new_tokens": 1}}
     )
     with pytest.raises(BadRequestError, match="the model has no experts"):
-        scheduler.submit(given)
+        scheduler.submit(generate_input)
 
 
 def test_the_payload_of_qwen3_30b_a3b() -> None:

@@ -110,32 +110,32 @@ def run(
 def compared(rollout: Rollout) -> dict[str, Any]:
     """All but the times."""
     rows = [dataclasses.astuple(row) for row in rollout.rows]
-    plain = [[part.tolist() if isinstance(part, np.ndarray) else part for part in row] for row in rows]
+    plain = [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in rows]
     actual = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
     return actual | {"rows": plain, "seconds": 0, "tool_seconds": 0}
 
 
 def test_a_killed_group_goes_on_where_it_was(tmp_path: Path) -> None:
-    whole, asked = run(opened(tmp_path / "whole"), Resumable)
-    assert len(asked) == 9
+    full_rollouts, requests = run(opened(tmp_path / "whole"), Resumable)
+    assert len(requests) == 9
     assert not (tmp_path / "whole/journal/episodes/00000000").exists(), "the group has finished"
     with pytest.raises(Killed):
         run(opened(tmp_path / "cut"), Resumable, kill=("1/0/2", 2))
-    rollouts, asked = run(opened(tmp_path / "cut"), Resumable, turns={"1/0/2": 2})
-    assert asked == ["1/0/2/2", "1/0/2/3"], "two episodes had ended, two turns of the third were saved"
-    assert list(map(compared, rollouts)) == list(map(compared, whole))
+    rollouts, requests = run(opened(tmp_path / "cut"), Resumable, turns={"1/0/2": 2})
+    assert requests == ["1/0/2/2", "1/0/2/3"], "two episodes had ended, two turns of the third were saved"
+    assert list(map(compared, rollouts)) == list(map(compared, full_rollouts))
     again = opened(tmp_path / "cut")
-    assert list(map(compared, again.read_group(0))) == list(map(compared, whole))
+    assert list(map(compared, again.read_group(0))) == list(map(compared, full_rollouts))
     again.close()
 
 
 def test_an_episode_whose_environment_has_no_state_begins_again(tmp_path: Path) -> None:
-    whole, _ = run(opened(tmp_path / "whole"), Stateless)
+    full_rollouts, _ = run(opened(tmp_path / "whole"), Stateless)
     with pytest.raises(Killed):
         run(opened(tmp_path / "cut"), Stateless, kill=("1/0/2", 2))
-    rollouts, asked = run(opened(tmp_path / "cut"), Stateless)
-    assert asked == [f"1/0/2/{turn}" for turn in range(4)]
-    assert list(map(compared, rollouts)) == list(map(compared, whole))
+    rollouts, requests = run(opened(tmp_path / "cut"), Stateless)
+    assert requests == [f"1/0/2/{turn}" for turn in range(4)]
+    assert list(map(compared, rollouts)) == list(map(compared, full_rollouts))
 
 
 def test_states_of_a_newer_policy_or_another_task_are_not_used(tmp_path: Path) -> None:
@@ -152,14 +152,14 @@ def test_states_of_a_newer_policy_or_another_task_are_not_used(tmp_path: Path) -
 
 
 def test_saving_takes_a_small_share_of_the_time(tmp_path: Path) -> None:
-    now = [100.0]
-    episodes = SavedEpisodes(tmp_path, 30.0, 0, clock=lambda: now[0])
+    time_s = [100.0]
+    episodes = SavedEpisodes(tmp_path, 30.0, 0, clock=lambda: time_s[0])
     assert not SavedEpisodes(tmp_path, None, 0).may_save(0.0)
-    now[0] = 129.0
+    time_s[0] = 129.0
     assert not episodes.may_save(100.0), "29 s have passed"
-    now[0] = 130.0
+    time_s[0] = 130.0
     assert episodes.may_save(100.0)
     episodes.add(1.0)
     assert not episodes.may_save(100.0), "1 s of 30 s"
-    now[0] = 100.0 + 1.0 / SHARE
+    time_s[0] = 100.0 + 1.0 / SHARE
     assert episodes.may_save(100.0)

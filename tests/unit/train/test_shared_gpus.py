@@ -42,31 +42,36 @@ class SharedEngines(Engines):
             self.cut.clear()
         assert self.running == 0
 
-    async def _resume(self, part: str) -> None:
-        if part == "kv_cache":
+    async def _resume(self, tag: str) -> None:
+        if tag == "kv_cache":
             self.held.set()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **names: Any) -> Generation:
         """Return the script's answer, with the versions that sampled its tokens."""
         clock, total = asyncio.get_running_loop(), min(60.0, self.latency.lognormvariate(0.0, 1.5))
-        left, parts = total, []
-        while left > 1e-6:
+        remaining_s, parts = total, []
+        while remaining_s > 1e-6:
             await self.held.wait()
             begin, self.running = clock.time(), self.running + 1
-            parts.append((1 - left / total, self.version))
+            parts.append((1 - remaining_s / total, self.version))
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_s):
                     await self.cut.wait()
             except TimeoutError:
                 break
             finally:
                 self.running -= 1
-            left -= clock.time() - begin
-        whole = await ScriptedSampler.generate(self, prompt, params, **names)
-        count = len(whole.token_ids)
+            remaining_s -= clock.time() - begin
+        full_generation = await ScriptedSampler.generate(self, prompt, params, **names)
+        count = len(full_generation.token_ids)
         spans = dict.fromkeys([0], parts[0][1]) | {int(share * count): version for share, version in parts}
         return Generation(
-            whole.token_ids, whole.logprobs, whole.finish_reason, tuple(spans.items()), 0, names["request_id"]
+            full_generation.token_ids,
+            full_generation.logprobs,
+            full_generation.finish_reason,
+            tuple(spans.items()),
+            0,
+            names["request_id"],
         )
 
 

@@ -43,7 +43,7 @@ def step() -> list[Rollout]:
 
 
 def of(name: str, rollouts: list[Rollout]) -> RolloutGroups:
-    return group_rollouts(one for one in rollouts if one.prompt_id.startswith(f"{name}/"))
+    return group_rollouts(rollout for rollout in rollouts if rollout.prompt_id.startswith(f"{name}/"))
 
 
 def test_each_source_has_the_advantages_that_it_would_have_alone() -> None:
@@ -51,11 +51,13 @@ def test_each_source_has_the_advantages_that_it_would_have_alone() -> None:
         "math": ("advantage.name=rloo", "overlong={max_tokens: 8, buffer_tokens: 4}"),
         "search": ("advantage.name=reinforce_plus_plus_baseline", "loss.name=gspo"),
     }
-    run_config = mixed(*(f"sources.{name}.algo.{each}" for name, setting in settings.items() for each in setting))
+    run_config = mixed(
+        *(f"sources.{name}.algo.{override}" for name, setting in settings.items() for override in setting)
+    )
     actual = training_step(run_config, group_rollouts(step())).advantages
     expected: RowAdvantages = {}
     for name, setting in settings.items():
-        expected |= training_step(plain(*(f"algo.{each}" for each in setting)), of(name, step())).advantages
+        expected |= training_step(plain(*(f"algo.{override}" for override in setting)), of(name, step())).advantages
     assert actual.keys() == expected.keys()
     assert all(np.array_equal(actual[key], expected[key]) for key in expected)
     together = training_step(
@@ -74,7 +76,7 @@ def test_a_source_without_rollouts_in_a_step_is_left_out() -> None:
 
 
 def test_the_critic_learns_from_the_sources_that_need_it() -> None:
-    run_config = mixed(*(f"sources.math.{each}" for each in OF_GAE), "algo.critic.warmup_steps=1")
+    run_config = mixed(*(f"sources.math.{override}" for override in OF_GAE), "algo.critic.warmup_steps=1")
     assert step_settings(run_config).needs_scores
     everything = group_rollouts(step())
     scores = StepScores(values={row.key: np.full(len(row.mask), 0.5, np.float32) for row in everything.rows})
@@ -141,7 +143,7 @@ def test_a_replayed_run_is_mixed_as_it_was_recorded(tmp_path: Path) -> None:
     assert [row["train/search/reward"] for row in steps(tmp_path)] == [0.5, 0.5]
     assert {number for batch in learner.batches for micro in batch.micro[0] for number in micro.sources} == {0, 1}
     again = read_rollouts(samples_file(tmp_path, recorded, "again.jsonl"))
-    assert [one.prompt_id for one in again] == [one.prompt_id for one in recorded]
+    assert [rollout.prompt_id for rollout in again] == [rollout.prompt_id for rollout in recorded]
 
 
 def test_recorded_tasks_of_no_source_are_refused(tmp_path: Path) -> None:
@@ -150,9 +152,9 @@ def test_recorded_tasks_of_no_source_are_refused(tmp_path: Path) -> None:
 
 
 def test_that_nothing_is_trained_is_explained_by_all_estimators() -> None:
-    flat = [replace(one, reward=1.0) for one in step()]
-    some = ("sources.math.algo.advantage.name=reinforce_plus_plus", "rollout.n_samples_per_prompt=1")
+    flat = [replace(rollout, reward=1.0) for rollout in step()]
+    settings = ("sources.math.algo.advantage.name=reinforce_plus_plus", "rollout.n_samples_per_prompt=1")
     assert compares_groups(mixed().algo)
-    assert not compares_groups(mixed(*some).algo)
+    assert not compares_groups(mixed(*settings).algo)
     assert "equal rewards" in training_step(load_config(None, ["sources.math={}"]), flat).why_untrained()
-    assert "equal rewards" in training_step(mixed(*some), flat).why_untrained()
+    assert "equal rewards" in training_step(mixed(*settings), flat).why_untrained()

@@ -43,7 +43,7 @@ ALONE = ["algo.distillation.reward_coef=0", "algo.distillation.teachers.a.url=ht
 
 def row(prompt: Sequence[int], parts: Sequence[tuple[Sequence[int], bool]], *, name: str = "r", number: int = 0) -> Row:
     """A row of a prompt and of parts, each sampled (True) or observed."""
-    sampled = [False] * len(prompt) + [one for ids, one in parts for _ in ids]
+    sampled = [False] * len(prompt) + [is_sampled for ids, is_sampled in parts for _ in ids]
     mask = np.array(sampled, np.uint8)
     return Row(
         key=RowKey("p", name, row=number),
@@ -73,9 +73,11 @@ class Positions:
         return -np.arange(start, len(token_ids), dtype=np.float32)
 
 
-def scored(config: Config, teachers: dict[str, Teacher], *given: Rollout, learner: LearnerGroup | None = None) -> Any:
+def scored(
+    config: Config, teachers: dict[str, Teacher], *given_rollouts: Rollout, learner: LearnerGroup | None = None
+) -> Any:
     return asyncio.run(
-        Teachers(config.algo.distillation, teachers).score(group_rollouts(given), learner or FakeLearner(), 0)
+        Teachers(config.algo.distillation, teachers).score(group_rollouts(given_rollouts), learner or FakeLearner(), 0)
     )
 
 
@@ -366,13 +368,13 @@ def test_self_distillation_moves_probability_towards_the_privileged_answer(polic
         assert next_token_before[LETTERS].max() < 0.5
         assert next_token(learner, config, prompt_of("q c"))[LETTERS[2]] > 0.8
         for step in range(steps):
-            given = []
+            rollouts = []
             for number, token in enumerate(random.choice(VOCABULARY, 16, p=now / now.sum())):
                 one = row(plain, [([int(token)], True)], name=f"{step}/{number}")
                 one.logprobs[-1] = np.log(now[token])
-                given.append(rollout(one, messages=(Message("user", "q"),), label="c"))
-            scored = asyncio.run(teachers.score(group_rollouts(given), learner, pack_options(config, 0)))
-            train(config, learner, given, StepScores(teachers=scored))
+                rollouts.append(rollout(one, messages=(Message("user", "q"),), label="c"))
+            scored = asyncio.run(teachers.score(group_rollouts(rollouts), learner, pack_options(config, 0)))
+            train(config, learner, rollouts, StepScores(teachers=scored))
             now = next_token(learner, config, plain)
     finally:
         learners.close()

@@ -96,7 +96,7 @@ class Engines(Replay):
 
 def trainer(
     folder: Path,
-    given: Config,
+    run_config: Config,
     learner: FakeLearner,
     *,
     rollouts: Sequence[Rollout] | None = None,
@@ -106,20 +106,20 @@ def trainer(
     **options: object,
 ) -> Trainer:
     """A trainer of a run in ``folder``, with three steps of recorded rollouts if no others are given."""
-    recorded = RecordedRollouts(samples_file(folder, rollouts or groups(*"abcdef")), given.rollout.batch_size)
-    source = Engines(given, recorded, Unchecked(), interrupt or Interrupt(print), **options)  # type: ignore[arg-type]
+    recorded = RecordedRollouts(samples_file(folder, rollouts or groups(*"abcdef")), run_config.rollout.batch_size)
+    source = Engines(run_config, recorded, Unchecked(), interrupt or Interrupt(print), **options)  # type: ignore[arg-type]
     view = ProgressView(console or Console(quiet=True), source.steps, "plain")
     checkpoints = Checkpoints(folder / "run" / "checkpoints", keep=3)
     metrics = MetricsLog(folder / "run", resume_after=resume_after)
-    estimators, evaluator = RunEstimators(given.algo.by_source), cast("Evaluator", source)
-    steps = StepTrainer(step_settings(given), source, learner, estimators, view)
+    estimators, evaluator = RunEstimators(run_config.algo.by_source), cast("Evaluator", source)
+    steps = StepTrainer(step_settings(run_config), source, learner, estimators, view)
     return Trainer(steps, checkpoints, metrics, view, evaluator=evaluator)
 
 
-def resumed(folder: Path, given: Config) -> Trainer:
+def resumed(folder: Path, run_config: Config) -> Trainer:
     """A trainer that goes on from the last checkpoint of the run."""
     state = saved_state(folder)
-    run = trainer(folder, given, FakeLearner(), resume_after=state["step"])
+    run = trainer(folder, run_config, FakeLearner(), resume_after=state["step"])
     run.step = run.saved = state["step"]
     run.position, run.evaluations.step = TaskPosition(state["position"]), state["evaluated"]
     run.steps.estimators.load_state(state["estimators"])

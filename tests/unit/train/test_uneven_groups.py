@@ -43,7 +43,7 @@ def advantages(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
 
 def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
     """By rollout, the advantage that its trained tokens carry in the packed batches."""
-    found: dict[str, float] = {}
+    by_batch: dict[str, float] = {}
     groups = group_rollouts(rollouts)
     step = training_step(config, groups)
     for optimizer_step in step.optimizer_steps():
@@ -53,8 +53,8 @@ def in_batches(config: Config, rollouts: list[Rollout]) -> dict[str, float]:
         for micro in (micro for rank in batch.micro for micro in rank):
             for number, key in enumerate(micro.keys):
                 [value] = set(micro.advantages_L[(micro.row_L == number) & micro.mask_L].tolist())
-                found[key.rollout_id] = value
-    return found
+                by_batch[key.rollout_id] = value
+    return by_batch
 
 
 def test_a_batch_of_uneven_groups_by_hand():

@@ -81,7 +81,10 @@ def test_engines_get_the_adapters_of_all_policies(tmp_path: Path) -> None:
         sent.fingerprint != asyncio.run(AdapterSync(CONFIG).sync_weights(Learner("down_proj"), [engine], 3)).fingerprint
     )
     asyncio.run(AdapterSync(config).sync_weights(Learner("down_proj"), [engine], 3))
-    assert {name: float(one.tensors[0][1][0, 0]) for name, one in engine.all.items()} == {"first": 5, "second": 6}
+    assert {name: float(adapter.tensors[0][1][0, 0]) for name, adapter in engine.all.items()} == {
+        "first": 5,
+        "second": 6,
+    }
     assert [*engine.all] == ["first", "second"]
     made = with_adapters(SamplerConfig(), config, make_model(tmp_path / "model"))
     assert made.sglang["max_loras_per_batch"] == 4

@@ -93,7 +93,7 @@ def test_a_fingerprint_differs_if_bytes_differ(data, changes):
     for at, value in changes:
         if at < len(data):
             changed[at] = changed[at] + value & 255
-    flats = [torch.tensor(list(one), dtype=torch.uint8) for one in (data, changed)]
+    flats = [torch.tensor(list(content), dtype=torch.uint8) for content in (data, changed)]
     same = sorted(words(data)) == sorted(words(changed))
     assert (fingerprint(flats[0]) == fingerprint(flats[1])) == same
 
@@ -354,7 +354,11 @@ def test_checksums_know_how_engines_keep_weights():
     torch.manual_seed(0)
     sent = [
         ("m.embed_tokens.weight", torch.randn(10, 4)),
-        *((f"m.layers.0.attn.{part}_proj.{kind}", torch.randn(4, 4)) for part in "qkv" for kind in ("weight", "bias")),
+        *(
+            (f"m.layers.0.attn.{projection}_proj.{kind}", torch.randn(4, 4))
+            for projection in "qkv"
+            for kind in ("weight", "bias")
+        ),
         ("m.layers.0.attn.o_proj.weight", torch.randn(4, 4)),
     ]
     sums = Checksums(["sha256"])
@@ -362,7 +366,8 @@ def test_checksums_know_how_engines_keep_weights():
     sums.add(sent[3:])
     named = dict(sent)
     full_cat_by_name = {
-        kind: torch.cat([named[f"m.layers.0.attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
+        kind: torch.cat([named[f"m.layers.0.attn.{projection}_proj.{kind}"] for projection in "qkv"])
+        for kind in ("weight", "bias")
     }
     values = {
         "m.embed_tokens.weight": torch.cat([sent[0][1], torch.zeros(54, 4)]),

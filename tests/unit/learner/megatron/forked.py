@@ -78,8 +78,8 @@ def main() -> None:
             child, status = os.wait()
             running.discard(child)
             if status:
-                for other in running:
-                    os.kill(other, signal.SIGKILL)
+                for process in running:
+                    os.kill(process, signal.SIGKILL)
 
 
 def run_rank(function: Callable[[Path], Any], folder: Path, rank: int, ranks: int) -> int:
@@ -97,10 +97,10 @@ def run_rank(function: Callable[[Path], Any], folder: Path, rank: int, ranks: in
         store = dist.FileStore(str(folder / f"{function.__name__}.store"), ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
         with cases.computing_on(cases.CPU):
-            found = function(folder)
+            result = function(folder)
         dist.barrier()
         if rank == 0:
-            torch.save(found, folder / f"{function.__name__}.pt")
+            torch.save(result, folder / f"{function.__name__}.pt")
         dist.destroy_process_group()
     except BaseException:
         traceback.print_exc()

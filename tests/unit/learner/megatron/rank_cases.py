@@ -55,14 +55,14 @@ def new_head(folder: Path) -> RowScores:
 
 def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
-    found = {name: _computed(folder / "qwen3", name, options) for name, options in TWO.items()}
-    return found | {name: _computed(folder / "experts", name, options) for name, options in TWO_OF_EXPERTS.items()}
+    results = {name: _computed(folder / "qwen3", name, options) for name, options in TWO.items()}
+    return results | {name: _computed(folder / "experts", name, options) for name, options in TWO_OF_EXPERTS.items()}
 
 
 def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Metrics of the step after a checkpoint, of those that load it, and of those that write it: a policy, and a critic that
     sleeps."""
-    found = {}
+    results = {}
     for name, options in RESUMED.items():
         config = learner_config("megatron", options, 2)
         batches, steps = make_batches(make_backend(config).data_parallel_size), {}
@@ -70,7 +70,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
         for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
             rank, checkpoint = make(model, MegatronRank, config), folder / f"checkpoint of {kind}"
             batch = replace(batches[kind], micro=(batches[kind].micro[rank.data_parallel_rank],))
-            if not found:
+            if not results:
                 rank.train_step(batch)
                 if kind == "value":
                     rank.sleep()
@@ -80,9 +80,9 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
                 rank.load(checkpoint)
             steps[kind] = rank.train_step(batch)  # what is written is the state before it
             rank.finish_save()
-        found[name] = steps
+        results[name] = steps
         parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def four_ranks(folder: Path) -> dict[str, Found]:
@@ -95,7 +95,7 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     recompute = next((each for each in ("selective", "full") if each in name.split(", ")), "none")
     config = learner_config("megatron", options, dist.get_world_size()).model_copy(update={"recompute": recompute})
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
-    found = compute(rank, critic, make_backend(config).data_parallel_size)
+    computed = compute(rank, critic, make_backend(config).data_parallel_size)
     weights = {spec.name: torch.empty(spec.shape) for spec in rank.specs()}
     rank.gather([*weights.items()])
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).digest()
@@ -103,11 +103,11 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     dist.all_gather_object(digests, digest)
     assert len({*digests}) == 1, "each rank gathers the same weights"
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    assert all(each.metrics == found.metrics for each in everywhere)
+    dist.all_gather_object(everywhere, computed)
+    assert all(each.metrics == computed.metrics for each in everywhere)
     parallel_state.destroy_model_parallel()
     return Found(
-        found.metrics, *(_together([getattr(each, name) for each in everywhere]) for name in ("logprobs", "values"))
+        computed.metrics, *(_together([getattr(each, name) for each in everywhere]) for name in ("logprobs", "values"))
     )
 
 

@@ -110,7 +110,7 @@ def make_batches(shares: int) -> dict[str, GlobalBatch]:
 
 def make_parts(shares: int) -> list[GlobalBatch]:
     """Return the batch of an optimizer step in two parts, a rollout each."""
-    rows, found = batch_rows(), []
+    rows, parts = batch_rows(), []
     for name, more in (("r0", {"completes": False}), ("r1", {"gradient_scale": 1 / count_units(rows, "token_mean")})):
         result = [row for row in rows if row.key.rollout_id == name]
         options: dict[str, Any] = {
@@ -120,8 +120,8 @@ def make_parts(shares: int) -> list[GlobalBatch]:
             "units": 1,
             **more,
         }
-        found.append(pack_rows(result, {"r0": -1.5, "r1": 0.7}, **options))
-    return found
+        parts.append(pack_rows(result, {"r0": -1.5, "r1": 0.7}, **options))
+    return parts
 
 
 def compute(policy: Any, critic: Any, shares: int) -> Found:
@@ -137,7 +137,7 @@ def compute(policy: Any, critic: Any, shares: int) -> Found:
         policy.loss = BatchLoss(algo_of(name), policy.device)
         metrics[name] = policy.train_step(batches[name])
     if not policy.config.megatron.get("overlap_grad_reduce"):  # which adds gradients over ranks within a part
-        _, metrics["parts"] = (policy.train_step(share_of(part)) for part in make_parts(shares))
+        _, metrics["parts"] = (policy.train_step(share_of(batch_part)) for batch_part in make_parts(shares))
     metrics["value"] = critic.train_step(batches["value"])
     return Found(metrics, logprobs, critic.values(batches["value"]))
 

@@ -102,7 +102,7 @@ def test_a_checkpoint_of_a_sleeping_learner_goes_on_in_other_layouts(
             assert has[kind][key] == pytest.approx(value, rel=1e-5, abs=1e-5), (name, key)
     model = folder / f"checkpoint of {kind}" / "model"
     begun_from = folder / "experts" if kind == "grpo" else critic_of(folder / "qwen3")
-    written, begun = (load_file(each / "model.safetensors") for each in (model, begun_from))
+    written, begun = (load_file(model_folder / "model.safetensors") for model_folder in (model, begun_from))
     assert {key: value.shape for key, value in written.items()} == {key: value.shape for key, value in begun.items()}
     assert any((written[key] != begun[key]).any() for key in begun)
     assert json.loads((model / "config.json").read_text()).get("id2label") == labels

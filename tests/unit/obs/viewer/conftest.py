@@ -6,14 +6,14 @@ from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, Sto
 
 def build(pieces, number=0, prompt_id="p", **changes):
     """A rollout whose one row is `pieces`: (provenance, mask reason, [ids])."""
-    ids = [token for _, _, some in pieces for token in some]
+    ids = [token for _, _, tokens in pieces for token in tokens]
     who = (
-        np.concatenate([np.full(len(some), kind, np.uint8) for kind, _, some in pieces])
+        np.concatenate([np.full(len(tokens), kind, np.uint8) for kind, _, tokens in pieces])
         if pieces
         else np.zeros(0, "u1")
     )
     why = (
-        np.concatenate([np.full(len(some), kind, np.uint8) for _, kind, some in pieces])
+        np.concatenate([np.full(len(tokens), kind, np.uint8) for _, kind, tokens in pieces])
         if pieces
         else np.zeros(0, "u1")
     )
@@ -30,13 +30,13 @@ def build(pieces, number=0, prompt_id="p", **changes):
         requests=np.where(sampled, stretch, -1).astype(np.int32),
         request_ids=tuple(f"q{n}" for n in range(int(stretch.max(initial=-1)) + 1)),
     )
-    given = {
+    fields = {
         "reward": 0.5,
         "stop_reason": StopReason.TERMINATED,
         "prompt": "What?",
         "sampled_tokens": int(sampled.sum()),
     }
-    return Rollout(prompt_id, f"r{number}", [row] if pieces else [], **(given | changes))
+    return Rollout(prompt_id, f"r{number}", [row] if pieces else [], **(fields | changes))
 
 
 @pytest.fixture

@@ -81,10 +81,12 @@ def test_log_probabilities_beyond_half_precision_are_infinite(make_rollout):
 def test_texts_are_kept_only_without_tokens(make_rollout, pieces):
     turns = [Turn("say", "hear", FinishReason.STOP, 0.5)]
     failure = Failure(FailureKind.TOOL, "ToolFailure", "gone")
-    whole = unpack(pack_rollout(make_rollout(pieces, turns=turns, label="Paris", metadata={"hops": 2}), Vocabulary()))
+    full_rollout = unpack(
+        pack_rollout(make_rollout(pieces, turns=turns, label="Paris", metadata={"hops": 2}), Vocabulary())
+    )
     bare = unpack(pack_rollout(make_rollout([], turns=turns, failure=failure), Vocabulary()))
-    assert whole["turns"] == [{"finish": "stop", "reward": 0.5}]
-    assert (whole["prompt"], whole["label"], whole["metadata"]) == (None, "Paris", {"hops": 2})
+    assert full_rollout["turns"] == [{"finish": "stop", "reward": 0.5}]
+    assert (full_rollout["prompt"], full_rollout["label"], full_rollout["metadata"]) == (None, "Paris", {"hops": 2})
     assert (bare["prompt"], bare["turns"][0]["action"], bare["turns"][0]["observation"]) == ("What?", "say", "hear")
     assert bare["failure"] == {"kind": "tool", "error": "ToolFailure", "message": "gone"}
 

@@ -107,7 +107,8 @@ def test_index_columns(make_rollout, pieces):
 
 def test_what_tells_prompts_apart():
     prompts = [
-        f"Answer the question. Question: What is {what}?\nassistant\n" for what in ("the age of A", "the town of B")
+        f"Answer the question. Question: What is {subject}?\nassistant\n"
+        for subject in ("the age of A", "the town of B")
     ]
     assert differences(prompts) == ["age of A?", "town of B?"]
     assert differences(["same words", "same words"]) == ["same words", "same words"]

@@ -14,10 +14,10 @@ def words(ids):
     return [f" w{token}" for token in ids]
 
 
-def drawn(what, color=False):
+def drawn(printed, color=False):
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=color, color_system="standard" if color else None)
-    console.print(what)
+    console.print(printed)
     return out.getvalue()
 
 
@@ -55,19 +55,19 @@ def test_without_a_tokenizer_the_turns_are_shown(make_rollout, pieces):
 
 
 def test_hostile_text_does_nothing_to_the_terminal(make_rollout, pieces):
-    def drawn(what):
+    def drawn(printed_value):
         out = io.StringIO()
-        make_console(file=out).print(what)
+        make_console(file=out).print(printed_value)
         return out.getvalue()
 
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
     rollout = make_rollout(pieces, evil, evil, label=evil, turns=[Turn(evil, "", FinishReason.STOP)])
     entry = Entry(1, rollout)
-    for what in (
+    for printed_value in (
         rollout_view(entry, lambda ids: [evil] * len(ids)),
         tokens_table(entry, lambda ids: [evil] * len(ids)),
     ):
-        assert not {"\x1b", "\x07", "\x9b", "\r"} & set(drawn(what))
+        assert not {"\x1b", "\x07", "\x9b", "\r"} & set(drawn(printed_value))
     assert "␛[2J" in drawn(rollout_view(entry, "none"))
 
 
