@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang sandbox train test test-long test-sglang lint policies docs clean
+.PHONY: install install-sglang compile sandbox sandbox-image train test test-long test-sglang lint policies docs clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -50,14 +50,25 @@ sandbox:
 	echo "make sandbox: installing$$missing"; \
 	$(APT_INSTALL) $$missing >/dev/null 2>&1 || { apt-get -qq update && $(APT_INSTALL) $$missing >/dev/null; }
 
+# The image of the tests of Docker, a minute's work that the first of them would do.
+sandbox-image: sandbox install
+	-@cd tests && ../$(BIN)/python -c 'import dockerd; dockerd.image_tar()'
+
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to two processes more than there are cores; the longest first.
+# Files of tests go to two processes more than there are cores, the longest first.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
 PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-test: install
+# Tests are collected once before their processes start: each of these would compile all that tests import, at the same time.
+$(VENV)/.compiled: $(VENV)/.installed
+	-@$(PYTEST) --collect-only -q tests >/dev/null
+	@touch $@
+
+compile: $(VENV)/.compiled
+
+test: compile
 	$(PYTEST) $(PARALLEL) tests
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,

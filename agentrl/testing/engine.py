@@ -29,6 +29,8 @@ class FakeWeightUpdates:
         """What the last updates have loaded, by name."""
         self.adapters: dict[str, LoraAdapter] = {}
         """Adapters by policy."""
+        self.folders: list[tuple[Path, int]] = []
+        """Folders that were loaded, with their versions."""
         self.handles: list[str] = []
         """The IPC handles of the last bucket."""
         self.events: list[str] = []
@@ -103,6 +105,7 @@ class FakeWeightUpdates:
         for name, file in index["weight_map"].items():
             self.weights[name] = load_file(folder / file)[name].tolist()
         self.events.append("disk")
+        self.folders.append((folder, version))
         if not self.stuck:
             self.sampled_version = version
 
@@ -133,7 +136,8 @@ class FakeWeightUpdates:
             raise EngineError("HTTP 400: no adapters")
         self.adapters = dict(adapters)
         self.events.append("adapters")
-        self.sampled_version = version
+        if not self.stuck:
+            self.sampled_version = version
 
 
 class FakeEngine(FakeWeightUpdates):
@@ -149,6 +153,8 @@ class FakeEngine(FakeWeightUpdates):
         refuse: str | None = None,
         stuck: bool = False,
         checksum_kind: Literal["sha256", "words"] = "sha256",
+        ranks: int = 1,
+        dtype: str | None = "float32",
     ) -> None:
         """Create an engine without weights.
 
@@ -157,6 +163,8 @@ class FakeEngine(FakeWeightUpdates):
             refuse: an update with the weight of this name fails; with any weight, if it comes from a folder.
             stuck: updates succeed, but the engine goes on with its first version.
             checksum_kind: kind of `checksums`.
+            ranks: number of its ranks.
+            dtype: the dtype that it reports.
         """
         super().__init__(refuse, stuck=stuck)
         self.number = number
@@ -164,10 +172,15 @@ class FakeEngine(FakeWeightUpdates):
         self.is_healthy = True
         self.updates = self.groups = self.memory = self
         self._checksum_kind = checksum_kind
+        self._ranks, self._dtype = ranks, dtype
 
     async def ranks(self) -> int:
-        """Return 1."""
-        return 1
+        """Return the number of its ranks."""
+        return self._ranks
+
+    async def dtype(self) -> str | None:
+        """Return the dtype that it reports."""
+        return self._dtype
 
     async def join(self, group: WeightGroup, first_rank: int) -> None:
         """Join a real group."""

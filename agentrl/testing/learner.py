@@ -30,8 +30,16 @@ class FakeLearner:
         *,
         metrics: Mapping[str, float] | None = None,
         fail_at: int | None = None,
+        adapters: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Set ``weights`` by Hugging Face name, the ``metrics`` of every step, and the step ``fail_at`` (from 0) that fails."""
+        """Create a learner that has trained nothing.
+
+        Args:
+            weights: by Hugging Face name.
+            metrics: those of every step.
+            fail_at: the step (from 0) that fails.
+            adapters: tensors by PEFT name, by policy; without them there are no LoRA adapters.
+        """
         self.batches: list[GlobalBatch] = []
         self.steps = 0
         self.closed = False
@@ -41,6 +49,7 @@ class FakeLearner:
         self._exporter: WeightExporter | None = None
         self._metrics = dict(metrics or {"loss": 0.0})
         self._fail_at = fail_at
+        self._adapters = adapters or {}
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Append the batch to ``batches``.
@@ -74,8 +83,11 @@ class FakeLearner:
         return self._weights().buckets(bucket_bytes, dtype)
 
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
-        """Return nothing: there are no LoRA adapters."""
-        return []
+        """Return the tensors of a policy's adapter in a dtype, by default their own."""
+        import torch
+
+        adapter = self._adapters.get(policy, {})
+        return [(name, tensor.to(getattr(torch, dtype)) if dtype else tensor) for name, tensor in adapter.items()]
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open a real weight sync group."""

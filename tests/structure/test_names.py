@@ -1,12 +1,13 @@
 """Names and signatures of agentrl and its plugins say what they are; the figures may fall, and never rise."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.structure.layers import REPOSITORY
-from tests.structure.names import FOLDERS, TESTS, bindings, is_participle, python_files, read_names
+from tests.structure.names import FOLDERS, TESTS, Names, bindings, is_participle, python_files, read_names
 from tests.structure.signatures import read_signatures
 
 MOST_CONTEXT_WORDS, MOST_IN_TESTS = 2.0, 8.0
@@ -16,17 +17,22 @@ MOST_UNTYPED = 702
 """Annotations with ``Any`` in the signatures of ``agentrl``."""
 
 
+@cache
+def names_of_folder(folder: str) -> Names:
+    return read_names(python_files(REPOSITORY / folder))
+
+
 @pytest.mark.parametrize(
     ("folder", "most"), [*((folder, MOST_CONTEXT_WORDS) for folder in FOLDERS), (TESTS, MOST_IN_TESTS)]
 )
 def test_bindings_say_what_they_bind(folder: str, most: float) -> None:
-    names = read_names(python_files(REPOSITORY / folder))
+    names = names_of_folder(folder)
     assert names.bindings
     assert names.context_rate <= most, names.context
 
 
 def test_functions_say_what_they_do() -> None:
-    names = read_names(python_files(REPOSITORY / "agentrl"))
+    names = names_of_folder("agentrl")
     assert len(names.participles) <= MOST_PARTICIPLES, names.participles
     assert len(names.named_by_of) <= MOST_NAMED_BY_OF, names.named_by_of
 

@@ -19,39 +19,13 @@ from agentrl.self_play.league import League
 from agentrl.self_play.league_log import LeagueLog, read_league
 from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
 from agentrl.self_play.training import SelfPlay
-from agentrl.testing import FakeLearner
+from agentrl.testing import FakeEngine, FakeLearner
 
 TASKS = 8
 
 
 def learner():
     return FakeLearner({"model.weight": torch.ones(2, 3)})
-
-
-@dataclass
-class FakeEngine:
-    """An engine that records what it loads."""
-
-    loaded: list[tuple[str, int]] = field(default_factory=list)
-    adapters: list[dict] = field(default_factory=list)
-
-    @property
-    def updates(self):
-        return self
-
-    async def from_disk(self, folder, version):
-        assert list(folder.glob("*.safetensors"))
-        self.loaded.append((folder.name, version))
-
-    @property
-    def groups(self):
-        return self
-
-    async def ranks(self):
-        return 1
-
-    async def from_adapters(self, adapters, version):
-        self.adapters.append(adapters)
 
 
 @dataclass
@@ -64,6 +38,11 @@ class FakeFleet:
 
     def set_weight_sync(self, sync):
         self.restarted = sync
+
+
+def loaded_snapshots(engine):
+    """Names of the snapshots that an engine has loaded, in order."""
+    return [folder.name for folder, _ in engine.folders]
 
 
 def self_play(folder, mix=None, *, engines=2, endpoints=None, lora=None, **pool):
@@ -146,8 +125,9 @@ def test_every_episode_has_its_players_and_engines_load_a_snapshot_once(tmp_path
     episodes = []
     for step in (1, 2):
         episodes += seats_of(play, step)
-    loaded = [engine.loaded for fleet in fleets for engine in fleet.live]
-    assert sorted(loaded) == [[("step_000000", 0)], [("step_000001", 1)]], "kept in the second step"
+    loaded = [loaded_snapshots(engine) for fleet in fleets for engine in fleet.live]
+    assert sorted(loaded) == [["step_000000"], ["step_000001"]], "kept in the second step"
+    assert {engine.sampled_version for fleet in fleets for engine in fleet.live} == {0, 1}
     kinds = set()
     for job in episodes:
         seats = job.lineup.seats
@@ -189,7 +169,7 @@ def test_a_restarted_engine_loads_its_snapshot_again(tmp_path):
     seats_of(play, 1)
     again = FakeEngine()
     assert asyncio.run(fleet.restarted(again)) == 0
-    assert again.loaded == [("step_000000", 0)]
+    assert loaded_snapshots(again) == ["step_000000"]
 
 
 def seat_record(lineup, agent):
@@ -254,7 +234,7 @@ class FakeScores:
     """Reads how an engine plays: by the name of the snapshot that it holds."""
 
     async def score_strategy(self, fleet):
-        return PlayedStrategy({"played by": {fleet.live[0].loaded[-1][0]: 1.0}}, 0.0)
+        return PlayedStrategy({"played by": {loaded_snapshots(fleet.live[0])[-1]: 1.0}}, 0.0)
 
     def pool_metrics(self, snapshots):
         return {name: 0.0 for strategy in snapshots for name in strategy.moves["played by"]}
@@ -267,7 +247,7 @@ def test_each_snapshot_of_the_pool_is_scored_once(tmp_path):
         play.begin_evaluation()
         metrics = asyncio.run(play.pool_metrics(FakeScores()))
         assert list(metrics) == play.league.pool.names
-    assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000002"]
+    assert loaded_snapshots(fleet.live[0]) == ["step_000000", "step_000001", "step_000002"]
 
 
 def test_an_evaluation_keeps_the_pool_with_which_it_began(tmp_path):
@@ -364,7 +344,7 @@ def test_an_engine_changes_its_snapshot_for_the_first_that_waits(tmp_path):
 
     asyncio.run(main())
     assert order == ["step_000000", "step_000000", "step_000001", "step_000000"], "in the order of requests"
-    assert [name for name, _ in fleet.live[0].loaded] == ["step_000000", "step_000001", "step_000000"]
+    assert loaded_snapshots(fleet.live[0]) == ["step_000000", "step_000001", "step_000000"]
 
 
 def test_without_engines_no_snapshot_is_scored(tmp_path):
@@ -380,25 +360,20 @@ def test_more_snapshots_than_engines_wait_for_another_step(tmp_path):
         asyncio.run(play.on_weights(learner(), step))
     for step in range(1, 30):
         seats_of(play, step)
-    assert {name for name, _ in fleet.live[0].loaded} == {f"step_00000{number}" for number in range(4)}
+    assert {*loaded_snapshots(fleet.live[0])} == {f"step_00000{number}" for number in range(4)}
 
 
 def test_a_snapshot_of_several_policies_has_the_adapters_of_each_and_its_agents_play_them(tmp_path):
     lora = LoraConfig(rank=2, policies=["a", "b"])
     play, fleets = self_play(tmp_path, {"past": 1}, engines=1, lora=lora, snapshot_every=1)
     play.policies = {"player_0": "a", "player_1": "b"}
-    asyncio.run(play.on_weights(AdapterLearner(), 0))
+    name = "base_model.model.q.lora_A.weight"
+    adapters = {policy: {name: torch.full((2, 3), float(ord(policy)))} for policy in "ab"}
+    asyncio.run(play.on_weights(FakeLearner(adapters=adapters), 0))
     episodes = seats_of(play, 1)
-    [adapters] = fleets[0].live[0].adapters
+    adapters = fleets[0].live[0].adapters
     assert {name: float(adapter.tensors[0][1][0, 0]) for name, adapter in adapters.items()} == {"a": 97, "b": 98}
     for job in episodes:
         seats = {agent: job.lineup.seat(agent, "") for agent in play.agents}
         assert {agent: seat.policy for agent, seat in seats.items()} == play.policies
         assert sorted((seat.trained, seat.sampler) for seat in seats.values()) == [(False, "sampler 0"), (True, None)]
-
-
-class AdapterLearner:
-    """Has an adapter, which differs by policy."""
-
-    def adapters(self, dtype=None, policy="main"):
-        return [("base_model.model.q.lora_A.weight", torch.full((2, 3), float(ord(policy))))]

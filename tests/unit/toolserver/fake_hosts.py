@@ -12,12 +12,10 @@ from deadlines import until
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ServerConfig
-from agentrl.core.errors import SandboxFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
+from agentrl.sandbox.base import Job, SandboxBackend
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.server.server import UVICORN, listen
 from agentrl.toolserver.server.sessions import Sessions
@@ -38,72 +36,6 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(bounded())
 
     return run
-
-
-class FakeSandbox(Sandbox):
-    """Answers each job with its own code; waits for ``gate`` first."""
-
-    def __init__(self, name: str) -> None:
-        self.id = name
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.jobs: list[Job] = []
-        self.running = 0
-        self.closed = False
-        self.broken = False
-
-    @property
-    def alive(self) -> bool:
-        return not self.broken and not self.closed
-
-    async def run(self, job: Job) -> Outcome:
-        if not self.alive:
-            raise SandboxFailure(f"sandbox {self.id} is gone")
-        self.jobs.append(job)
-        self.running += 1
-        assert self.running == 1, "two calls at once in one sandbox"
-        try:
-            await self.gate.wait()
-        finally:
-            self.running -= 1
-        return Outcome(ToolStatus.OK, job.code or "", "", 0, 0.0)
-
-    async def write_file(self, path: str, content: bytes) -> None:
-        raise AssertionError("not asked for")
-
-    async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
-        raise AssertionError("not asked for")
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class FakeBackend(SandboxBackend):
-    """Opens fake sandboxes, or fails with ``fault``."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        super().__init__(SandboxConfig())
-        self.opened: list[FakeSandbox] = []
-        self.fault: Exception | None = None
-
-    async def start(self) -> None:
-        pass
-
-    async def open(self, session_id: str) -> Sandbox:
-        await asyncio.sleep(0)
-        if self.fault is not None:
-            raise self.fault
-        self.opened.append(FakeSandbox(session_id))
-        return self.opened[-1]
-
-    async def close(self) -> None:
-        pass
-
-    @property
-    def alive(self) -> list[FakeSandbox]:
-        return [sandbox for sandbox in self.opened if sandbox.alive]
 
 
 class FakeTool(HostedTool):

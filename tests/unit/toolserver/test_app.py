@@ -15,12 +15,12 @@ from starlette.routing import BaseRoute, Route
 from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.testing import FakeSandboxBackend
 from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server.app import make_app
 from tests.unit.toolserver.fake_hosts import (
     Clock,
-    FakeBackend,
     FakeTool,
     Gate,
     app_client,
@@ -300,7 +300,7 @@ async def test_a_call_whose_client_hangs_up_runs_on_for_its_retry() -> None:
 
 @in_loop
 async def test_metrics_can_be_read_by_prometheus() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox), FakeTool(echo, "other"), backend=backend, max_sessions=2)
     async with app_client(make_app(sessions)) as client:
         session = await opened(client)

@@ -5,7 +5,8 @@ import pytest
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.sandbox.base import Job, Outcome, Sandbox
+from agentrl.sandbox.base import Job, Outcome
+from agentrl.testing import FakeSandbox
 from agentrl.toolserver.sandbox_tool import REPLACED, SandboxTool, as_result, cut_middle
 from tests.unit.toolserver.tool_sessions import LoneSession
 
@@ -71,35 +72,21 @@ def test_the_end_of_a_long_output_is_told_whatever_is_cut() -> None:
     assert as_result(CALL, outcome, 100).content.endswith("\n[ended after printing 10000 bytes]")
 
 
-class FakeSandbox(Sandbox):
-    def __init__(self, name: str) -> None:
-        self.id = name
-        self.up = True
-        self.jobs: list[Job] = []
+def named_sandbox(name: str) -> FakeSandbox:
+    """A sandbox that prints its name, until it runs the code ``die``."""
 
-    @property
-    def alive(self) -> bool:
-        return self.up
-
-    async def run(self, job: Job) -> Outcome:
-        self.jobs.append(job)
-        if job.code == "die":
-            self.up = False
+    def answer(job: Job) -> Outcome:
+        sandbox.broken = job.code == "die"
+        if sandbox.broken:
             return Outcome(ToolStatus.OUT_OF_MEMORY, "", "", None, 0.0, "out of memory; the sandbox was ended")
-        return Outcome(ToolStatus.OK, f"{self.id}\n", "", 0, 0.0)
+        return Outcome(ToolStatus.OK, f"{name}\n", "", 0, 0.0)
 
-    async def write_file(self, path: str, content: bytes) -> None:
-        raise AssertionError("not asked for")
-
-    async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
-        raise AssertionError("not asked for")
-
-    async def close(self) -> None:
-        self.up = False
+    sandbox = FakeSandbox(name, answer)
+    return sandbox
 
 
 def lone() -> LoneSession:
-    return LoneSession(lambda number: FakeSandbox(f"box{number}"))
+    return LoneSession(lambda number: named_sandbox(f"box{number}"))
 
 
 class OneJob(SandboxTool):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall, ToolStatus
+from agentrl.testing import FakeSandboxBackend
 from agentrl.toolserver import limits
 from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
 from tests.unit.toolserver.fake_hosts import (
     Clock,
-    FakeBackend,
     FakeTool,
     Gate,
     echo,
@@ -66,7 +66,7 @@ async def test_the_cap_holds_and_those_who_wait_come_in_order() -> None:
 
 @in_loop
 async def test_room_is_free_only_once_the_sandbox_is_gone() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend, max_sessions=1)
     session = await sessions.open()
     await session.call(ToolCall("1", "fake", {}))
@@ -167,7 +167,7 @@ def test_never_more_than_the_cap_and_nobody_is_lost(steps: list[tuple[str, int]]
 
 @in_loop
 async def test_idle_sessions_are_reaped_and_busy_ones_are_not() -> None:
-    clock, gate, backend = Clock(), Gate(), FakeBackend()
+    clock, gate, backend = Clock(), Gate(), FakeSandboxBackend()
     sessions = make_sessions(
         FakeTool(gate, "slow"), FakeTool(in_sandbox, "python"), backend=backend, clock=clock, idle_timeout_s=100
     )
@@ -224,7 +224,7 @@ async def test_what_is_gone_is_told_from_what_never_was_for_a_while(monkeypatch:
 
 @in_loop
 async def test_draining_lets_calls_end_and_begins_nothing() -> None:
-    gate, backend = Gate(), FakeBackend()
+    gate, backend = Gate(), FakeSandboxBackend()
     sessions = make_sessions(FakeTool(gate), FakeTool(echo, "quick"), backend=backend, max_sessions=1)
     session = await sessions.open("a")
     running = asyncio.create_task(session.call(ToolCall("1", "fake", {})))

@@ -14,6 +14,7 @@ from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
+from agentrl.testing import FakeSandboxBackend
 from agentrl.toolserver import limits
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server import session as session_module
@@ -21,7 +22,6 @@ from agentrl.toolserver.server.errors import Conflict
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 from tests.unit.toolserver.fake_hosts import (
-    FakeBackend,
     FakeTool,
     Gate,
     echo,
@@ -229,7 +229,7 @@ async def test_failures_of_sandbox_and_tool_are_told_apart() -> None:
 
 @in_loop
 async def test_calls_to_the_sandbox_run_one_after_the_other_in_order_and_others_beside_them() -> None:
-    backend, gate = FakeBackend(), Gate()
+    backend, gate = FakeSandboxBackend(), Gate()
     sessions = make_sessions(FakeTool(in_sandbox, "python"), FakeTool(gate, "free"), backend=backend)
     session = await sessions.open()
     await say(sessions, session, ToolCall("0", "python", {}))
@@ -249,7 +249,7 @@ async def test_calls_to_the_sandbox_run_one_after_the_other_in_order_and_others_
 
 @in_loop
 async def test_so_many_calls_run_code_at_once_and_no_more_and_others_do_not_wait() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox, "python"), FakeTool(echo), backend=backend, max_running=2)
     opened = [await sessions.open(str(number)) for number in range(5)]
     for session in opened:
@@ -282,7 +282,7 @@ async def test_calls_that_score_first_and_then_use_their_own_sandbox_do_not_lock
                 await asyncio.sleep(0)
         return ToolResult(call.id, ToolStatus.OK, "")
 
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(both_ways), backend=backend, max_running=1)
     first_session, two = await sessions.open("1"), await sessions.open("2")
     calls = [
@@ -296,7 +296,7 @@ async def test_calls_that_score_first_and_then_use_their_own_sandbox_do_not_lock
 
 @in_loop
 async def test_few_sandboxes_are_made_at_once() -> None:
-    class Counting(FakeBackend):
+    class Counting(FakeSandboxBackend):
         now = most = 0
 
         async def open(self, session_id: str) -> Sandbox:
@@ -321,7 +321,7 @@ async def test_a_call_that_fails_lets_the_next_one_have_the_sandbox() -> None:
         assert first is second
         raise ValueError("half way")
 
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(half_way, "bad"), FakeTool(in_sandbox, "good"), backend=backend)
     session = await sessions.open()
     results = await asyncio.gather(
@@ -333,7 +333,7 @@ async def test_a_call_that_fails_lets_the_next_one_have_the_sandbox() -> None:
 
 @in_loop
 async def test_a_dead_sandbox_is_replaced_and_closed() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend)
     session = await sessions.open()
     await say(sessions, session, ToolCall("1", "fake", {}))
@@ -346,7 +346,7 @@ async def test_a_dead_sandbox_is_replaced_and_closed() -> None:
 
 @in_loop
 async def test_a_sandbox_that_does_not_open_fails_the_call_and_the_next_tries_again() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend)
     session = await sessions.open()
     backend.fault = SandboxFailure("no cgroup")
@@ -366,7 +366,7 @@ async def test_a_fresh_sandbox_is_another_one_and_goes_with_its_block() -> None:
                 raise ValueError("scoring broke")
         return ToolResult(call.id, ToolStatus.OK, "")
 
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(score), backend=backend)
     session = await sessions.open()
     assert (await say(sessions, session, ToolCall("1", "fake", {}))).status is ToolStatus.OK
@@ -411,7 +411,7 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
 
 @in_loop
 async def test_closing_cuts_a_call_off_and_answers_it() -> None:
-    backend = FakeBackend()
+    backend = FakeSandboxBackend()
     sessions = make_sessions(FakeTool(in_sandbox), backend=backend)
     session = await sessions.open()
     await say(sessions, session, ToolCall("0", "fake", {}))
@@ -429,7 +429,7 @@ async def test_closing_cuts_a_call_off_and_answers_it() -> None:
 
 @in_loop
 async def test_a_sandbox_that_cannot_be_closed_keeps_nobody_from_closing(caplog: pytest.LogCaptureFixture) -> None:
-    class Stuck(FakeBackend):
+    class Stuck(FakeSandboxBackend):
         async def open(self, session_id: str) -> Sandbox:
             sandbox = await super().open(session_id)
 

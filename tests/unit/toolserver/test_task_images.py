@@ -10,12 +10,13 @@ from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import MissingError, SandboxFailure, TaskError
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.sandbox.base import Sandbox, SandboxBackend
+from agentrl.testing import FakeSandbox
 from agentrl.toolserver.client.client import ToolServerClient
 from agentrl.toolserver.in_process import LocalToolClient
 from agentrl.toolserver.server.app import make_app
 from agentrl.toolserver.server.errors import ImageRefused
 from agentrl.toolserver.server.task_images import TaskImages
-from tests.unit.toolserver.fake_hosts import FakeSandbox, FakeTool, app_client, in_loop, in_sandbox, make_sessions
+from tests.unit.toolserver.fake_hosts import FakeTool, app_client, in_loop, in_sandbox, make_sessions
 from tests.unit.toolserver.fake_server import fake_servers
 
 

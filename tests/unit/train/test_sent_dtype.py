@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from agentrl.config.load import load_config
+from agentrl.testing import FakeEngine
 from agentrl.train.engine_weights import sent_dtype
-
-
-@dataclass(frozen=True)
-class FakeEngine:
-    """Reports a dtype."""
-
-    held: str | None
-
-    async def dtype(self) -> str | None:
-        return self.held
-
-
-@dataclass(frozen=True)
-class FakeFleet:
-    live: tuple[FakeEngine, ...]
 
 
 @pytest.mark.parametrize(
@@ -38,5 +24,5 @@ class FakeFleet:
 )
 def test_weights_are_sent_as_the_engines_hold_them(key: str, held: list[str | None], sent: str | None) -> None:
     config = load_config(None, [f"weights.dtype={key}"])
-    fleet = FakeFleet(tuple(map(FakeEngine, held)))
+    fleet = SimpleNamespace(live=[FakeEngine(dtype=dtype) for dtype in held])
     assert asyncio.run(sent_dtype(config.weights, fleet)) == sent  # type: ignore[arg-type]
