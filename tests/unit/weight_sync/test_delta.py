@@ -35,24 +35,28 @@ def test_the_places_of_changes_are_read_as_they_were_written(indices: set[int]) 
     old = torch.zeros(3001, dtype=torch.bfloat16)
     new = old.clone()
     new[sorted(indices)] = 1.0
-    part, pieces = encode("w", new, old)
+    entry, pieces = encode("w", new, old)
     assert positions(pieces[0]).tolist() == sorted(indices)
-    [(same, at, values)] = read([part], torch.cat(pieces))
-    assert (same, at.tolist(), values.tolist()) == (part, sorted(indices), [1.0] * len(indices))
+    [(same, at, values)] = read([entry], torch.cat(pieces))
+    assert (same, at.tolist(), values.tolist()) == (entry, sorted(indices), [1.0] * len(indices))
 
 
 def test_a_weight_is_left_out_sent_in_part_or_whole() -> None:
     old = torch.zeros(4, 100)
     (same, nothing) = encode("w", old.clone(), old)
     assert (same.places, same.changed, nothing) == (0, 0, [])
-    some, most = old.clone(), old + 1
-    some[2, 50] = 3.0
-    (part, pieces), (whole, flat) = encode("w", some, old), encode("w", most, old)
-    assert (part.places, part.changed, sum(map(len, pieces))) == (1, 1, 5)  # 250 unchanged numbers before it
-    assert (whole.places, whole.changed, sum(map(len, flat))) == (None, 400, 1600)
-    some[0, 0] = float("inf")
+    partly_changed, most = old.clone(), old + 1
+    partly_changed[2, 50] = 3.0
+    (partial_entry, pieces), (full_entry, flat) = encode("w", partly_changed, old), encode("w", most, old)
+    assert (partial_entry.places, partial_entry.changed, sum(map(len, pieces))) == (
+        1,
+        1,
+        5,
+    )  # 250 unchanged numbers before it
+    assert (full_entry.places, full_entry.changed, sum(map(len, flat))) == (None, 400, 1600)
+    partly_changed[0, 0] = float("inf")
     with pytest.raises(WeightChangesError, match="the weight w has a number that is not finite"):
-        encode("w", some, old)
+        encode("w", partly_changed, old)
 
 
 class Fused(nn.Module):
@@ -72,12 +76,12 @@ class Fused(nn.Module):
 
 
 def entry(
-    new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], base: str | None, held: str
+    new: dict[str, torch.Tensor], old: dict[str, torch.Tensor], base: str | None, name_held: str
 ) -> list[tuple[str, torch.Tensor]]:
     encoded = [encode(name, new[name], old.get(name)) for name in new]
-    found = [weight for weight in encoded if weight[0].changed]
-    changes = Changes([part for part, _ in found], torch.cat([piece for _, pieces in found for piece in pieces]))
-    return read_named([serialize(changes, base=base, held=held, number=0, last=True)])
+    entries = [weight for weight in encoded if weight[0].changed]
+    changes = Changes([entry for entry, _ in entries], torch.cat([piece for _, pieces in entries for piece in pieces]))
+    return read_named([serialize(changes, base=base, held=name_held, number=0, last=True)])
 
 
 def test_sglangs_loader_writes_only_what_has_changed() -> None:
@@ -199,16 +203,16 @@ def test_other_weights_of_the_same_version_are_sent_whole_until_a_new_version() 
 
 
 def test_a_bucket_of_another_sync_is_refused() -> None:
-    held = ReceivedWeights()
-    whole, [_, pieces] = torch.ones(3), encode("w", torch.ones(3), None)
-    changes = Changes([encode("w", whole, None)[0]], torch.cat(pieces))  # type: ignore[index]
+    received_weights = ReceivedWeights()
+    full_tensor, [_, pieces] = torch.ones(3), encode("w", torch.ones(3), None)
+    changes = Changes([encode("w", full_tensor, None)[0]], torch.cat(pieces))  # type: ignore[index]
 
     def bucket(name: str, number: int, *, last: bool) -> list[tuple[str, torch.Tensor]]:
         return read_named([serialize(changes, base=None, held=name, number=number, last=last)])
 
-    held.name = held.receive(bucket("a", 0, last=False))[1]
+    received_weights.name = received_weights.receive(bucket("a", 0, last=False))[1]
     with pytest.raises(WeightChangesError, match="send all weights first"):
-        held.receive(bucket("b", 1, last=True))
-    held.name = held.receive(bucket("a", 0, last=False))[1]
-    held.name = held.receive(bucket("a", 1, last=True))[1]
-    assert held.name == "a"
+        received_weights.receive(bucket("b", 1, last=True))
+    received_weights.name = received_weights.receive(bucket("a", 0, last=False))[1]
+    received_weights.name = received_weights.receive(bucket("a", 1, last=True))[1]
+    assert received_weights.name == "a"
