@@ -1,7 +1,7 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,6 +45,8 @@ LONGEST = (
     "integration/test_fleet.py",
     "integration/test_train_ends.py",
     "unit/learner/megatron/test_layouts.py",
+    "test_algorithm_guide.py",
+    "structure/test_walk.py",
     "unit/sft/test_sft.py",
     "integration/test_single_turn.py",
     "integration/test_benches.py",
@@ -78,10 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish() -> None:
-    """Leave what collection has made out of garbage collections: each would look through all of it again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what collection makes out of garbage collections: each would look through all of it again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,7 +22,8 @@ from agentrl.core.errors import ConfigError
 
 def load(*settings):
     config = load_config(None, [f"algo.advantage.name={name}", *settings])
-    assert algorithm_faults(config) == []
+    if faults := algorithm_faults(config):
+        raise ConfigError(str(faults))
     return config
 
 config = load("async.streaming=true", "algo.advantage.options.margin=0.1")
@@ -62,7 +63,9 @@ def run(folder: Path, *words: str) -> None:
 
 def test_a_new_algorithm_is_one_file_and_one_row(tmp_path: Path) -> None:
     for name in ("agentrl", "tests/unit/algo", "tests/unit/learner", "tests/unit/testing", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, tmp_path / name
+        )  # with what is compiled, which files of the same age stay valid for
     for path in [*ROOT.glob("tests/*.py"), *ROOT.glob("tests/unit/*.py"), ROOT / "pyproject.toml"]:
         target = tmp_path / path.relative_to(ROOT)
         shutil.copy(path, target)

@@ -23,8 +23,8 @@ class Memory:
         async def play(client: SGLangClient) -> list[Generation]:
             actual = []
             for version in (3, 4):
-                running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=100), "running"))
-                await asyncio.sleep(0.05)
+                running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=300), "running"))
+                await until_sampling(client, [running])
                 await client.memory.release()
                 await client.memory.release()
                 assert (await running).finish_reason is FinishReason.LENGTH

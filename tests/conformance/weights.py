@@ -91,11 +91,11 @@ class Weights:
         return split
 
     def test_an_update_without_a_pause_waits_for_what_runs_and_drops_the_cache(self, engine: Engine) -> None:
-        params = SamplingParams(max_new_tokens=100)
+        params = SamplingParams(max_new_tokens=300)
 
         async def play(client: SGLangClient) -> tuple[list[Generation], Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
-            await asyncio.sleep(0.05)
+            await until_sampling(client, tasks)
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
             state_after = await sample(client, prompt(40), params, "after")
             return await asyncio.gather(*tasks), state_after

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import until
 from engine_tiny import save_model
 
 from agentrl.inference.embedded.errors import BadRequestError
@@ -59,7 +60,7 @@ def test_running_requests_end_first_and_new_ones_wait(scheduler: Scheduler, fold
         loop = asyncio.create_task(scheduler.run())
         inputs, _ = parse_generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 20}})
         running = scheduler.submit(inputs[0])
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(running.output))
         releasing = asyncio.create_task(scheduler.release_memory(["weights", "kv_cache"]))
         await asyncio.sleep(0)
         late = scheduler.submit(inputs[0])

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from deadlines import until
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from safetensors.torch import load_file
 
@@ -300,15 +302,13 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
         try:
             with Watchdog(0.5, messages.append):
                 answers = asyncio.create_task(asyncio.to_thread(group._call, node, "node"))
-                match: list[str] = []
-                while not match and not answers.done():
-                    await asyncio.sleep(0.02)
-                    match = re.findall(r"learner rank (\d) of 2, node, since", "\n".join(messages))
+                named = partial(re.findall, r"learner rank (\d) of 2, node, since")
+                await until(lambda: bool(named("\n".join(messages))) or answers.done())
                 stopped.resume()
                 assert len(await answers) == 2
         finally:
             stopped.resume()
-        return match[0]
+        return str(named("\n".join(messages))[0])
 
     assert {asyncio.run(call(rank)) for rank in processes(group)} == {"0", "1"}
 

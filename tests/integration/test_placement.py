@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,14 +76,15 @@ KEPT: list[list[Any]] = []
 
 
 def ended(engine: RayEngine) -> str:
-    deadline = time.monotonic() + 20
-    while True:
+    def failure() -> str:
         try:
             engine.check()
         except EngineError as error:
             return str(error)
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return ""
+
+    wait_until(failure, 20)
+    return failure()
 
 
 def gone(pid: int) -> bool:

@@ -217,7 +217,8 @@ def test_a_pause_with_abort_goes_on_with_a_second_request(fake: FakeSGLang) -> N
         await client.pause("abort")
         fake.held.set()
         await client.updates.from_tensors([("a", torch.ones(2))], 5, last=True)
-        await asyncio.sleep(0.05)
+        await until(lambda: client.unanswered == 0)
+        await run_ready_tasks()
         assert not task.done()
         await client.resume()
         return await task
