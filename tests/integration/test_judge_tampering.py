@@ -79,8 +79,8 @@ assert sys.stdin.read() == "the answer was right", "wrong"
 
 async def put_tests(sandbox: Sandbox, program: str) -> None:
     await sandbox.write_file("program.py", program.encode())
-    for number, (given, expected) in enumerate(zip(INPUTS, OUTPUTS, strict=True)):
-        await sandbox.write_file(f"tests/{number}.in", given.encode())
+    for number, (stdin, expected) in enumerate(zip(INPUTS, OUTPUTS, strict=True)):
+        await sandbox.write_file(f"tests/{number}.in", stdin.encode())
         await sandbox.write_file(f"tests/{number}.out", expected.encode())
 
 
@@ -119,7 +119,7 @@ async def believes_files_in_its_way(sandbox: Sandbox, program: str) -> bool:
 
 async def looks_for_the_answer(sandbox: Sandbox, program: str) -> bool:
     """Be content where the answer is somewhere in the output, and drop output that is too long."""
-    outcomes = [await sandbox.run(Job(f"t{n}", code=program, stdin=given.encode())) for n, given in enumerate(INPUTS)]
+    outcomes = [await sandbox.run(Job(f"t{n}", code=program, stdin=stdin.encode())) for n, stdin in enumerate(INPUTS)]
     return all(expected.strip() in outcome.stdout for expected, outcome in zip(OUTPUTS, outcomes, strict=True))
 
 
@@ -229,9 +229,11 @@ class Fresh(ToolSession):
             yield sandbox
 
 
-async def judged(backend: SandboxBackend, program: str, given: list[str], expected: list[str]) -> tuple[list[str], int]:
+async def judged(
+    backend: SandboxBackend, program: str, inputs: list[str], expected: list[str]
+) -> tuple[list[str], int]:
     session = Fresh(backend)
-    arguments = {"program": program, "inputs": given, "outputs": expected}
+    arguments = {"program": program, "inputs": inputs, "outputs": expected}
     result = await JudgeTool(JudgeOptions(time_s=3, wall_s=5, output_kb=64)).call(
         session, ToolCall("c", "judge", arguments)
     )
@@ -385,18 +387,18 @@ def test_a_program_that_leaves_nothing_keeps_its_sandbox() -> None:
 def test_the_same_by_docker(dockerd: DockerHost) -> None:
     """Docker's sandboxes lose shared memory by themselves, once nobody is attached to it; its id stays taken."""
     config = SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image)
-    left = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 2}
+    leftovers = {"nothing": 1, "a file in /dev/shm": 2, "a message queue": 2, "shared memory": 2}
 
     async def run() -> dict[str, tuple[list[str], int]]:
         actual = {}
         async with DockerBackend(config) as backend:
-            for name in left:
+            for name in leftovers:
                 leave, looks = LEFT.get(name, ("pass", "False"))
                 program = LEAVES.format(leave=leave, found=looks)
                 actual[name] = await judged(backend, program, ["1\n", "2\n"], ["clean\n", "clean\n"])
         return actual
 
-    assert asyncio.run(run()) == {name: (["accepted", "accepted"], opened) for name, opened in left.items()}
+    assert asyncio.run(run()) == {name: (["accepted", "accepted"], opened) for name, opened in leftovers.items()}
 
 
 MANY_CHILDREN = """

@@ -140,7 +140,7 @@ def test_what_is_refused(overrides: list[str], message: str) -> None:
     ],
 )
 def test_a_resumed_run_has_its_sources(change: str, message: str) -> None:
-    before = recorded_keys(mixed("sources.a={}", "sources.b={}"))
-    check_fixed(before, recorded_keys(mixed("sources.a.algo.loss.name=cispo", "sources.b={}")), Path("r"))
+    state_before = recorded_keys(mixed("sources.a={}", "sources.b={}"))
+    check_fixed(state_before, recorded_keys(mixed("sources.a.algo.loss.name=cispo", "sources.b={}")), Path("r"))
     with pytest.raises(ConfigError, match=message):
-        check_fixed(before, recorded_keys(mixed("sources.a={}", "sources.b={}", change)), Path("r"))
+        check_fixed(state_before, recorded_keys(mixed("sources.a={}", "sources.b={}", change)), Path("r"))

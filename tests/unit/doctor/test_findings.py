@@ -83,14 +83,14 @@ class Run:
         return self
 
     def checkpoint(self, step):
-        place = self.folder / "checkpoints" / f"step_{step:06d}"
-        place.mkdir(parents=True)
-        (place / "state.json").write_text("{}")
+        checkpoint = self.folder / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
         return self
 
     def found(self):
         """Findings by title."""
-        return {one.title: one for one in diagnose(self.folder)}
+        return {finding.title: finding for finding in diagnose(self.folder)}
 
 
 @pytest.fixture
@@ -98,15 +98,15 @@ def run(tmp_path):
     return Run(tmp_path / "first")
 
 
-def problems(found):
-    return [title for title, one in found.items() if one.severity != "state"]
+def problems(findings):
+    return [title for title, finding in findings.items() if finding.severity != "state"]
 
 
 def test_a_good_run(run):
     with locked(run.folder):
-        found = run.steps(30).found()
-    assert [*found] == ["the run is going on"]
-    assert "30 of 60 steps are finished" in found["the run is going on"].evidence
+        actual = run.steps(30).found()
+    assert [*actual] == ["the run is going on"]
+    assert "30 of 60 steps are finished" in actual["the run is going on"].evidence
 
 
 def test_no_run(tmp_path):
@@ -154,7 +154,7 @@ def test_how_a_run_ended_is_recorded(run, error, title, line):
         pass
     [finding] = run.found().values()
     assert finding.title == title
-    assert any(line in one for one in finding.evidence)
+    assert any(line in evidence for evidence in finding.evidence)
     with run_folder(config):
         assert read_end(run.folder) is None, "the record is that of the newest process"
 
@@ -199,7 +199,9 @@ def test_a_dead_run_with_a_trace(run):
         {"name": "", "ph": "E", "pid": 2, "tid": 2},
     ]
     (run.folder / "traces").mkdir()
-    (run.folder / "traces" / "step_000013.json").write_text("[\n" + "".join(json.dumps(one) + ",\n" for one in events))
+    (run.folder / "traces" / "step_000013.json").write_text(
+        "[\n" + "".join(json.dumps(event) + ",\n" for event in events)
+    )
     [finding] = run.steps(12).holder().found().values()
     assert finding.evidence[-2:] == ("  rollout 13/0/1", "  tool x x, call 1")
 
@@ -211,10 +213,10 @@ def test_engines_and_logs(run):
         "ready\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory\n",
     )
     run.log("search.log", "ready\n")
-    found = run.found()
-    assert "the first was in step 6" in found["engines died or hung and were restarted"].evidence[0]
-    assert "torch.OutOfMemoryError: CUDA out of memory" in found["logs/engine-0.log has an error"].evidence[-1]
-    assert "logs/search.log has an error" not in found
+    actual = run.found()
+    assert "the first was in step 6" in actual["engines died or hung and were restarted"].evidence[0]
+    assert "torch.OutOfMemoryError: CUDA out of memory" in actual["logs/engine-0.log has an error"].evidence[-1]
+    assert "logs/search.log has an error" not in actual
 
 
 def test_disk_memory_and_failures(run, monkeypatch):
@@ -222,13 +224,13 @@ def test_disk_memory_and_failures(run, monkeypatch):
     run.steps(
         20, host_memory__used_share=0.97, host_memory__engine_gib=lambda step: 4 + step / 5, rollout__dropped=32.0
     ).holder()
-    found = run.found()
-    assert found["the disk of the run folder is full"].evidence[0].startswith("0.50 GiB are free")
-    assert "0.97" in found["the machine or its container has little memory left"].evidence[0]
+    actual = run.found()
+    assert actual["the disk of the run folder is full"].evidence[0].startswith("0.50 GiB are free")
+    assert "0.97" in actual["the machine or its container has little memory left"].evidence[0]
     assert (
-        "host_memory/engine_gib: 5.00 → 8.00" in found["the memory of the processes of kind engine grows"].evidence[0]
+        "host_memory/engine_gib: 5.00 → 8.00" in actual["the memory of the processes of kind engine grows"].evidence[0]
     )
-    assert "50%" in found["many episodes fail"].evidence[0]
+    assert "50%" in actual["many episodes fail"].evidence[0]
 
 
 # Learning
@@ -259,9 +261,9 @@ LEARNING = {
 @pytest.mark.parametrize("title", LEARNING)
 def test_what_keeps_a_run_from_learning(run, title):
     with locked(run.folder):
-        found = run.steps(30, **LEARNING[title]).found()
-    assert problems(found) == [title]
-    finding = found[title]
+        actual = run.steps(30, **LEARNING[title]).found()
+    assert problems(actual) == [title]
+    finding = actual[title]
     assert re.search(r"\d", " ".join(finding.evidence)), "evidence has figures"
     assert finding.advice
 
@@ -325,14 +327,14 @@ def test_a_few_steps_are_no_evidence(run):
 
 def test_a_solved_task_is_no_problem(run):
     with locked(run.folder):
-        found = run.steps(30, train__reward=1.0).found()
-    assert found["the reward has not changed"].severity == "hint"
+        actual = run.steps(30, train__reward=1.0).found()
+    assert actual["the reward has not changed"].severity == "hint"
 
 
 def test_the_reward_of_a_run_with_filters_is_that_before_them(run):
     with locked(run.folder):
-        found = run.steps(30, train__reward=0.5, rollout__unfiltered_reward=lambda step: 0.1 + step / 50).found()
-    assert not problems(found)
+        actual = run.steps(30, train__reward=0.5, rollout__unfiltered_reward=lambda step: 0.1 + step / 50).found()
+    assert not problems(actual)
 
 
 def test_the_cause_of_a_disagreement(run):
@@ -350,10 +352,10 @@ def test_the_command(run, capsys):
     run.steps(30, train__flat_groups=1.0)
     with locked(run.folder):
         assert main(["doctor", str(run.folder)]) == 1
-    said = capsys.readouterr()
-    assert "problem: almost no group has reward variance" in said.out
-    assert "→ rollout.n_samples_per_prompt" in said.out
-    assert said.err.endswith(f"doctor: 1 problem in {run.folder}\n")
+    output = capsys.readouterr()
+    assert "problem: almost no group has reward variance" in output.out
+    assert "→ rollout.n_samples_per_prompt" in output.out
+    assert output.err.endswith(f"doctor: 1 problem in {run.folder}\n")
     with locked(run.folder):
         run.steps(30)
         assert main(["doctor", str(run.folder)]) == 0

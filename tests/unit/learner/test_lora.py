@@ -36,7 +36,7 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
     learner = open_lora(learners)
     start, specs = tensors(learner), learner.rank.specs()
     plain = learners.open()
-    assert [one.name for one in specs] == [one.name for one in plain.rank.specs()]
+    assert [spec.name for spec in specs] == [spec.name for spec in plain.rank.specs()]
     assert all(torch.equal(value, start[name]) for name, value in tensors(plain).items()), "B begins as zeros"
 
     learner = open_lora(learners)
@@ -59,9 +59,9 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
     assert adapters.keys() == named.keys()
     assert all(torch.equal(tensor, named[name]) for name, tensor in adapters.items())
 
-    found = {}
+    actual = {}
     learner.rank._update = lambda scale: (
-        found.update({n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}) or {}
+        actual.update({n: p.grad.clone() for n, p in hf.named_parameters() if p.grad is not None}) or {}
     )
     batch = replace(make_batch(LENGTHS, seed=2), kind="sft")
     learner.train_step(batch)
@@ -72,14 +72,14 @@ def test_gradients_and_merged_weights_are_those_of_peft(learners, model):
             ids = micro.token_ids_L[at].long()
             scores = inner(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
             (-(scores * micro.weight_L[at][1:]).sum()).backward()
-    assert found
+    assert actual
     for name, parameter in inner.named_parameters():
         if parameter.requires_grad:
-            assert torch.allclose(found[name], parameter.grad, rtol=1e-3, atol=1e-6), name
-    whole = theirs.merge_and_unload().state_dict()
+            assert torch.allclose(actual[name], parameter.grad, rtol=1e-3, atol=1e-6), name
+    full_weights = theirs.merge_and_unload().state_dict()
     changed = 0
     for name, value in merged.items():
-        assert torch.allclose(value, whole[name], atol=1e-6), name
+        assert torch.allclose(value, full_weights[name], atol=1e-6), name
         changed += not torch.equal(value, start[name])
     assert changed == 14
 
@@ -133,10 +133,10 @@ def held(learners, model, tmp_path):
     return open_held
 
 
-def assert_close(found, wanted, rtol=0.0):
-    assert found.keys() == wanted.keys()
-    for key in wanted:
-        np.testing.assert_allclose(found[key], wanted[key], rtol=rtol, atol=1e-6)
+def assert_close(actual, expected, rtol=0.0):
+    assert actual.keys() == expected.keys()
+    for key in expected:
+        np.testing.assert_allclose(actual[key], expected[key], rtol=rtol, atol=1e-6)
 
 
 def test_the_base_model_is_the_reference_without_a_copy(held):
@@ -152,27 +152,27 @@ def test_the_base_model_is_the_reference_without_a_copy(held):
         learner.wake()
         scores += [learner.logprobs(batches[0], "reference"), learner.logprobs(batches[0])]
         assert_close(scores[1], followed, ROUNDING)
-        assert not np.allclose(*(next(iter(each.values())) for each in scores[1:]))
+        assert not np.allclose(*(next(iter(score.values())) for score in scores[1:]))
         return scores, metrics
 
-    wanted, metrics = play(held(loaded=True))
+    expected, metrics = play(held(loaded=True))
     learner = held()
     assert all(
         parameter.requires_grad == is_adapter(name) for name, parameter in learner.rank.model.hf.named_parameters()
     )
-    found, ours = play(learner)
-    assert_close(found[0], wanted[0])
-    for one, other in zip(found[1:], wanted[1:], strict=True):
-        assert_close(one, other, ROUNDING)
-    for one, other in zip(ours, metrics, strict=True):
-        assert one == pytest.approx(other, abs=1e-6, rel=ROUNDING)
+    actual, ours = play(learner)
+    assert_close(actual[0], expected[0])
+    for first, second in zip(actual[1:], expected[1:], strict=True):
+        assert_close(first, second, ROUNDING)
+    for first, second in zip(ours, metrics, strict=True):
+        assert first == pytest.approx(second, abs=1e-6, rel=ROUNDING)
 
 
 def test_adapters_of_an_earlier_step_that_are_the_reference_are_in_checkpoints(held, learners, model, tmp_path):
     learner, batch = held(), make_batch(LENGTHS, seed=5)
     learner.save(tmp_path / "base")
     learner.update_reference()
-    wanted = learner.logprobs(batch)
+    expected = learner.logprobs(batch)
     learner.train_step(batch)
     learner.save(tmp_path / "later")
     learner.finish_save()
@@ -180,7 +180,7 @@ def test_adapters_of_an_earlier_step_that_are_the_reference_are_in_checkpoints(h
     straight = learner.train_step(batch)
     learner = held()
     learner.load(tmp_path / "later")
-    assert_close(learner.logprobs(batch, "reference"), wanted)
+    assert_close(learner.logprobs(batch, "reference"), expected)
     assert learner.train_step(batch) == straight
 
 
@@ -201,6 +201,6 @@ def test_a_checkpoint_of_other_adapters_is_refused(learners, tmp_path, other, me
 
 
 def test_a_resume_with_another_scale_is_refused_before_anything_starts():
-    before, after = (validate({"learner": {"lora": {"alpha": alpha}}}) for alpha in (32, 64))
+    state_before, state_after = (validate({"learner": {"lora": {"alpha": alpha}}}) for alpha in (32, 64))
     with pytest.raises(ConfigError, match=r"^learner\.lora\.alpha=64: the run in r has 32"):
-        check_fixed(recorded_keys(before), recorded_keys(after), Path("r"))
+        check_fixed(recorded_keys(state_before), recorded_keys(state_after), Path("r"))

@@ -106,12 +106,12 @@ def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) 
     file = tmp_path / "journal/groups/00000000.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
     journal = Journal(tmp_path).begin()
-    held = journal.read_group(0)
-    assert [rollout.rollout_id for rollout in held] == ["a"]
+    group_record = journal.read_group(0)
+    assert [rollout.rollout_id for rollout in group_record] == ["a"]
     again = [ended("b", 4.0), ended("c", 5.0)]
     for rollout in again[::-1]:
         journal.record_ended(0, rollout)
-    rollouts = [*held, *again]
+    rollouts = [*group_record, *again]
     asyncio.run(journal.record_finished(0, rollouts))
     journal.close()
     assert summary(read_again(tmp_path)) == summary(rollouts)

@@ -103,24 +103,24 @@ class Run:
         learner = learner or FakeLearner({"weight": torch.ones(2)})
         return train(self.folder, self.config, seed=seed, learner=learner, env=Duel, self_play=self._self_play)
 
-    def _self_play(self, records: RunRecords, state: Mapping[str, Any], after: int | None) -> SelfPlay:
-        given = self.config.self_play
-        assert given is not None
+    def _self_play(self, records: RunRecords, state: Mapping[str, Any], state_after: int | None) -> SelfPlay:
+        self_play = self.config.self_play
+        assert self_play is not None
         fleets = [fleet_of(SnapshotEngine(number, self.played)) for number in range(self.engines)]
         snapshots = SnapshotFolder(self.folder)
-        found = SelfPlay(
-            config=given,
-            league=League(given, 0),
+        actual_self_play = SelfPlay(
+            config=self_play,
+            league=League(self_play, 0),
             agents=Duel.possible_agents,
             tasks=self.config.rollout.batch_size,
             snapshots=snapshots,
             engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
-            log=LeagueLog(self.folder, after).begin(),
+            log=LeagueLog(self.folder, state_after).begin(),
         )
         if "source" in state:
-            found.league.load(state["source"]["self_play"])
-        found.opponents = {group.position: group.opponent for group in records.journal.pending}
-        return found
+            actual_self_play.league.load(state["source"]["self_play"])
+        actual_self_play.opponents = {group.position: group.opponent for group in records.journal.pending}
+        return actual_self_play
 
     def rollouts(self) -> dict[int, list[Rollout]]:
         """Return the rollouts of each step."""
@@ -143,17 +143,19 @@ class Run:
         for step, rollouts in self.rollouts().items():
             batch = journal.batches[step]
             names = {journal.groups[position].opponent for position in (*batch.positions, *batch.dropped)}
-            assert {next((one for one in players_by_seat(each) if one != POLICY), POLICY) for each in rollouts} == names
-            for one in rollouts:
-                if one.opponent == "past":
+            assert {
+                next((rollout for rollout in players_by_seat(each) if rollout != POLICY), POLICY) for each in rollouts
+            } == names
+            for rollout in rollouts:
+                if rollout.opponent == "past":
                     past += 1
-                    assert self.played[one.episode] in players_by_seat(one)
+                    assert self.played[rollout.episode] in players_by_seat(rollout)
             again.league, again.opponents, again.log = league, {}, LeagueLog(self.folder / "again", None).begin()
             again.on_step_trained(step, (), rollouts)
             league.add_snapshot(step)
         assert past > 0
         assert league.state() == self.state()["source"]["self_play"]
-        counts = Counter(one.rollout_id for some in self.rollouts().values() for one in some)
+        counts = Counter(rollout.rollout_id for step_rollouts in self.rollouts().values() for rollout in step_rollouts)
         assert set(counts.values()) == {1}
 
 
@@ -198,10 +200,10 @@ def test_a_run_that_is_killed_at_random_records_goes_on_with_the_same_opponents(
     run.train(seed=9)
     run.check()
     if not staleness:
-        whole = Run(tmp_path / "whole", *settings, engines=2)
-        whole.train(seed=10)
+        full_run = Run(tmp_path / "whole", *settings, engines=2)
+        full_run.train(seed=10)
         for key in ("source", "estimators", "position"):
-            assert run.state()[key] == whole.state()[key]
+            assert run.state()[key] == full_run.state()[key]
 
 
 def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Path) -> None:
@@ -211,11 +213,11 @@ def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "league.jsonl").read_text().splitlines()]
     ratings = {line["step"]: line["ratings"] for line in lines}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = {row["step"]: row["eval/rating"] for row in rows if "eval/rating" in row}
+    row_by_name = {row["step"]: row["eval/rating"] for row in rows if "eval/rating" in row}
     lags = {row["step"]: row["eval/lag_steps"] for row in rows if "eval/rating" in row}
-    assert found.keys() == {2, 4, 6, 8}
+    assert row_by_name.keys() == {2, 4, 6, 8}
     assert max(lags.values()) > 0
     league = League(run.config.self_play, 0)  # type: ignore[arg-type]
-    for step, rating in found.items():
+    for step, rating in row_by_name.items():
         league.ratings = type(league.ratings).from_state(ratings[step])
         assert rating == pytest.approx(league.ratings.rating(POLICY).low)

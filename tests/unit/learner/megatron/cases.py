@@ -34,12 +34,12 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 def two_ranks(folder: Path) -> dict[str, Any]:
     """Every layout of two ranks; logits are None with pipeline stages."""
-    found = {}
+    results = {}
     for name, (model, options) in LAYOUTS.items():
         Layout.from_options(options).start(0)
-        found[name] = _computed(folder / model, options)
+        results[name] = _computed(folder / model, options)
         parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def compiled(folder: Path) -> dict[str, Any]:
@@ -58,14 +58,16 @@ def compiled(folder: Path) -> dict[str, Any]:
 def refused_options(folder: Path) -> dict[str, str]:
     """Messages by option, and what a known one became."""
     Layout().start(0)
-    known = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-    built = build_model(folder / "qwen3", known | {"overlap_grad_reduce": True}, device=CPU, dtype=torch.float32)
-    found = {"taken": f"{built.config.recompute_granularity} {built.config.recompute_num_layers}"}
+    known_options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    built = build_model(
+        folder / "qwen3", known_options | {"overlap_grad_reduce": True}, device=CPU, dtype=torch.float32
+    )
+    results = {"taken": f"{built.config.recompute_granularity} {built.config.recompute_num_layers}"}
     try:
         build_model(folder / "qwen3", {"recompute_granularity": "full"}, device=CPU, dtype=torch.float32)
     except ConfigError as error:
-        found["recompute_method"] = str(error)
-    return found
+        results["recompute_method"] = str(error)
+    return results
 
 
 def router_losses(folder: Path) -> dict[str, dict[str, float]]:
@@ -117,15 +119,15 @@ def _router_norms(
 def resumed(folder: Path) -> dict[str, Any]:
     """Losses of a run with the distributed optimizer, and of another with the state of its middle; errors of a failed one."""
     Layout().start(0)
-    whole = _Training(folder / "qwen3")
-    losses = [whole.step() for _ in range(2)]
+    full_training = _Training(folder / "qwen3")
+    losses = [full_training.step() for _ in range(2)]
     (folder / "state").mkdir(exist_ok=True)
-    ShardedFiles(whole.state(), folder / "state").write()
-    losses += [whole.step() for _ in range(2)]
+    ShardedFiles(full_training.state(), folder / "state").write()
+    losses += [full_training.step() for _ in range(2)]
     second = _Training(folder / "qwen3")
     second.load(folder / "state")
     resumed = losses[:2] + [second.step() for _ in range(2)]
-    return {"whole": losses, "resumed": resumed, "failed": _failed(whole.state(), folder / "failed")}
+    return {"whole": losses, "resumed": resumed, "failed": _failed(full_training.state(), folder / "failed")}
 
 
 class _FailingOnRank1(ShardedFiles):
@@ -155,21 +157,21 @@ def refused_folders(folder: Path) -> dict[str, str]:
     weights, files = ModelWeights(built), load_file(folder / "qwen2" / "model.safetensors")
     embedding, norm = files["model.embed_tokens.weight"], "model.norm.weight"
     changed = {
-        "missing": {name: each for name, each in files.items() if name != norm},
+        "missing": {name: weight for name, weight in files.items() if name != norm},
         "shape": files | {norm: torch.ones(7)},
         "integers": files | {norm: files[norm].to(torch.int8)},
         "untied": files | {"lm_head.weight": embedding + 1},
         "tied": files | {"lm_head.weight": embedding.clone()},
     }
-    found = {}
+    results = {}
     for name, tensors in changed.items():
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors", {"format": "pt"})
         try:
             load_weights(weights, folder / name)
         except ModelError as error:
-            found[name] = str(error).partition(": ")[2]
-    return found
+            results[name] = str(error).partition(": ")[2]
+    return results
 
 
 def converted(folder: Path) -> dict[str, Any]:
@@ -179,21 +181,21 @@ def converted(folder: Path) -> dict[str, Any]:
     except ConfigError as error:
         refused = str(error)
     return {"refused": refused} | {
-        name: _there_and_back(folder / name, folder / f"{name}-{there}-{back}", there, back)
-        for name, there, back in (("drafting", 3, 1), ("qwen2", 1, 1), ("float8", 1, 1))
+        name: _there_and_back(folder / name, folder / f"{name}-{first_count}-{back}", first_count, back)
+        for name, first_count, back in (("drafting", 3, 1), ("qwen2", 1, 1), ("float8", 1, 1))
     }
 
 
-def _there_and_back(source: Path, out: Path, there: int, back: int) -> list[str]:
+def _there_and_back(source: Path, out: Path, first_count: int, back: int) -> list[str]:
     """Return the names of files and weights that differ; a float8 folder has what its weights are in a file beside it."""
     out.mkdir()
-    convert(source, out / "megatron", there)
+    convert(source, out / "megatron", first_count)
     convert(out / "megatron", out / "hf", back)
-    files, found = (load_file(each / "model.safetensors") for each in (source, out / "hf"))
+    files, weights = (load_file(model_folder / "model.safetensors") for model_folder in (source, out / "hf"))
     if (expected := source.with_suffix(".safetensors")).exists():
-        files = {name: tensor.to(found[name].dtype) for name, tensor in load_file(expected).items()}
-    others = {path.name for path in source.iterdir()} ^ {path.name for path in (out / "hf").iterdir()}
-    return [*others, *(name for name in {*files, *found} if not torch.equal(files[name], found[name]))]
+        files = {name: tensor.to(weights[name].dtype) for name, tensor in load_file(expected).items()}
+    other_paths = {path.name for path in source.iterdir()} ^ {path.name for path in (out / "hf").iterdir()}
+    return [*other_paths, *(name for name in {*files, *weights} if not torch.equal(files[name], weights[name]))]
 
 
 class _Training:
@@ -224,9 +226,9 @@ class _Training:
         return {"model": model, "optimizer": state}
 
     def load(self, folder: Path) -> None:
-        found = dist_checkpointing.load(self.state(loading=True), str(folder))
-        self.model.module.load_state_dict(found["model"])
-        self.optimizer.load_state_dict(found["optimizer"])
+        state = dist_checkpointing.load(self.state(loading=True), str(folder))
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.Tensor | None]:
@@ -253,7 +255,7 @@ def _logits(built: MegatronModel) -> torch.Tensor:
     packed, local = packed_tokens(built, positions_L, row_L, CPU), local_tokens(len(row_L))
     chunk.eval()
     inputs = token_ids_L[local][None], positions_L[local][None]
-    [found] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)
-    parts = [torch.empty_like(found) for _ in range(built.layout.context_parallel_size)]
-    dist.all_gather(parts, found, group=parallel_state.get_context_parallel_group())
+    [logits] = chunk(*inputs, None, packed_seq_params=packed, runtime_gather_output=True)
+    parts = [torch.empty_like(logits) for _ in range(built.layout.context_parallel_size)]
+    dist.all_gather(parts, logits, group=parallel_state.get_context_parallel_group())
     return torch.cat(parts)

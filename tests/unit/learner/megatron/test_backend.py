@@ -12,7 +12,7 @@ from tests.algo_config import make_algo
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("megatron_options", "key"),
     [
         ({"lora": {}}, "learner.lora"),
         ({"fp8": True}, "learner.fp8"),
@@ -22,8 +22,8 @@ from tests.algo_config import make_algo
         ({"ranks": 2, "context_parallel": 2}, "learner.context_parallel"),
     ],
 )
-def test_what_the_backend_lacks_is_refused_by_its_key(given: dict[str, Any], key: str) -> None:
-    backend = make_backend(LearnerConfig.model_validate({"backend": "megatron", **given}))
+def test_what_the_backend_lacks_is_refused_by_its_key(megatron_options: dict[str, Any], key: str) -> None:
+    backend = make_backend(LearnerConfig.model_validate({"backend": "megatron", **megatron_options}))
     with pytest.raises(ConfigError, match=rf"^{key}.*megatron lacks it"):
         backend.check(make_algo(), [])
 
@@ -36,9 +36,9 @@ def test_a_critic_with_another_optimizer_is_refused() -> None:
 
 
 def test_layers_are_recomputed_by_one_key_only() -> None:
-    given = {"backend": "megatron", "recompute": "full", "megatron": {"recompute_granularity": "full"}}
+    megatron_options = {"backend": "megatron", "recompute": "full", "megatron": {"recompute_granularity": "full"}}
     with pytest.raises(ConfigError, match=r"^learner\.recompute=full with learner\.megatron\.recompute_granularity"):
-        make_backend(LearnerConfig.model_validate(given)).check(make_algo(), [])
+        make_backend(LearnerConfig.model_validate(megatron_options)).check(make_algo(), [])
 
 
 OPTIONS = {
