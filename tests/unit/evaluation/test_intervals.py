@@ -83,10 +83,14 @@ def test_asking_the_same_again_makes_nothing_more_certain(prompts: list[list[flo
 @given(prompts=PROMPTS, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
 def test_the_interval_moves_and_grows_with_the_values(prompts: list[list[float]], scale: float, shift: float) -> None:
     moved = [[scale * value + shift for value in values] for values in prompts]
-    assume(all(any(not 0 <= value <= 1 for values in some for value in values) for some in (prompts, moved)))
-    before, after = estimate(prompts), estimate(moved)
-    assert after.value == pytest.approx(scale * before.value + shift, abs=1e-6)
-    assert after.ci95 == pytest.approx(scale * (before.ci95 or 0.0), abs=1e-6)
+    assume(
+        all(
+            any(not 0 <= value <= 1 for values in group_values for value in values) for group_values in (prompts, moved)
+        )
+    )
+    state_before, state_after = estimate(prompts), estimate(moved)
+    assert state_after.value == pytest.approx(scale * state_before.value + shift, abs=1e-6)
+    assert state_after.ci95 == pytest.approx(scale * (state_before.ci95 or 0.0), abs=1e-6)
 
 
 @given(count=st.integers(1, 2000), data=st.data())
@@ -154,14 +158,14 @@ def test_one_prompt_has_a_mean_and_no_interval() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """Four samples each of 60 prompts that differ in difficulty: the interval that ignores prompts is too narrow."""
     draw = random.Random(0)
-    trials, held, naive = 600, 0, 0
+    trials, covered, naive = 600, 0, 0
     for _ in range(trials):
         chances = [draw.choice((0.1, 0.9)) for _ in range(60)]  # the mean over all prompts there could be is 0.5
         prompts = [[float(draw.random() < chance) for _ in range(4)] for chance in chances]
-        found = estimate(prompts)
-        assert found.ci95 is not None
-        held += abs(found.value - 0.5) <= found.ci95
+        actual_estimate = estimate(prompts)
+        assert actual_estimate.ci95 is not None
+        covered += abs(actual_estimate.value - 0.5) <= actual_estimate.ci95
         flat = [[value] for values in prompts for value in values]
-        naive += abs(found.value - 0.5) <= Z95 * clustered_error(flat)
-    assert 0.92 < held / trials < 0.98
+        naive += abs(actual_estimate.value - 0.5) <= Z95 * clustered_error(flat)
+    assert 0.92 < covered / trials < 0.98
     assert naive / trials < 0.85
