@@ -14,6 +14,7 @@ from agentrl.core.registry import tool_service
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job, Outcome, Sandbox
 from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
+from agentrl.testing import FakeSandbox
 from agentrl.toolserver.hosted_tool import ToolSession
 
 SECRET = "expected-and-nobody-else's-business"
@@ -24,34 +25,23 @@ def outcome(stdout: str = "", status: ToolStatus = ToolStatus.OK) -> Outcome:
     return Outcome(status, stdout, "", 0 if status is ToolStatus.OK else None, 0.01)
 
 
-class FakeSandbox(Sandbox):
-    """Answers jobs as it is told, and looks the same until ``traces`` says otherwise."""
+class JudgedSandbox(FakeSandbox):
+    """Looks the same to the judge until ``traces`` says otherwise; the judge needs no files."""
 
     def __init__(self, number: int, answer: Answer) -> None:
-        self.id = f"fake-{number}"
-        self.jobs: list[Job] = []
+        super().__init__(f"fake-{number}", self._look_or_answer)
         self.traces, self.first_process = "nothing", 2
-        self.closed = self.dead = False
-        self._answer = answer
+        self._answer_test = answer
 
-    @property
-    def alive(self) -> bool:
-        return not (self.closed or self.dead)
-
-    async def run(self, job: Job) -> Outcome:
-        assert self.alive
-        self.jobs.append(job)
+    def _look_or_answer(self, job: Job) -> Outcome:
         looks = job.call_id.startswith("look")
-        return outcome(repr((self.traces, [self.first_process + len(self.jobs)]))) if looks else self._answer(job)
+        return outcome(repr((self.traces, [self.first_process + len(self.jobs)]))) if looks else self._answer_test(job)
 
     async def write_file(self, path: str, content: bytes) -> None:
         raise AssertionError("the judge writes no files")
 
     async def read_file(self, path: str, max_bytes: int = 2**20) -> bytes:
         raise AssertionError("the judge reads no files")
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 class FakeSession(ToolSession):
@@ -60,7 +50,7 @@ class FakeSession(ToolSession):
     def __init__(self, answer: Answer) -> None:
         self.id = "fake"
         self.state: dict[str, Any] = {}
-        self.opened: list[FakeSandbox] = []
+        self.opened: list[JudgedSandbox] = []
         self._answer = answer
 
     async def sandbox(self) -> Sandbox:
@@ -68,7 +58,7 @@ class FakeSession(ToolSession):
 
     @asynccontextmanager
     async def fresh_sandbox(self) -> AsyncIterator[Sandbox]:
-        self.opened.append(FakeSandbox(len(self.opened), self._answer))
+        self.opened.append(JudgedSandbox(len(self.opened), self._answer))
         try:
             yield self.opened[-1]
         finally:
@@ -192,7 +182,7 @@ def _marks(session: FakeSession, job: Job) -> Outcome:
 
 def test_a_sandbox_that_died_is_replaced() -> None:
     def dies(job: Job) -> Outcome:
-        session.opened[-1].dead = job.call_id == "test-0"
+        session.opened[-1].broken = job.call_id == "test-0"
         return outcome(status=ToolStatus.OUT_OF_MEMORY) if job.call_id == "test-0" else right(job)
 
     session = FakeSession(dies)
@@ -223,7 +213,7 @@ def test_a_failing_sandbox_is_no_verdict() -> None:
 def test_so_many_programs_at_once() -> None:
     tool, running, most = JudgeTool(JudgeOptions(at_once=2)), 0, 0
 
-    class Slow(FakeSandbox):
+    class Slow(JudgedSandbox):
         async def run(self, job: Job) -> Outcome:
             nonlocal running, most
             running += 1
