@@ -227,9 +227,6 @@ def _metrics(logprobs_N: torch.Tensor, old_N: torch.Tensor, clipped_N: torch.Ten
             "clip_fraction": clipped_N.sum().float(),
             "sampler_kl": (gap_N.expm1() - gap_N).sum(),
         },
-        maxima={
-            "ratio_max": torch.cat([ratio_N, zero]).max(),
-            "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max(),
-        },
+        maxima={"ratio_max": torch.cat([ratio_N, zero]).max(), "sampler_gap_max": torch.cat([gap_N.abs(), zero]).max()},
         weights={"effective_sample_size": torch.stack([weight_N.sum(), weight_N.square().sum()])},
     )

@@ -201,12 +201,7 @@ class RankActors(RankGroup):
         return self._results(refs, phase)
 
     def _call(
-        self,
-        function: Callable[[LearnerActor], T],
-        phase: str,
-        *,
-        ranks: int | None = None,
-        at_least_s: float = 0.0,
+        self, function: Callable[[LearnerActor], T], phase: str, *, ranks: int | None = None, at_least_s: float = 0.0
     ) -> list[T]:
         """Call a function in the processes of the first ``ranks`` actors, or of all; return the results by rank.
 
