@@ -9,6 +9,7 @@ from agentrl.algo.registry import estimator_class, make_estimator, make_policy_l
 from agentrl.config.algo import AlgoConfig, CriticConfig
 from agentrl.config.checks import run_and_source_faults
 from agentrl.config.schema import Config
+from agentrl.config.train import AsyncConfig
 from agentrl.core.errors import UserError
 
 
@@ -21,7 +22,13 @@ def algorithm_faults(config: Config) -> list[str]:
     if faults:  # the other rules read the declarations of classes that exist
         return faults
     faults = run_and_source_faults(config, lambda source: _rewards(source.algo))
-    return [*faults, *_critic(config), *_mask_older_than(config), *_streaming(config)]
+    algo, asynchronous = config.algo, config.asynchronous
+    return [
+        *faults,
+        *_critic(algo, config.train.steps),
+        *_mask_older_than(algo, asynchronous),
+        *_streaming(algo, asynchronous),
+    ]
 
 
 def _names_and_options(algo: AlgoConfig) -> Iterator[str]:
@@ -45,14 +52,14 @@ def _rewards(algo: AlgoConfig) -> Iterator[str]:
         )
 
 
-def _critic(config: Config) -> Iterator[str]:
-    critic, steps = config.algo.critic, config.train.steps
-    if not needs_critic(config.algo):
+def _critic(algo: AlgoConfig, steps: int) -> Iterator[str]:
+    critic = algo.critic
+    if not needs_critic(algo):
         defaults = CriticConfig().model_dump()
         for key, value in critic.model_dump().items():
             if value != defaults[key]:
                 yield (
-                    f"algo.critic.{key} is set, and algo.advantage.name={config.algo.advantage.name} has no critic; set "
+                    f"algo.critic.{key} is set, and algo.advantage.name={algo.advantage.name} has no critic; set "
                     f"algo.advantage.name={_with_critic()}, or leave out algo.critic.{key}"
                 )
         return
@@ -61,26 +68,26 @@ def _critic(config: Config) -> Iterator[str]:
             f"algo.critic.warmup_steps={critic.warmup_steps} with train.steps={steps}: the policy is never trained; lower "
             "algo.critic.warmup_steps"
         )
-    if not config.algo.needs_reward:
+    if not algo.needs_reward:
         yield (
-            f"algo.distillation.reward_coef=0 with {_estimators(config.algo, needs_critic)}: no reward "
-            "is left for the critic; set another estimator"
+            f"algo.distillation.reward_coef=0 with {_estimators(algo, needs_critic)}: no reward is left for the critic; set "
+            "another estimator"
         )
 
 
-def _mask_older_than(config: Config) -> Iterator[str]:
-    limit = config.asynchronous.mask_older_than
-    if limit is not None and needs_critic(config.algo):
+def _mask_older_than(algo: AlgoConfig, asynchronous: AsyncConfig) -> Iterator[str]:
+    limit = asynchronous.mask_older_than
+    if limit is not None and needs_critic(algo):
         yield (
-            f"async.mask_older_than={limit} with {_estimators(config.algo, needs_critic)}: returns need "
-            "the values of all tokens; leave out async.mask_older_than"
+            f"async.mask_older_than={limit} with {_estimators(algo, needs_critic)}: returns need the values of all tokens; "
+            "leave out async.mask_older_than"
         )
 
 
-def _streaming(config: Config) -> Iterator[str]:
+def _streaming(algo: AlgoConfig, asynchronous: AsyncConfig) -> Iterator[str]:
     """Whether the gradient of a group can be computed before all groups of its step are there."""
-    estimators = _estimators(config.algo, lambda algo: not _streams(algo))
-    if config.asynchronous.streaming and estimators:
+    estimators = _estimators(algo, lambda source: not _streams(source))
+    if asynchronous.streaming and estimators:
         yield f"async.streaming=true with {estimators}: it needs all groups of a step; leave it out, or async.streaming"
 
 

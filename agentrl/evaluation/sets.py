@@ -90,9 +90,10 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     for name, plan in config.eval.named_sets(config.sources).items():
         source = plan.source or ""
         with errors_name_source("" if name in named_by_user else source):
-            if name in named_by_user or can_evaluate(sources[source], tasks[source]):
-                eval_sets.append(_load(sources[source], tasks[source], name, plan))
-    if by_opponent := eval_lineups(config):
+            source_config, source_tasks = sources[source], tasks[source]
+            if name in named_by_user or can_evaluate(source_config.eval, source_config.tasks, source_tasks):
+                eval_sets.append(_load(source_config, source_tasks, name, plan))
+    if by_opponent := eval_lineups(config.self_play, config.env):
         return [
             replace(eval_set, opponent=opponent, lineups=lineups)
             for eval_set in eval_sets
@@ -101,9 +102,9 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     return eval_sets
 
 
-def can_evaluate(config: Config, tasks: TaskSet) -> bool:
+def can_evaluate(plan: EvalSet, config: TasksConfig, tasks: TaskSet) -> bool:
     """Return whether the set of the section ``eval`` has tasks: data files may have no evaluation file."""
-    return config.eval.path is not None or len(_split(config.tasks, tasks, config.eval, "eval")[1]) > 0
+    return plan.path is not None or len(_split(config, tasks, plan, "eval")[1]) > 0
 
 
 def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
@@ -112,7 +113,10 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
     # The sets that a mixed run has without eval.sets do not size themselves.
     set_keys = config.eval.sets[name].model_fields_set if name in config.eval.sets else set()
     set_keys = config.eval.model_fields_set if not name else set_keys
-    source, tasks_of_split = _read(config, tasks, plan, key)
+    if plan.path is not None:
+        source, tasks_of_split = str(plan.path), read_tasks(plan.path, config.data, f"{key}.path")
+    else:
+        source, tasks_of_split = _split(config.tasks, tasks, plan, key)
     if len(tasks_of_split) == 0:
         raise ConfigError(
             f"{key}: {source} has no tasks to evaluate on; set {key}.split or {key}.path to what has some"
@@ -129,12 +133,6 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
             )
         plan = plan.model_copy(update={"group_by": None})
     return EvalTasks(name, plan, with_source_ids(plan.source or "", chosen), source, config.rollout.reset_seed)
-
-
-def _read(config: Config, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:
-    if plan.path is not None:
-        return str(plan.path), read_tasks(plan.path, config.data, f"{key}.path")
-    return _split(config.tasks, tasks, plan, key)
 
 
 def _split(config: TasksConfig, tasks: TaskSet, plan: EvalSet, key: str) -> tuple[str, Sequence[Task]]:

@@ -42,7 +42,7 @@ def check_episodes(config: Config) -> None:
 def _check_episodes(config: Config) -> None:
     env = _make_env(config.env)
     cls = type(env)
-    check_self_play(config, env)
+    check_self_play(config.self_play, env, config.env.name)
     check_roles(config, env)
     if config.rollout.generate is None and (lacks := undefined_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")

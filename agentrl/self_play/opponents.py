@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.config.schema import Config
 from agentrl.config.self_play import ENDPOINT, FIXED, MIRROR, PAST, SelfPlayConfig, is_fixed, label
+from agentrl.config.tasks import EnvConfig
 from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
@@ -87,17 +87,17 @@ def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: i
     return seatings
 
 
-def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
+def eval_lineups(section: SelfPlayConfig | None, env_config: EnvConfig) -> dict[str, tuple[Lineup, ...]]:
     """Return who plays the episodes of each task, by the name of the opponent in metrics.
 
     Against a scripted player or an endpoint each seat of the policy has a lineup. There is none
     without ``self_play.eval.opponents``.
     """
-    if config.self_play is None or not config.self_play.eval.opponents:
+    if section is None or not section.eval.opponents:
         return {}
-    env = make_any_env(config.env.name, config.env.options)
+    env = make_any_env(env_config.name, env_config.options)
     assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
-    section, agents, policies = config.self_play, env.possible_agents, config.env.policy_of
+    agents, policies = env.possible_agents, env_config.policy_of
     return {label(opponent): _lineups(section, opponent, agents, policies) for opponent in section.eval.opponents}
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from agentrl.algo.registry import describe_algorithm
 from agentrl.cluster.placement_check import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
+from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
+from agentrl.config.learner import LearnerConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
@@ -119,7 +121,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         if not fetch:
             lines += describe_memory(config, model, critic)
         sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
-        warnings += learning_rate_warnings(config, *sizes)
+        warnings += learning_rate_warnings(config.learner, config.algo.critic, *sizes)
     warnings += [
         warning for source in config.by_source().values() if (warning := label_warning(source.reward, source.data))
     ]
@@ -218,10 +220,12 @@ def shipped_policy_warning(config: Config) -> str:
     )
 
 
-def learning_rate_warnings(config: Config, count: int, critic_count: int = 0) -> list[str]:
+def learning_rate_warnings(
+    learner: LearnerConfig, critic: CriticConfig, count: int, critic_count: int = 0
+) -> list[str]:
     """Return warnings if the learning rate of the policy, of ``count`` weights, or of the critic is many times the usual."""
-    rates = {"learner.optimizer": (config.learner.optimizer.lr, count)}
-    rates["algo.critic.optimizer"] = (config.algo.critic.optimizer.lr, critic_count)
+    rates = {"learner.optimizer": (learner.optimizer.lr, count)}
+    rates["algo.critic.optimizer"] = (critic.optimizer.lr, critic_count)
     warnings = []
     for key, (lr, weights) in rates.items():
         usual = usual_rates(weights)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config.schema import Config
+from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import AsyncEnv
 from agentrl.core.errors import ConfigError, ConversationError, ModelError
 from agentrl.core.multi_agent_env import MultiAgentEnv
@@ -45,7 +46,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         return findings.summary()
     renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
-    prompts = [prompt for task in tried if (prompt := _first_prompt(config, task))]
+    prompts = [prompt for task in tried if (prompt := _first_prompt(config.env, config.run.seed, task))]
     tools, too_long = make_any_env(config.env.name, config.env.options).tools, 0
     for prompt in prompts:
         try:
@@ -69,18 +70,18 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     return findings.summary() + long
 
 
-def _first_prompt(config: Config, task: Task) -> tuple[Message, ...]:
+def _first_prompt(config: EnvConfig, seed: int, task: Task) -> tuple[Message, ...]:
     """Return the messages that begin an episode, or an empty tuple if only the episode can show them."""
-    env = make_any_env(config.env.name, config.env.options)
+    env = make_any_env(config.name, config.options)
     if isinstance(env, AsyncEnv):
         return task.prompt if type(env).areset is AsyncEnv.areset else ()
     try:
         observation: Observation
         if isinstance(env, MultiAgentEnv):
-            views, _ = env.reset(seed=config.run.seed, options={"task": task})
+            views, _ = env.reset(seed=seed, options={"task": task})
             observation = views[env.acting[0]]["messages"]
         else:
-            observation, _ = env.reset(seed=config.run.seed, options={"task": task})
+            observation, _ = env.reset(seed=seed, options={"task": task})
     except BaseException as error:  # of the environment's author: an episode's failure when it happens
         user_error(error)
         return ()

@@ -180,7 +180,7 @@ def test_a_folder_without_a_league(tmp_path, capsys):
 def test_self_play_must_fit_the_environment(env, mix, message):
     config = load_config(None, [f"env.name={env}", f"self_play.mix={json.dumps(mix)}"])
     with pytest.raises(UserError, match=message):
-        check_self_play(config, make_any_env(env))
+        check_self_play(config.self_play, make_any_env(env), env)
 
 
 @pytest.mark.parametrize(

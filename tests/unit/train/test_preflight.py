@@ -29,7 +29,8 @@ from agentrl.train.preflight import Plan, learning_rate_warnings, plan_run
 def test_a_learning_rate_for_a_small_policy_is_named_for_a_large_model(
     weights: int, lr: float, usual: str | None
 ) -> None:
-    warnings = learning_rate_warnings(load_config(None, [f"learner.optimizer.lr={lr}"]), weights)
+    config = load_config(None, [f"learner.optimizer.lr={lr}"])
+    warnings = learning_rate_warnings(config.learner, config.algo.critic, weights)
     assert len(warnings) == (usual is not None)
     if usual is not None:
         assert f"learner.optimizer.lr={lr:g}" in warnings[0]
