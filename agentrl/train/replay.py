@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import override
 
 from agentrl.algo.registry import compares_groups, describe_algorithm
 from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Provenance, Rollout
-from agentrl.learner.base import LearnerGroup
 from agentrl.learner.registry import make_backend
 from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.base import Renderer
 from agentrl.render.registry import load_renderer
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
+from agentrl.train.rollout_source import Consumer, RolloutSource, StepRollouts, TaskPosition
 
 CHECKED_PROMPTS = 8
 """Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
@@ -74,8 +73,8 @@ def _by_groups(rollouts: Sequence[Rollout], batch_size: int) -> list[list[Rollou
 
 
 @dataclass(slots=True)
-class Replay:
-    """Implements `agentrl.train.rollout_source.RolloutSource` with recorded rollouts."""
+class Replay(RolloutSource):
+    """Recorded rollouts. There are no engines."""
 
     config: Config
     recorded: RecordedRollouts
@@ -83,46 +82,24 @@ class Replay:
     interrupt: Interrupt
 
     @property
+    @override
     def steps(self) -> int:
-        """Return the number of recorded steps, or ``train.steps`` if that is less."""
         return min(self.config.train.steps, len(self.recorded))
 
     @property
-    def samples(self) -> bool:
-        """Return False."""
-        return False
-
-    @property
+    @override
     def pad_token_id(self) -> int:
-        """Return the tokenizer's pad token."""
         return self.check.renderer.pad_token_id
 
-    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Do nothing: there is no engine."""
-
-    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Do nothing: there is no engine."""
-
+    @override
     async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
-        """Read the rollouts of a step, all at once."""
         self.interrupt.check()
         rollouts = await asyncio.to_thread(self.recorded.__getitem__, step - 1)
         self.check(rollouts, self.recorded.name(step - 1))
         return StepRollouts(rollouts, TaskPosition(position.first + self.config.rollout.batch_size))
 
-    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Do nothing: the rollouts are already recorded."""
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: what is read next follows from the position."""
-        return {}
-
-    def metrics(self) -> dict[str, float]:
-        """Return no metrics: nothing is sampled."""
-        return {}
-
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self.check.renderer.decode(token_ids)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
@@ -58,32 +59,30 @@ Consumer = Callable[[list[Rollout]], Awaitable[None]]
 """Gets the rollouts of groups that belong to a step whose batch is not full."""
 
 
-class RolloutSource(Protocol):
-    """Supplies the trainer with rollouts, and receives the weights that the learner trains on them."""
+class RolloutSource(ABC):
+    """Supplies the trainer with rollouts, and receives the weights that the learner trains on them.
+
+    The methods that are not abstract do nothing, for sources without engines.
+    """
+
+    samples: ClassVar[bool] = False
+    """Whether `get_rollouts` samples them, so that its duration is a sampling time."""
 
     @property
+    @abstractmethod
     def steps(self) -> int:
         """Steps to train."""
-        ...
 
     @property
-    def samples(self) -> bool:
-        """Whether `get_rollouts` samples them, so that its duration is a sampling time."""
-        ...
-
-    @property
+    @abstractmethod
     def pad_token_id(self) -> int:
         """The token that fills batches."""
-        ...
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
-        ...
 
-    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
-        ...
-
+    @abstractmethod
     async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
         """Return the rollouts of ``step`` (from 1), of tasks that were not trained at ``position``.
 
@@ -95,20 +94,20 @@ class RolloutSource(Protocol):
         Raises:
             AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.
         """
-        ...
 
-    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
+    async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:  # noqa: B027
+        """Sync the learner's weights, as policy ``version``, to the engines; ``watch`` gets the seconds."""
+
+    async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:  # noqa: B027
         """Release GPU memory that the learner needs to train, until `sync_weights`; ``watch`` gets the seconds."""
-        ...
 
-    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
+    async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:  # noqa: B027
         """Record that ``step`` was trained, with the advantages of its rollouts by ``rollout_id``."""
-        ...
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs of the source, JSON-able."""
-        ...
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return sampling metrics for the row of a step, collected since the last call."""
-        ...
+        return {}

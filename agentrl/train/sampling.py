@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.schema import Config
@@ -22,7 +24,7 @@ from agentrl.self_play.training import SelfPlay, open_self_play
 from agentrl.train.engine_weights import EngineWeights, open_engine_weights, sent_dtype
 from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.pipeline.scheduler import GroupScheduler, open_scheduler
-from agentrl.train.rollout_source import Consumer, StepRollouts, TaskPosition
+from agentrl.train.rollout_source import Consumer, RolloutSource, StepRollouts, TaskPosition
 from agentrl.train.run_inputs import RunInputs
 from agentrl.weight_sync.adapter import for_adapters
 from agentrl.weight_sync.registry import for_transport
@@ -74,9 +76,10 @@ async def _open_services(
 
 
 @dataclass(slots=True)
-class Sampling:
-    """Implements `RolloutSource` with the engines and the tool servers of a run."""
+class Sampling(RolloutSource):
+    """Samples rollouts with the engines and the tool servers of a run."""
 
+    samples: ClassVar[bool] = True
     config: Config
     services: Services
     tasks: TaskJobs
@@ -92,18 +95,13 @@ class Sampling:
     """Rollouts of the step in training."""
 
     @property
+    @override
     def steps(self) -> int:
-        """Return ``train.steps``."""
         return self.config.train.steps
 
     @property
-    def samples(self) -> bool:
-        """Return True."""
-        return True
-
-    @property
+    @override
     def pad_token_id(self) -> int:
-        """Return the tokenizer's pad token."""
         return self.services.renderer.pad_token_id
 
     def begin(self) -> None:
@@ -116,8 +114,9 @@ class Sampling:
         """Let the critic share the GPUs, if the learner does."""
         self.weights.gpus.critic = critic
 
+    @override
     async def sync_weights(self, learner: LearnerGroup, version: int, watch: Stopwatch) -> None:
-        """Sync the weights to the engines; see `EngineWeights.sync_weights`. A step that is trained again samples nothing.
+        """A step that is trained again samples nothing, and needs no sync.
 
         Raises:
             EngineError: a live engine did not take them.
@@ -130,8 +129,9 @@ class Sampling:
             with watch("snapshot"):
                 await self.self_play.on_weights(learner, version)
 
+    @override
     async def release_gpus_for_training(self, learner: LearnerGroup, watch: Stopwatch) -> None:
-        """Release the engines' memory if they share GPUs with the learner.
+        """Nothing is released unless the engines share GPUs with the learner.
 
         Raises:
             EngineError: a live engine keeps its memory.
@@ -139,8 +139,9 @@ class Sampling:
         """
         await self.weights.gpus.switch_to_learner(learner, watch)
 
+    @override
     async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
-        """Return a step's rollouts. The journal has those of a step that is trained again."""
+        """The journal has the rollouts of a step that is trained again."""
         if self.records.journal.batch(step) is not None:
             self._batch = await self._read_journal(step)
             return self._batch
@@ -207,19 +208,20 @@ class Sampling:
             await self._scheduler.aclose()
         self.tasks.close()
 
+    @override
     def state(self) -> dict[str, Any]:
-        """Return the state of the data buffer, and of the league if there is self-play."""
         league = {} if self.self_play is None else {"self_play": self.self_play.state()}
         return {"data": self.tasks.buffer.state(), **league}
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the fleet, the last sync, the data buffer, self-play, and the step's episodes."""
         metrics = self.services.fleet.metrics() | self.weights.metrics() | self.tasks.buffer.metrics()
         metrics |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics())
         return metrics | ({} if self._scheduler is None else self._scheduler.metrics())
 
+    @override
     async def on_step_trained(self, step: int, advantages: Mapping[str, float]) -> None:
-        """Record the results and the games of self-play, and write the advantages next to the step's rollouts."""
+        """Records also the results of tasks and the games of self-play."""
         assert self._batch is not None, "a step trains the rollouts of get_rollouts"
         rollouts = [*self._batch.rollouts, *self._batch.filtered]
         self.tasks.on_trained(self._batch.position, rollouts)
@@ -227,6 +229,6 @@ class Sampling:
             self.self_play.on_step_trained(step, self._batch.position, rollouts)
         await self.records.record_trained(step, advantages)
 
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return self.services.renderer.decode(token_ids)
