@@ -221,3 +221,11 @@ def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Pa
     for step, rating in row_by_name.items():
         league.ratings = type(league.ratings).from_state(ratings[step])
         assert rating == pytest.approx(league.ratings.rating(POLICY).low)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_groups_that_are_admitted_long_after_they_were_drawn_find_their_snapshot(tmp_path: Path, engines: int) -> None:
+    slow = ("async.max_staleness=2", "rollout.concurrency=2", "rollout.batch_size=8", "train.save_every=0")
+    run = Run(tmp_path / "run", *slow, "self_play.mix={past: 1}", "self_play.pool.keep=1", engines=engines)
+    run.train()
+    run.check()
