@@ -164,12 +164,12 @@ class Ungraded:
 
 
 def test_a_group_with_an_ungraded_rollout_is_not_finished(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path).begin()
     jobs = [Job(Task("t", ()), number, f"1/0/{number}") for number in range(2)]
     with pytest.raises(UngradedError, match="'1/0/1' of task 't'"):
         asyncio.run(run_first_group(journal, cast("EpisodeRunner", Ungraded()), jobs))
     journal.close()
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path).begin()
     assert not journal.is_finished(0)
     assert journal.read_group(0) == []
     journal.close()
