@@ -109,10 +109,28 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         word for word in remaining if "=" not in word or word.startswith("-") or not hasattr(parsed, "overrides")
     ]
     if unrecognized:
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        hint = _setting_hint(unrecognized[0], arguments) if hasattr(parsed, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     if remaining:
         parsed.overrides = [*parsed.overrides, *remaining]
     return parsed
+
+
+def _setting_hint(word: str, arguments: Sequence[str]) -> str:
+    """Return how to write an option among ``arguments`` as a setting, such as ``--rollout-batch-size 32``."""
+    from agentrl.config.schema import Config
+    from agentrl.config.validation import all_keys, nearest_key
+
+    option, equals, value = word.partition("=")
+    if not option.startswith("--"):
+        return ""
+    name = option[2:].replace("-", "_")
+    keys = [*all_keys(Config)]
+    key = next((key for key in keys if key.replace(".", "_") == name), None) or nearest_key(name, keys)
+    following = arguments[arguments.index(word) + 1 :]
+    if not equals and following and not following[0].startswith("-"):
+        value = following[0]
+    return f"; settings are key=value: {key}={value or '…'}" if key is not None else "; settings are key=value"
 
 
 if __name__ == "__main__":

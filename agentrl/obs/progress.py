@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Literal
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.obs.console import print_message
+from agentrl.obs.waiting import PHASE, START, WaitListener, waiting
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward", "{:.3f}"),
@@ -89,6 +90,11 @@ class ProgressView:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
 
+    @property
+    def listeners(self) -> tuple[WaitListener, ...]:
+        """What prints the progress of the start, without a live view."""
+        return () if self._live else (StartLines(self.print_text),)
+
     def phase(self, name: str) -> None:
         """Show the current phase."""
         self._phase = name
@@ -142,6 +148,41 @@ class ProgressView:
             bar, Text(f"{self._done}/{self.total}"), Text(self._phase, "bold blue"), Text(f"left {self._time_left()}")
         )
         return Group(table, status)
+
+
+class StartLines:
+    """A line for each thing that a run starts, and one with how long it took, until its first rollouts.
+
+    A `WaitListener`, for output without a live view.
+
+    Args:
+        print_text: prints a line; may be called from any thread.
+    """
+
+    def __init__(self, print_text: Callable[[str], None]) -> None:
+        self._print = print_text
+        self._texts: dict[waiting, str] = {}
+        """Of what has begun and not ended."""
+        self._is_over = False
+
+    def on_begin(self, wait: waiting) -> None:
+        """Print what begins: a phase, the start of a process, or what the phase ``start`` waits for itself."""
+        parent = wait.parent
+        is_part_of_start = isinstance(parent, waiting) and parent.kind == PHASE and parent.details == START
+        if self._is_over or not (wait.kind in (PHASE, "start") or is_part_of_start):
+            return
+        text = wait.details if wait.kind == PHASE else wait.text
+        if wait.kind == PHASE and text.endswith("rollout"):
+            self._is_over = True
+            return
+        self._texts[wait] = text
+        self._print(f"{text} …")
+
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+        """Print how long it took, unless it has failed."""
+        text = self._texts.pop(wait, None)
+        if text is not None and error is None:
+            self._print(f"{text}: {ended_at - wait.since:.1f} s")
 
 
 class Stopwatch:

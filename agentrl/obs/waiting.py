@@ -23,6 +23,8 @@ Detail = str | Callable[[], str]
 
 PHASE = "phase"
 """The kind of the outermost waits; a report groups the others by them."""
+START = "start"
+"""The details of the phase in which services start."""
 TURN = "turn"
 """The kind of the wait around a turn of an episode. Reports omit it: the wait around the episode has the turn's number."""
 REQUEST = "request"

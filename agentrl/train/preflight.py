@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from agentrl.algo.registry import describe_algorithm
@@ -16,6 +17,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.task import MadeTasks
 from agentrl.data.contents import split_contents
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
@@ -158,7 +160,10 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
                     f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
                 )
             split = splits[name]
-            check_labels(source_config.reward, split.sample(TRIED) if isinstance(split, TaskStream) else split)
+            tasks_to_check = split.sample(TRIED) if isinstance(split, TaskStream) else split
+            if isinstance(split, MadeTasks):  # making a task may take as long as playing a game
+                tasks_to_check = list(islice(split, TRIED))
+            check_labels(source_config.reward, tasks_to_check)
     make_order(config, splits)
     return splits
 

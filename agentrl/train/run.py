@@ -25,7 +25,7 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, complete_checkpoints, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
-from agentrl.obs.waiting import PHASE, waiting
+from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
@@ -67,8 +67,8 @@ class TrainingRun:
                 ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
             )
             view.phase("starting")
-            monitor = open_monitor(config, folder, view.print_text, step, exits)
-            with waiting(PHASE, "start"):
+            monitor = open_monitor(config, folder, view, step, exits)
+            with waiting(PHASE, START):
                 teachers = await open_teachers(config, run.model, folder / "logs", exits)
                 source, evaluator, learner, critic = await self._open(interrupt, exits)
             save_config(self.saved_config, folder)

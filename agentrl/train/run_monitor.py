@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from agentrl.config.schema import Config
 from agentrl.obs.host_memory import HostMemory
 from agentrl.obs.idle_time import IdleTime
 from agentrl.obs.otlp import OtlpSpans, open_otlp
+from agentrl.obs.progress import ProgressView
 from agentrl.obs.trace import TraceFiles
 from agentrl.obs.trackers import Tracker
 from agentrl.obs.watchdog import Watchdog
@@ -35,19 +35,17 @@ class RunMonitor:
         return self.idle_time.metrics() | self.host_memory.metrics()
 
 
-def open_monitor(
-    config: Config, folder: Path, print_text: Callable[[str], None], step: int, exits: AsyncExitStack
-) -> RunMonitor:
+def open_monitor(config: Config, folder: Path, view: ProgressView, step: int, exits: AsyncExitStack) -> RunMonitor:
     """Watch the waits of this context and of tasks started in it, until ``exits`` end it.
 
     Args:
         config: of the run.
         folder: of the run.
-        print_text: prints reports and warnings; safe to call from any thread.
+        view: shows reports and warnings, and the progress of the start.
         step: finished steps.
         exits: gets what ends the threads.
     """
-    obs = config.obs
+    obs, print_text = config.obs, view.print_text
     traces: list[TraceFiles | OtlpSpans] = []
     if obs.trace:
         traces.append(TraceFiles(folder, step=step + 1, keep=obs.trace_steps, note=print_text))
@@ -58,7 +56,7 @@ def open_monitor(
     idle_time = IdleTime(*engines_and_slots(config))
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
-    exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces)))
+    exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, *view.listeners)))
     return RunMonitor(tuple(traces), idle_time, memory)
 
 

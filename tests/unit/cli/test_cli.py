@@ -122,3 +122,25 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["train"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "run/metrics.jsonl: No space left on device" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--rollout-batch-size 32", "settings are key=value: rollout.batch_size=32"),
+        ("--rollout-batch-size=32", "settings are key=value: rollout.batch_size=32"),
+        ("--rollout_batch_size 32", "settings are key=value: rollout.batch_size=32"),
+        ("--train.steps 5", "settings are key=value: train.steps=5"),
+        ("--algo-kl-coef --resume", "settings are key=value: algo.kl_coef=…"),
+        ("--learner-optimizer-lr 1e-5", "settings are key=value: learner.optimizer.lr=1e-5"),
+        ("--num-rollout 5", "settings are key=value"),
+        ("word", "unrecognized arguments: word"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_told_how_settings_are_written(
+    words: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", *words.split()])
+    assert end.value.code == 2
+    assert hint in capsys.readouterr().err
