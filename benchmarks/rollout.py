@@ -103,10 +103,7 @@ def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
         def build(episodes: int = episodes, turns: int = turns, tokens: int = tokens) -> list[Row]:
             return synthetic_rows(episodes, turns, tokens)
 
-        yield (
-            name,
-            bench_masks(build, tokens_per_micro=config.batch.tokens_per_micro),
-        )
+        yield (name, bench_masks(build, tokens_per_micro=config.batch.tokens_per_micro))
 
 
 LONG_TURNS = (32, 64, 128)

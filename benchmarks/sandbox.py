@@ -64,10 +64,7 @@ class SandboxBench:
         return SandboxConfig.model_validate({"backend": name, **(self.docker if name == "docker" else {})})
 
     async def _through_server(self, config: SandboxConfig, sessions: int) -> SandboxTimes:
-        options = {
-            "sandbox": config.model_dump(),
-            "server": {"max_sessions": sessions},
-        }
+        options = {"sandbox": config.model_dump(), "server": {"max_sessions": sessions}}
         service = find_service("python")
         with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as text:
             folder = Path(text)

@@ -27,7 +27,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
 from typing import ClassVar, Self
 
 from agentrl.config.sandbox import SandboxConfig
@@ -140,7 +139,20 @@ class Outcome:
     """Why it was ended, in words for the policy; empty if it ended by itself."""
 
 
-class Sandbox(ABC):
+class _Closable(ABC):
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        """Return it, to be closed at the end of the context."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close it."""
+        await self.close()
+
+
+class Sandbox(_Closable):
     """An open sandbox. Concurrent calls run one after the other; files under `WORK` stay from call to call."""
 
     id: str
@@ -184,18 +196,8 @@ class Sandbox(ABC):
     async def close(self) -> None:
         """End all its processes and remove what it left on the machine. A second call does nothing."""
 
-    async def __aenter__(self) -> Self:
-        """Return the sandbox."""
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the sandbox."""
-        await self.close()
-
-
-class SandboxBackend(ABC):
+class SandboxBackend(_Closable):
     """Creates sandboxes of one kind. A tool server has one backend, and opens a sandbox per session.
 
     The constructor is called with the configuration alone and must not start anything. `start`, `open` and `close` run in
@@ -226,7 +228,7 @@ class SandboxBackend(ABC):
         """Release of the kernel of the machine that sandboxes are on."""
         return os.uname().release
 
-    @classmethod  # noqa: B027 - optional
+    @classmethod
     def check(cls, config: SandboxConfig) -> None:
         """Check what is cheap to know before a run: programs, packages, sockets. Starts nothing; the default does nothing.
 
@@ -261,9 +263,3 @@ class SandboxBackend(ABC):
             _log.critical("\033[31m%s\033[0m", unsafe_warning(self.name))
         await self.start()
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the backend."""
-        await self.close()

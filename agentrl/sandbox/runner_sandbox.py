@@ -49,22 +49,6 @@ class ByteReader(Protocol):
         ...
 
 
-class ByteWriter(Protocol):
-    """Sink of bytes: `asyncio.StreamWriter`."""
-
-    def write(self, data: bytes) -> None:
-        """Buffer bytes for sending."""
-        ...
-
-    async def drain(self) -> None:
-        """Wait until the buffer accepts more."""
-        ...
-
-    def close(self) -> None:
-        """Close the stream."""
-        ...
-
-
 class RunnerSandbox(Sandbox):
     """Implements `Sandbox` by requests to a runner. Subclasses of backends end it and count memory kills.
 
@@ -80,7 +64,7 @@ class RunnerSandbox(Sandbox):
         self,
         sandbox_id: str,
         reader: ByteReader,
-        writer: ByteWriter,
+        writer: asyncio.StreamWriter,
         limits: SandboxLimits,
         defences: frozenset[Defence],
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TypeAlias
 
@@ -47,11 +48,8 @@ def check_learner(make_learner: Callable[[], TrainedLearner], rows: Sequence[Row
         contract.check_sleep,
         contract.check_reference,
     ):
-        learner = make_learner()
-        try:
+        with closing(make_learner()) as learner:
             check(learner)
-        finally:
-            learner.close()
     contract.check_parts()
     contract.check_checkpoint(folder / "checkpoint")
 
@@ -94,16 +92,12 @@ class _Contract:
         require(False, "logprobs of an unknown policy must raise LearnerError")
 
     def check_parts(self) -> None:
-        learner = self._make_learner()
-        try:
+        with closing(self._make_learner()) as learner:
             start = learner.logprobs(self._batch)
             _require_step(learner.train_step(self._batch), nonfinite=0.0)
             stepped = learner.logprobs(self._batch)
             require(not _same_bits(start, stepped), "an optimizer step must change the log-probabilities")
-        finally:
-            learner.close()
-        learner = self._make_learner()
-        try:
+        with closing(self._make_learner()) as learner:
             for rollout_id in self._rollouts:
                 completes = rollout_id == self._rollouts[-1]
                 scale = 1 / count_units(self._rows, "token_mean") if completes else 1.0
@@ -123,8 +117,6 @@ class _Contract:
                 difference < _TOLERANCE,
                 f"a step in parts must change the weights as the whole step does: log-probabilities differ by {difference:g}",
             )
-        finally:
-            learner.close()
 
     def check_nonfinite_gradient(self, learner: TrainedLearner) -> None:
         start = learner.logprobs(self._batch)
@@ -169,18 +161,14 @@ class _Contract:
         )
 
     def check_checkpoint(self, folder: Path) -> None:
-        learner = self._make_learner()
-        try:
+        with closing(self._make_learner()) as learner:
             learner.train_step(self._batch)
             saved = learner.logprobs(self._batch)
             learner.save(folder)
             learner.train_step(self._batch)  # while the checkpoint is written
             learner.finish_save()
             continued = learner.logprobs(self._batch)
-        finally:
-            learner.close()
-        learner = self._make_learner()
-        try:
+        with closing(self._make_learner()) as learner:
             learner.load(folder)
             require(_same_bits(saved, learner.logprobs(self._batch)), "load must restore the weights that were saved")
             learner.train_step(self._batch)
@@ -188,8 +176,6 @@ class _Contract:
                 _same_bits(continued, learner.logprobs(self._batch)),
                 "a step after load must be that after save: the optimizer's state belongs to a checkpoint",
             )
-        finally:
-            learner.close()
 
 
 def _require_step(metrics: Mapping[str, float], *, nonfinite: float) -> None:

@@ -27,6 +27,7 @@ from attacks.world import World, reap_all, stop_signals
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.core.errors import SandboxFailure
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Outcome, Sandbox, SandboxBackend
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE
 
 ATTACKS = (*resources.ATTACKS, *files.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS)
 Make = Callable[[SandboxLimits, frozenset[Defence]], SandboxBackend]
@@ -299,10 +300,11 @@ async def main(outer: Outer, backend: str, image: str, root: Path) -> None:
 
 @contextlib.contextmanager
 def _makers(outer: Outer, backend: str, image: str) -> Iterator[Make]:
+    os.environ[CGROUP_VARIABLE] = outer.cgroup
     if backend == "bubblewrap":
         from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 
-        yield lambda limits, defences: BubblewrapBackend(SandboxConfig(limits=limits), defences, outer.cgroup)
+        yield lambda limits, defences: BubblewrapBackend(SandboxConfig(limits=limits), defences)
         return
     import docker
     from dockerd import own_daemon
@@ -314,9 +316,7 @@ def _makers(outer: Outer, backend: str, image: str) -> Iterator[Make]:
         client.import_image_from_file(image, repository="agentrl-attacked", tag="test")
         client.close()
         config = SandboxConfig(backend="docker", image="agentrl-attacked:test", docker_url=daemon.url)
-        yield lambda limits, defences: DockerBackend(
-            config.model_copy(update={"limits": limits}), defences, outer.cgroup
-        )
+        yield lambda limits, defences: DockerBackend(config.model_copy(update={"limits": limits}), defences)
 
 
 if __name__ == "__main__":

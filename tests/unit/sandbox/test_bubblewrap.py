@@ -19,6 +19,7 @@ from agentrl.core.types import ToolStatus
 from agentrl.sandbox.base import ALL_DEFENCES, Defence, Job, Sandbox
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend, BubblewrapSandbox
 from agentrl.sandbox.bubblewrap.options import FIRST_HOST_USER, check_paths, tmpfs_options
+from agentrl.sandbox.cgroup import CGROUP_VARIABLE
 from tests.unit.sandbox.bubblewraps import LIMITS, Bubblewrap, other_backend
 
 
@@ -306,14 +307,16 @@ def test_a_kill_of_the_first_sandbox_is_no_refusal(bubblewrap: Bubblewrap, kills
     assert own_groups(os.getpid()) == []
 
 
-def test_no_cgroup_is_a_refusal_unless_accepted(bubblewrap: Bubblewrap, caplog: pytest.LogCaptureFixture) -> None:
-    nowhere = f"agentrl-none-{os.getpid()}"
+def test_no_cgroup_is_a_refusal_unless_accepted(
+    bubblewrap: Bubblewrap, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CGROUP_VARIABLE, f"agentrl-none-{os.getpid()}")
 
     async def main() -> None:
         with pytest.raises(MissingError, match="accept_no_memory_limit"):
-            await BubblewrapBackend(SandboxConfig(limits=LIMITS), cgroup=nowhere).start()
+            await BubblewrapBackend(SandboxConfig(limits=LIMITS)).start()
         accepted = SandboxConfig(limits=LIMITS, accept_no_memory_limit=True)
-        async with BubblewrapBackend(accepted, cgroup=nowhere) as backend, await backend.open("a") as sandbox:
+        async with BubblewrapBackend(accepted) as backend, await backend.open("a") as sandbox:
             outcome = await sandbox.run(Job("1", code="bytearray(10**9)"))
             assert outcome.status is ToolStatus.ERROR
             assert "MemoryError" in outcome.stderr
