@@ -86,5 +86,8 @@ class RenderConfig(Section):
     escape_added_tokens: bool = False
     """Keep the text of added tokens that are not special, such as Qwen's ``</think>`` and ``<tool_call>``, text in what the
     policy reads, as that of special tokens always is. Chat templates of Hugging Face make tokens of it."""
+    tool_preamble: bool = False
+    """Describe the environment's tools and how they are called in the system message, for chat templates that have no place
+    for tools; the template then gets none. For calls of ``tool_parser`` ``hermes`` and ``tags``."""
     tool_parser: ParserName = "auto"
     """Format of the policy's tool calls; ``auto``: that of the chat format."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import hypot, isnan, nan
 from statistics import median, stdev
 
+from agentrl.core.errors import UserError
+from agentrl.core.registry import make_any_env
+from agentrl.core.types import Rollout
 from agentrl.doctor.findings import Finding, mean
 from agentrl.doctor.record import RunRecord
+from agentrl.obs.rollouts import rollout_files, scan_rollouts
 
 RECENT = 10
 """Steps that are judged."""
@@ -40,6 +44,8 @@ LARGE_KL, KL_GROWTH, NOTABLE_KL = 1.0, 10.0, 0.1
 values before, from a notable one on."""
 LARGE_NORM = 100.0
 """A gradient norm that is so many times `learner.optimizer.max_grad_norm`, and the norms before, has exploded."""
+PROMPTS = 8
+"""Recorded prompts in which the environment's tools are looked for."""
 COLLAPSE_STEPS = 10
 """Least steps for a judgement of a reward that collapses."""
 
@@ -47,6 +53,7 @@ COLLAPSE_STEPS = 10
 def learning_findings(run: RunRecord) -> Iterator[Finding]:
     """Yield what keeps the run from learning, and what makes it slow."""
     for check in (
+        _unread_tools,
         _variance,
         _filtered_groups,
         _truncated_episodes,
@@ -63,6 +70,28 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
         _idle,
     ):
         yield from check(run)
+
+
+def _unread_tools(run: RunRecord) -> Iterator[Finding]:
+    """Yield that the environment's tools are in no prompt: the chat template may have no place for them."""
+    config, files = run.config, rollout_files(run.folder)
+    if config.sources or config.rollout.generate is not None or not files:
+        return
+    try:
+        tools = make_any_env(config.env.name, config.env.options).tools
+        scanned = islice(scan_rollouts(files[max(files)]), PROMPTS)
+        prompts = [scan.rollout.prompt for scan in scanned if isinstance(scan.rollout, Rollout) and scan.rollout.prompt]
+    except UserError:
+        return  # such as an environment that this machine does not have
+    unread = [tool.name for tool in tools if not any(tool.name in prompt for prompt in prompts)]
+    if prompts and unread:
+        evidence = (
+            f"none of the {len(prompts)} prompts that were read has {', '.join(unread)} of env.name={config.env.name}",
+        )
+        advice = (
+            "render.tool_preamble=true describes them in the system message; render.chat_template=FILE may have a place for them",
+        )
+        yield Finding("problem", "the policy never reads its tools", evidence, advice)
 
 
 def _variance(run: RunRecord) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.probe_conversations import same_text
 from agentrl.render.renderer import ChatRenderer
+from agentrl.render.tool_preamble import preamble_of
 
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -66,7 +67,7 @@ def make_renderer(
         end_ids: the model's own end tokens (`agentrl.models.load.read_end_ids`).
 
     Raises:
-        ConfigError: ``render.chat_template`` cannot be read.
+        ConfigError: ``render.chat_template`` cannot be read, or ``render.tool_preamble`` does not know the format of calls.
         ModelError: the tokenizer lacks the tokens of ``render.format``, has no end token, or one of ``end_ids`` is no special
             token in it.
         MissingError: ``render.format`` needs a package that is not installed.
@@ -76,7 +77,15 @@ def make_renderer(
         tokenizer.chat_template = _read(config.chat_template)
     parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
     format = choose_format(tokenizer, config)
-    return ChatRenderer(tokenizer, format, parser, end_ids=end_ids, escape_added_tokens=config.escape_added_tokens)
+    preamble = preamble_of(parser or format.parser) if config.tool_preamble else None
+    return ChatRenderer(
+        tokenizer,
+        format,
+        parser,
+        end_ids=end_ids,
+        escape_added_tokens=config.escape_added_tokens,
+        tool_preamble=preamble,
+    )
 
 
 def choose_format(tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Format:

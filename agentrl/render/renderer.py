@@ -26,6 +26,7 @@ from agentrl.render.parsers.base import (
 )
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
 from agentrl.render.text_arrival import ArrivalProof, message_shapes
+from agentrl.render.tool_preamble import Preamble
 
 _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
@@ -45,6 +46,7 @@ class ChatRenderer:
         parser: tool-call parser; that of the format if None.
         end_ids: the model's own end tokens, at which engines stop too.
         escape_added_tokens: see ``render.escape_added_tokens``.
+        tool_preamble: describes tools in the system message, in place of the format (``render.tool_preamble``).
 
     Raises:
         ModelError: the tokenizer lacks the token that ends the format's turns, or one of ``end_ids`` is ordinary text in it.
@@ -58,9 +60,12 @@ class ChatRenderer:
         *,
         end_ids: Sequence[int] = (),
         escape_added_tokens: bool = False,
+        tool_preamble: Preamble | None = None,
     ) -> None:
         self.format = format
         self.parser = parser or format.parser
+        self.tool_preamble = tool_preamble
+        """Describes tools in the system message; None: the format does."""
         self._tokenizer = tokenizer
         self._decode = _decoder(tokenizer)
         self._where = f"tokenizer of model.path={tokenizer.name_or_path!r}"
@@ -109,6 +114,8 @@ class ChatRenderer:
         """
         if messages and messages[0].inline:
             return self._raw(messages)
+        if self.tool_preamble is not None:
+            messages, tools = self.tool_preamble(messages, tools), ()
         merged = _merge_inline([self._escape_message(message) for message in self._join_cut_turns(messages)])
         still_open = bool(messages) and messages[-1].inline and merged[-1].role == "assistant"
         complete = merged[:-1] if still_open else merged
@@ -162,6 +169,8 @@ class ChatRenderer:
             return added
         if any(message.inline for message in messages):
             return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
+        if self.tool_preamble is not None and not history[0].inline:
+            history, tools = self.tool_preamble(history, tools), ()
         escaped = [self._escape_message(message) for message in messages]
         *earlier, turn = _merge_inline(self._join_cut_turns((*history, *inline)))
         turn = replace(turn, tool_calls=self._escape_calls(turn))

@@ -86,9 +86,15 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
 
     Raises:
         MissingError: it is not installed, or there is no GPU; the message says what to install or set.
-        ConfigError: it holds fewer tokens than an episode may have.
+        ConfigError: it holds fewer tokens than an episode may have, or has options of another engine.
     """
     sampler = config.sampler
+    if sampler.sglang and not sampler.kind.takes_sglang_options:
+        options = ", ".join(f"sampler.sglang.{name}" for name in sampler.sglang)
+        raise ConfigError(
+            f"{options} with sampler.backend={sampler.backend}, whose engines take no options of SGLang; leave them out, or set "
+            "sampler.backend=sglang"
+        )
     if sampler.kind.takes_sglang_options and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
         gpu = sampler.device == "cpu" or on_cluster or gpus_here() > 0

@@ -66,8 +66,20 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
             f"env.name={config.env.name} has tools, but the chat format {findings.format} of model.path={config.model.path} "
             f"{does} tool results; set render.chat_template to a template that has them, or model.path to another model"
         )
+    shown = renderer.tool_preamble is not None or renderer.arrival.names_tools
+    unnamed = [
+        tool.name for tool in tools if not any(tool.name in message.content for prompt in prompts for message in prompt)
+    ]
+    hidden = (
+        ""
+        if shown or not unnamed
+        else (
+            f"; it has no place for tools, so the policy never reads {', '.join(unnamed)} of env.name={config.env.name}: set "
+            "render.tool_preamble=true to describe them in the system message, or render.chat_template"
+        )
+    )
     long = f"; {too_long} of {len(prompts)} prompts that were tried leave {limit}, and are dropped" if too_long else ""
-    return findings.summary() + long
+    return findings.summary() + hidden + long
 
 
 def _first_prompt(config: EnvConfig, seed: int, task: Task) -> tuple[Message, ...]:

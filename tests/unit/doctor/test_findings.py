@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -12,15 +13,18 @@ from types import SimpleNamespace
 import pytest
 
 import agentrl
+from agentrl import Env, register_env, tool
 from agentrl.cli.main import main
 from agentrl.config.load import validate
 from agentrl.config.saved import save_config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.doctor.diagnose import diagnose
 from agentrl.obs.journal import JournalLog
+from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.run_end import read_end
 from agentrl.runtime.run_dir import run_folder
 from agentrl.runtime.run_lock import locked
+from tests.unit.audit.good_rollout import good
 
 GOOD = {
     "train/reward": 0.5,
@@ -256,6 +260,30 @@ LEARNING = {
     "engines are idle most of the time": {"engine_idle__total": 0.8, "engine_idle__learner": 0.7},
     "the long tail of the rollouts leaves slots unused": {"slot_idle__long_tail": 0.6},
 }  # fmt: skip
+
+
+@tool(timeout_s=1)
+async def look_up(word: str) -> str:
+    """Look a word up."""
+    return word
+
+
+@register_env("doctor_with_tools")
+class WithTools(Env):
+    """Its tools are described by the chat template, if it has a place for them."""
+
+    tools = (look_up,)
+
+
+@pytest.mark.parametrize("prompt", ["What?", "You may call look_up. What?"])
+def test_tools_that_no_prompt_has(run, prompt):
+    save_config(validate({"env": {"name": "doctor_with_tools"}}), run.folder)
+    file = RolloutFile(run.folder / "rollouts" / "step_000001.jsonl")
+    file.write([replace(good("0/0/0"), prompt=prompt)])
+    file.finish()
+    with locked(run.folder):
+        found = run.steps(30).found()
+    assert problems(found) == ([] if "look_up" in prompt else ["the policy never reads its tools"])
 
 
 @pytest.mark.parametrize("title", LEARNING)

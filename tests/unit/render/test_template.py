@@ -207,6 +207,25 @@ def test_a_template_whose_past_changes_is_not_bridged(tokenizer):
     assert follow(renderer, ASK, renderer.encode("Paris"), FOLLOWING) is ForkReason.TEMPLATE
 
 
+def test_a_preamble_describes_tools_where_the_template_does_not(tokenizer):
+    """``system message, tools | user | sampled call | result``: the same prompt bridged and rendered."""
+    made = tokenizer("chatml")
+    silent, renderer = make_renderer(made), make_renderer(made, RenderConfig(format="template", tool_preamble=True))
+    call = renderer.encode('<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call>')
+    ended = (*call, renderer.end_token_id)
+    for history in (ASK, (Message("system", "Be brief."), *ASK)):
+        text = renderer.decode(renderer.render(history, [search]).token_ids)
+        system, user = text.split("<|im_start|>user")
+        assert all(text in system for text in ("Search", '"query"', '<tool_call>\n{"name": NAME'))
+        assert ("Be brief." in system) == (len(history) > 1)
+        assert user == silent.decode(silent.render(ASK).token_ids).split("<|im_start|>user")[1]
+        assert renderer.render(history, ()) == silent.render(history, ())
+        said = renderer.parse(ended, [search])
+        assert [made.name for made in said.tool_calls] == ["search"]
+        new = (Message("user", "found"),)
+        assert follow(renderer, history, ended, new, [search]) == renderer.render((*history, said, *new), [search])
+
+
 def test_a_template_that_refuses_a_role(tokenizer):
     renderer = renderer_of(tokenizer, "alternates")
     answer = Message("tool", "18 degrees")

@@ -7,7 +7,7 @@ import pytest
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import make_tasks
-from agentrl.runtime.checks import check_episodes
+from agentrl.runtime.checks import check_engine, check_episodes
 
 FILE = """
 from agentrl import AsyncEnv, Env, TaskSet
@@ -66,3 +66,11 @@ def test_a_taskset_that_cannot_be_built(file: str) -> None:
         make_tasks(f"{file}:Tasks")
     with pytest.raises(ConfigError, match=r"tasks\.name=\S+:number is 3, and no subclass of agentrl\.TaskSet"):
         make_tasks(f"{file}:number")
+
+
+def test_options_of_another_engine_are_refused_by_name() -> None:
+    options = ["sampler.sglang.mem_fraction_static=0.5", "sampler.sglang.tp_size=2"]
+    with pytest.raises(
+        ConfigError, match=r"sampler\.sglang\.mem_fraction_static, sampler\.sglang\.tp_size with .*=embedded"
+    ):
+        check_engine(load_config(None, options))

@@ -13,6 +13,13 @@ from agentrl.core.types import Message
 from agentrl.train.template_check import check_chat_template
 from tests.unit.render.oracles import template
 
+SMOLLM2 = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+    "Face<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""It writes what SmolLM2-Instruct's writes."""
+
 
 @tool(timeout_s=1)
 async def look_up(word: str) -> str:
@@ -64,6 +71,23 @@ def test_tools_whose_results_the_template_does_not_have(tmp_path: Path, name: st
         check(tmp_path, "needs_tools", template(name))
     assert "no tool results" in check(tmp_path, "needs_no_tools", template(name))
     assert "no tool results" in check(tmp_path, "needs_tools", template(name), "rollout.max_turns=1")
+
+
+def test_tools_that_the_policy_never_reads_are_said(tmp_path: Path) -> None:
+    """SmolLM2's template has no place for tools. With a preamble they are in the system message."""
+    said = check(tmp_path, "needs_tools", SMOLLM2)
+    assert "never reads look_up of env.name=needs_tools: set render.tool_preamble=true" in said
+    for quiet in (
+        check(tmp_path, "needs_no_tools", SMOLLM2),
+        check(tmp_path, "needs_tools", SMOLLM2, "render.tool_preamble=true"),
+        check(tmp_path, "needs_tools", template("qwen3")),
+    ):
+        assert "never reads" not in quiet
+
+
+def test_a_preamble_is_of_the_calls_that_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"render\.tool_preamble=true .*render\.tool_parser=hermes and tags"):
+        check(tmp_path, "needs_tools", SMOLLM2, "render.tool_preamble=true", "render.tool_parser=kimi")
 
 
 def test_tasks_that_no_conversation_can_begin_with(tmp_path: Path) -> None:
