@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="the plot of ratings, win matrices and role asymmetry (RUN_DIR/league.png)",
+        help="the plot of ratings, scores by seat and role asymmetry (RUN_DIR/league.png)",
     )
 
 

@@ -168,7 +168,8 @@ class StartLines:
     def on_begin(self, wait: waiting) -> None:
         """Print what begins: a phase, the start of a process, or what the phase ``start`` waits for itself."""
         parent = wait.parent
-        is_part_of_start = isinstance(parent, waiting) and parent.kind == PHASE and parent.details == START
+        is_in_start = isinstance(parent, waiting) and parent.kind == PHASE and parent.details == START
+        is_part_of_start = is_in_start and wait.kind != "engine"  # a request to one, which is short
         if self._is_over or not (wait.kind in (PHASE, "start") or is_part_of_start):
             return
         text = wait.details if wait.kind == PHASE else wait.text

@@ -134,7 +134,6 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         ("--algo-kl-coef --resume", "settings are key=value: algo.kl_coef=…"),
         ("--learner-optimizer-lr 1e-5", "settings are key=value: learner.optimizer.lr=1e-5"),
         ("--num-rollout 5", "settings are key=value"),
-        ("word", "unrecognized arguments: word"),
     ],
 )
 def test_an_option_that_is_a_setting_is_told_how_settings_are_written(

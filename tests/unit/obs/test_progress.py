@@ -15,6 +15,8 @@ def test_what_starts_is_named_with_how_long_it_took_until_the_first_rollouts() -
         with waiting(PHASE, START):
             with waiting("start", "of the tool server search"), waiting("engine", "http://127.0.0.1:1", "/health"):
                 pass
+            with waiting("engine", "http://127.0.0.1:1", "/server_info"):
+                pass
             with waiting("learner", lambda: "rank 0 of 1", "load"):
                 pass
         with waiting(PHASE, "step 0", "weights"), waiting("engine", "0 of 1"):
