@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from agentrl import __version__
+from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
 from agentrl.core.user_code import describe
@@ -38,8 +38,6 @@ COMMANDS: dict[str, str] = {
 """Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""
 
 DONE, FAILED, USER_MISTAKE = 0, 1, 2
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Faults of the disk, which need no traceback: full, over its quota, read-only."""
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:

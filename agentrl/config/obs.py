@@ -22,6 +22,12 @@ class ObsConfig(Section):
     """Weights & Biases: off, online (needs a key), or offline for ``wandb sync`` later."""
     wandb_project: str = "agentrl"
     """The project of the run at Weights & Biases."""
+    wandb_entity: str | None = None
+    """User or team that the project belongs to; null: the default of the API key."""
+    wandb_group: str | None = None
+    """Group of the run at Weights & Biases, such as the seeds of one experiment."""
+    wandb_tags: list[str] = Field(default_factory=list)
+    """Tags of the run at Weights & Biases."""
     table_rows: int = Field(default=8, ge=0)
     """Rollouts of each step in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"

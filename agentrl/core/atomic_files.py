@@ -103,6 +103,7 @@ def write_private(path: Path, text: str) -> None:
 def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with names_file(path):
+            os.fsync(handle)
     finally:
         os.close(handle)

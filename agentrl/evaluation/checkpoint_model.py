@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.saved import CONFIG
-from agentrl.core.errors import ConfigError
-from agentrl.learner.checkpoints import latest_checkpoint
+from agentrl.core.checksums import check_checksums
+from agentrl.core.errors import CheckpointError, ConfigError
+from agentrl.learner.checkpoints import latest_checkpoint, older_checkpoint
 
 
 def checkpoint_model(name: str) -> str:
@@ -14,18 +15,36 @@ def checkpoint_model(name: str) -> str:
 
     Raises:
         ConfigError: the folder holds none of them.
+        CheckpointError: see `check_model`.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return name
     if (folder / "config.json").is_file():
-        return str(folder)
-    if (folder / "model" / "config.json").is_file():
-        return str(folder / "model")
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
-        raise ConfigError(f"--checkpoint {name}: neither a model, a checkpoint, nor a run with a whole checkpoint")
-    return str(checkpoint / "model")
+        model = folder
+    elif (folder / "model" / "config.json").is_file():
+        model = folder / "model"
+    else:
+        checkpoint = latest_checkpoint(folder / "checkpoints")
+        if checkpoint is None:
+            raise ConfigError(f"--checkpoint {name}: neither a model, a checkpoint, nor a run with a whole checkpoint")
+        model = checkpoint / "model"
+    check_model(model)
+    return str(model)
+
+
+def check_model(model: Path) -> None:
+    """Check that the model of a checkpoint is as it was written; models of other folders have no checksums.
+
+    Raises:
+        CheckpointError: it is not; the message names the file, and the checkpoint before it.
+    """
+    checkpoint = model.parent
+    try:
+        check_checksums(checkpoint, "model", "policies")
+    except CheckpointError as error:
+        older = older_checkpoint(checkpoint)
+        raise CheckpointError(f"{error}" + (f". The checkpoint before it is {older}" if older else "")) from error
 
 
 def find_run_folder(name: str) -> Path | None:

@@ -7,6 +7,7 @@
         model/ optimizer/ random/ learner.json   written by the learner's `save`
         critic/                                  the same, written by the critic's `save`
         state.json                               the driver's state
+        checksums.json                           CRC-32 of all files but state.json
       step_000030.partial/                       being written, or left behind by a kill
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 from agentrl.core.atomic_files import PARTIAL, partial_path, publish, write_atomically
 from agentrl.core.background import run_in_daemon_thread
+from agentrl.core.checksums import write_checksums
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -93,6 +95,7 @@ class Checkpoints:
             try:
                 for group in groups:
                     group.finish_save()
+                write_checksums(partial_folder, without=(STATE,))
                 publish(partial_folder, target)
             except BaseException:
                 _end_and_remove(groups, partial_folder)
@@ -198,6 +201,13 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None."""
     checkpoints = complete_checkpoints(folder)
     return checkpoints[-1] if checkpoints else None
+
+
+def older_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the complete checkpoint before another one, or None."""
+    checkpoints = complete_checkpoints(checkpoint.parent)
+    older = checkpoints[: checkpoints.index(checkpoint)] if checkpoint in checkpoints else []
+    return older[-1] if older else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.core.atomic_files import names_file
 from agentrl.distributed.base import TensorSpec
 from agentrl.models.weight_files import DTYPES, INDEX, SINGLE
 
@@ -57,7 +58,8 @@ class WeightWriter:
     def create(self) -> None:
         """Write the files' headers and the index. The files have their full size then."""
         for name, header in self._headers.items():
-            with (self._folder / name).open("wb") as file:
+            path = self._folder / name
+            with names_file(path), path.open("wb") as file:
                 file.write(header)
                 file.truncate(len(header) + sum(map(_size, self._files[name])))
         if len(self._files) > 1:
@@ -74,11 +76,13 @@ class WeightWriter:
         data = rows.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         location = self._locations[name]
         at = location.begin + (first * (len(data) // len(rows)) if rows.ndim and len(rows) else 0)
-        handle = os.open(self._folder / location.file, os.O_WRONLY)
+        path = self._folder / location.file
+        handle = os.open(path, os.O_WRONLY)
         try:
-            while data:
-                written = os.pwrite(handle, data, at)
-                data, at = data[written:], at + written
+            with names_file(path):
+                while data:
+                    written = os.pwrite(handle, data, at)
+                    data, at = data[written:], at + written
         finally:
             os.close(handle)
 

@@ -7,16 +7,16 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
+from agentrl.config.obs import ObsConfig
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.extras import require
 from agentrl.obs.trackers import COLUMNS
 
-Mode = Literal["online", "offline"]
-
 ID_FILE = "wandb_run_id"
-"""File in the run's folder with the W&B run id, for a resume."""
+"""File in the run's folder with the W&B run id, for a resume, and a line that names the folder."""
 STEP = "step"
 """The x-axis of all metrics. W&B's own step counter only grows, and would reject the steps that a resumed run repeats."""
 
@@ -58,12 +58,7 @@ class Wandb:
 
 
 def open_wandb(
-    folder: Path,
-    *,
-    mode: Mode,
-    project: str,
-    config: Mapping[str, Any],
-    note: Callable[[str], None],
+    folder: Path, obs: ObsConfig, *, config: Mapping[str, object], note: Callable[[str], None]
 ) -> Wandb | None:
     """Start a W&B run, or resume the one whose id is in ``folder``.
 
@@ -71,16 +66,15 @@ def open_wandb(
 
     Args:
         folder: folder of the run; W&B's files are in ``folder/wandb``.
-        mode: overridden by the environment variable ``WANDB_MODE``.
-        project: name of the W&B project.
+        obs: with the mode, which the environment variable ``WANDB_MODE`` overrides, project, entity, group and tags.
         config: configuration to log.
         note: prints a message for the user.
 
     Raises:
         MissingError: the package is not installed.
     """
-    require("wandb", f"obs.wandb={mode}")
-    chosen = os.environ.get("WANDB_MODE", mode)
+    require("wandb", f"obs.wandb={obs.wandb}")
+    chosen = os.environ.get("WANDB_MODE", obs.wandb)
     if chosen not in ("online", "offline"):
         note(f"Weights & Biases is disabled by WANDB_MODE={chosen}")
         return None
@@ -89,7 +83,7 @@ def open_wandb(
              "Set WANDB_API_KEY or run `wandb login`, or set obs.wandb=offline")  # fmt: skip
         return None
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    return Wandb(_start_run(folder, "online" if chosen == "online" else "offline", project, config, note), note)
+    return Wandb(_start_run(folder, chosen, obs, config, note), note)
 
 
 def has_key() -> bool:
@@ -104,24 +98,39 @@ def has_key() -> bool:
         return False
 
 
-def _start_run(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], note: Callable[[str], None]) -> Any:
+def run_id(folder: Path) -> str:
+    """Return the W&B run id of the run in a folder. A copy of a folder gets a new one; a folder that was moved keeps its id."""
+    status = folder.stat()
+    inode, path, file = f"{status.st_dev}:{status.st_ino}", str(folder.resolve()), folder / ID_FILE
+    if file.is_file():
+        saved_id, _, owner = file.read_text(encoding="utf-8").strip().partition("\n")
+        saved_inode, _, saved_path = owner.partition(" ")
+        if saved_inode == inode or saved_path == path:
+            return saved_id
+    new_id = secrets.token_hex(4)
+    with write_atomically(file) as partial:
+        partial.write_text(f"{new_id}\n{inode} {path}\n", encoding="utf-8")
+    return new_id
+
+
+def _start_run(
+    folder: Path, mode: str, obs: ObsConfig, config: Mapping[str, object], note: Callable[[str], None]
+) -> Any:
     import wandb
 
-    file = folder / ID_FILE
-    run_id = file.read_text(encoding="utf-8").strip() if file.is_file() else secrets.token_hex(4)
-    file.write_text(run_id + "\n", encoding="utf-8")
+    wandb_id = run_id(folder)
     try:
-        run = _init(folder, mode, project, config, run_id)
+        run = _init(folder, mode, obs, config, wandb_id)
     except wandb.errors.Error as error:
         note(f"Weights & Biases cannot be reached ({error}): the run is logged offline, for `wandb sync` later")
         mode = "offline"
-        run = _init(folder, mode, project, config, run_id)
+        run = _init(folder, mode, obs, config, wandb_id)
     run.define_metric("*", step_metric=STEP)
     note(f"Weights & Biases: {run.url if mode == 'online' else folder / 'wandb'}")
     return run
 
 
-def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run_id: str) -> Any:
+def _init(folder: Path, mode: str, obs: ObsConfig, config: Mapping[str, object], wandb_id: str) -> Any:
     import wandb
 
     # Its console capture would break the live table.
@@ -130,12 +139,15 @@ def _init(folder: Path, mode: Mode, project: str, config: Mapping[str, Any], run
     if mode == "offline" and "x_disable_machine_info" in wandb.Settings.model_fields:
         settings["x_disable_machine_info"] = True  # it would request cloud metadata over the network
     return wandb.init(
-        project=project,
+        project=obs.wandb_project,
+        entity=obs.wandb_entity,
+        group=obs.wandb_group,
+        tags=obs.wandb_tags,
         dir=str(folder),
-        id=run_id,
+        id=wandb_id,
         name=folder.resolve().name,
         resume="allow",
-        mode=mode,
+        mode="online" if mode == "online" else "offline",
         config=dict(config),
         settings=wandb.Settings(**settings),
     )

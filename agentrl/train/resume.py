@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +11,25 @@ from typing import NamedTuple
 from agentrl.config.recorded import CONTENT, check_fixed, check_sampled
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
-from agentrl.learner.checkpoints import STATE, latest_checkpoint
+from agentrl.learner.checkpoints import STATE, latest_checkpoint, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
+
+
+def resume_command(folder: Path, replay: Path | None) -> str:
+    """Return the command that resumes a run."""
+    words = ["agentrl", "train", "--resume", f"run.dir={folder}", *(["--replay", str(replay)] if replay else [])]
+    return shlex.join(words)
+
+
+def with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:
+    """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
+    older = None if checkpoint is None else older_checkpoint(checkpoint)
+    if checkpoint is None or str(checkpoint) not in str(error) or older is None:
+        return error
+    again = resume_command(folder, replay)
+    return CheckpointError(f"{error}. The one before it is {older}: move {checkpoint.name} away, then\n  {again}")
 
 
 def check_run_keys(folder: Path, keys: Mapping[str, str]) -> None:
@@ -71,7 +87,10 @@ def _read_progress(folder: Path) -> _Progress | None:
     checkpoint = latest_checkpoint(folder / "checkpoints")
     if checkpoint is None:
         return None
-    with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
-        state = json.loads((checkpoint / STATE).read_bytes())
-        position = TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
-        return _Progress(checkpoint, int(state["step"]), position, dict(state["keys"]))
+    try:
+        with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
+            state = json.loads((checkpoint / STATE).read_bytes())
+            position = TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
+            return _Progress(checkpoint, int(state["step"]), position, dict(state["keys"]))
+    except CheckpointError as error:
+        raise with_older(error, folder, checkpoint, None) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,11 +17,14 @@ from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
+from agentrl.core.atomic_files import DISK_ERRORS
+from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import AgentrlError, CheckpointError, RunStopped, UserError
 from agentrl.data.task_sources import TaskSources, open_tasks
+from agentrl.evaluation.checkpoint_model import check_model
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.learner.checkpoints import Checkpoints, begin_random, complete_checkpoints, latest_checkpoint, read_state
+from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, START, waiting
@@ -32,7 +34,7 @@ from agentrl.runtime.run_dir import has_results, run_folder
 from agentrl.self_play.game_scores import open_game_scores
 from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import open_replay
-from agentrl.train.resume import check_resume
+from agentrl.train.resume import check_resume, resume_command, with_older
 from agentrl.train.rollout_source import RolloutSource
 from agentrl.train.run_inputs import RunInputs
 from agentrl.train.run_monitor import open_monitor
@@ -139,12 +141,6 @@ NEW: Mapping[str, Any] = MappingProxyType(
 """The trainer's state in a new run."""
 
 
-def resume_command(folder: Path, replay: Path | None) -> str:
-    """Return the command that resumes a run."""
-    words = ["agentrl", "train", "--resume", f"run.dir={folder}", *(["--replay", str(replay)] if replay else [])]
-    return shlex.join(words)
-
-
 async def run_training(
     config: Config,
     console: Console,
@@ -181,11 +177,15 @@ async def run_training(
             print_message(console, reuse)
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
+            if checkpoint is not None:
+                await asyncio.to_thread(check_checksums, checkpoint)
             state = NEW if checkpoint is None else read_state(checkpoint)
             with interrupt:
                 if not has_results(folder):
                     save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
                 config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
+                if checkpoint is None:
+                    await asyncio.to_thread(check_model, model)
                 saved_config = config
                 config, lines = await asyncio.to_thread(
                     with_recompute, config, model, critic=True
@@ -196,7 +196,7 @@ async def run_training(
                 inputs = RunInputs(config, folder, model, state, resumed is not None, keys, discard)
                 trainer = await TrainingRun(inputs, console, checkpoint, replay, saved_config).train(interrupt)
         except CheckpointError as error:
-            raise _with_older(error, folder, checkpoint, replay) from error
+            raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:
             again = resume_command(folder, replay)
             if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
@@ -204,15 +204,12 @@ async def run_training(
                     print_message(console, f"the run is in {folder}; resume it with: {again}")
                 raise
             raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
+        except OSError as error:
+            if error.errno in DISK_ERRORS:
+                print_message(
+                    console, f"the run is in {folder}; make room, then resume it with: {resume_command(folder, replay)}"
+                )
+            raise
         finally:
             curve = draw_curve(config, folder, console)
         print_summary(console, folder, trainer.step, trainer.evaluations.results, curve)
-
-
-def _with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:
-    """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
-    older = [path for path in complete_checkpoints(folder / "checkpoints") if path != checkpoint]
-    if checkpoint is None or str(checkpoint) not in str(error) or not older:
-        return error
-    again = resume_command(folder, replay)
-    return CheckpointError(f"{error}. The one before it is {older[-1]}: move {checkpoint.name} away, then\n  {again}")

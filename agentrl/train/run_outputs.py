@@ -40,7 +40,7 @@ def open_metrics(
     trackers = [*extra_trackers, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
     if config.obs.wandb != "off":
         settings = redact(config.model_dump(mode="json"))
-        wandb = open_wandb(folder, mode=config.obs.wandb, project=config.obs.wandb_project, config=settings, note=note)
+        wandb = open_wandb(folder, config.obs, config=settings, note=note)
         trackers += [wandb] if wandb else []
     return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=resume_after)
 

@@ -13,6 +13,7 @@ from agentrl.cli.main import build_parser, main
 from agentrl.cli.train import Loaded, load_run
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.saved import save_config
+from agentrl.core.checksums import write_checksums
 from agentrl.core.errors import ConfigError
 from agentrl.data.contents import split_contents
 from agentrl.data.task_sources import open_tasks, read_splits
@@ -225,6 +226,27 @@ def test_a_journal_that_lacks_a_file_is_refused_and_nothing_is_changed(
     assert "00000001.jsonl is missing" in capsys.readouterr().err
     assert files_of(recorded) == before
     assert resume(recorded, "--resample") == 0
+
+
+def test_a_damaged_newest_checkpoint_is_named_with_the_one_before_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newest = run / "checkpoints" / "step_000001", run / "checkpoints" / "step_000002"
+    (newest / "model").mkdir()
+    (newest / "model" / "model.safetensors").write_bytes(b"weights")
+    write_checksums(newest, without=("state.json",))
+    (newest / "model" / "model.safetensors").write_bytes(bytes(7))
+    older.mkdir()
+    (older / "state.json").write_text("{}")
+    for fault in (f"{newest / 'model' / 'model.safetensors'} is damaged", f"{newest / 'state.json'} is not a state"):
+        assert main(["train", "--resume", "sampler.backend=embedded"]) == 1
+        error = " ".join(capsys.readouterr().err.split())
+        assert fault in error
+        assert (
+            f"The one before it is {older}: move step_000002 away, then agentrl train --resume run.dir={run}" in error
+        )
+        state = newest / "state.json"
+        state.write_bytes(state.read_bytes()[:-20])
 
 
 def test_resample_without_resume_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_the_drivers_state_can_be_replaced(tmp_path):
     path = saved(checkpoints, 1, FolderLearner(), {"evaluated": 0})
     checkpoints.save_state(1, {"evaluated": 1})
     assert read_state(path)["evaluated"] == 1
-    assert sorted(file.name for file in path.iterdir()) == ["learner.json", "state.json"]
+    assert sorted(file.name for file in path.iterdir()) == ["checksums.json", "learner.json", "state.json"]
 
 
 def test_the_checkpoint_that_the_run_resumed_from_is_kept(tmp_path):

@@ -1,6 +1,7 @@
 """Trackers; Weights & Biases is the real one, offline: nothing is sent anywhere."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from deadlines import wait_until
 
+from agentrl.config.obs import ObsConfig
 from agentrl.core.errors import MissingError
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs import wandb as ours
@@ -91,18 +93,22 @@ def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> Non
     processes_before = set(psutil.Process().children(recursive=True))
     ids = []
     for step in (1, 2):
+        obs = ObsConfig(
+            wandb="online", wandb_project="tests", wandb_group="seeds", wandb_tags=["a", "b"], wandb_entity="us"
+        )
         tracker = ours.open_wandb(
-            tmp_path, mode="online", project="tests", config={"run": {"seed": 3}}, note=notes.append
+            tmp_path, obs, config={"run": {"seed": 3}}, note=notes.append
         )  # WANDB_MODE=offline goes before online
         assert tracker is not None
         assert wandb.run is not None
+        assert (wandb.run.group, wandb.run.tags, wandb.run.entity) == ("seeds", ("a", "b"), "us")
         ids.append(wandb.run.id)
         with MetricsLog(tmp_path, trackers=[tracker], table_rows=1, resume_after=step - 1) as log:
             log.write(step, {"train/reward": step / 4})
             log.samples(step, [rollout(step)])
         ended = int(time.time())
         wait_until(lambda ended=ended: int(time.time()) > ended)  # its folders are named by the second
-    assert ids[0] == ids[1] == (tmp_path / ours.ID_FILE).read_text().strip()
+    assert ids[0] == ids[1] == ours.run_id(tmp_path)
     assert len(list(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}"))) == 2
     first, second = (path.read_bytes() for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")))
     for written, value in ((first, b"0.25"), (second, b"0.5")):
@@ -113,12 +119,26 @@ def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> Non
     assert set(psutil.Process().children(recursive=True)) <= processes_before
 
 
+def test_a_copied_run_gets_an_id_of_its_own_and_a_moved_one_keeps_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    first = ours.run_id(run)
+    assert ours.run_id(run) == first
+    shutil.copytree(run, tmp_path / "copy")
+    copied = ours.run_id(tmp_path / "copy")
+    assert copied != first
+    assert ours.run_id(tmp_path / "copy") == copied
+    assert ours.run_id(run) == first
+    run.rename(tmp_path / "moved")
+    assert ours.run_id(tmp_path / "moved") == first
+
+
 def test_online_without_a_key_is_reported_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
     notes: list[str] = []
-    opened = ours.open_wandb(tmp_path, mode="online", project="tests", config={}, note=notes.append)
+    opened = ours.open_wandb(tmp_path, ObsConfig(wandb="online"), config={}, note=notes.append)
     assert opened is None
     assert "WANDB_API_KEY" in notes[0]
     assert list(tmp_path.iterdir()) == []
@@ -131,7 +151,7 @@ def test_online_without_a_key_is_reported_and_the_run_continues(
 def test_disabled_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     notes: list[str] = []
-    assert ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=notes.append) is None
+    assert ours.open_wandb(tmp_path, ObsConfig(wandb="offline"), config={}, note=notes.append) is None
     assert "WANDB_MODE=disabled" in notes[0]
 
 
@@ -140,7 +160,7 @@ def test_without_the_package_the_message_names_what_to_install(tmp_path: Path, m
     with pytest.raises(
         MissingError, match=r"obs\.wandb=offline needs the package wandb: pip install 'agentrl-framework\[wandb\]'"
     ):
-        ours.open_wandb(tmp_path, mode="offline", project="tests", config={}, note=print)
+        ours.open_wandb(tmp_path, ObsConfig(wandb="offline"), config={}, note=print)
 
 
 def test_a_tracker_that_fails_is_reported_once_and_ends_nothing() -> None:

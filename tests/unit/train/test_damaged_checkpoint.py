@@ -1,12 +1,19 @@
-"""A damaged checkpoint at a resume: the one before it is named."""
+"""A damaged checkpoint: its file is named, and the one before it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.core.checksums import CHECKSUMS, check_checksums
 from agentrl.core.errors import CheckpointError
-from agentrl.learner.checkpoints import STATE
-from agentrl.train.run import _with_older
+from agentrl.evaluation.checkpoint_model import checkpoint_model
+from agentrl.learner.checkpoints import STATE, Checkpoints, complete_checkpoints
+from agentrl.testing import FakeLearner
+from agentrl.train.resume import with_older
 
 
 def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -15,11 +22,67 @@ def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / STATE).write_text("{}")
     error = CheckpointError(f"{newest}/state.json is damaged")
-    actual = str(_with_older(error, tmp_path, newest, None))
+    actual = str(with_older(error, tmp_path, newest, None))
     assert f"The one before it is {older}: move step_000004 away, then" in actual
     assert f"agentrl train --resume run.dir={tmp_path}" in actual
     samples = Path("samples.jsonl")
-    assert f"run.dir={tmp_path} --replay {samples}" in str(_with_older(error, tmp_path, newest, samples))
-    assert _with_older(CheckpointError("another file"), tmp_path, newest, None).args == ("another file",)
+    assert f"run.dir={tmp_path} --replay {samples}" in str(with_older(error, tmp_path, newest, samples))
+    assert with_older(CheckpointError("another file"), tmp_path, newest, None).args == ("another file",)
     (older / STATE).unlink()
-    assert _with_older(error, tmp_path, newest, None) is error
+    assert with_older(error, tmp_path, newest, None) is error
+
+
+class Learner(FakeLearner):
+    """Writes the files of a model, and others."""
+
+    def save(self, folder: Path) -> None:
+        for name in ("model/model.safetensors", "optimizer/.metadata", "random/rank_00000.pt", "policies/a/weights"):
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_bytes(bytes(range(1, 256)) * 1024)
+        (folder / "model" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Path]:
+    """Those of a run, the newest last."""
+    writer = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    for step in (2, 4):
+        writer.save(step, Learner(), {"step": step})
+        writer.finish()
+    return complete_checkpoints(writer.folder)
+
+
+def zero(path: Path) -> None:
+    """Zero up to 64 KiB in the middle of a file, whose size stays."""
+    data = path.read_bytes()
+    start, end = len(data) // 3, min(len(data), len(data) // 3 + 65536)
+    path.write_bytes(data[:start] + bytes(end - start) + data[end:])
+
+
+def cut(path: Path) -> None:
+    """Cut the last byte off."""
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [zero, cut, Path.unlink])
+def test_damage_of_any_file_of_a_checkpoint_is_noticed(
+    checkpoints: list[Path], damage: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newest = checkpoints
+    check_checksums(newest)
+    files = [path for path in newest.rglob("*") if path.is_file() and path.name not in (STATE, CHECKSUMS)]
+    assert len(files) == 5
+    for path in files:
+        whole = path.read_bytes()
+        damage(path)
+        with pytest.raises(CheckpointError, match=str(path)):
+            check_checksums(newest)
+        in_model = path.relative_to(newest).parts[0] in ("model", "policies") and path.name != "config.json"
+        for source in (newest, tmp_path / "run") if in_model else ():
+            with pytest.raises(CheckpointError, match=rf"{path} .*\. The checkpoint before it is {older}"):
+                checkpoint_model(str(source))
+            assert main(["export", str(source), str(tmp_path / "out")]) == 1
+            assert str(older) in capsys.readouterr().err
+        path.write_bytes(whole)
+    check_checksums(newest)
+    assert not (tmp_path / "out").exists()
