@@ -75,13 +75,7 @@ class RolloutRecorder:
         form: file format.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: Keep = "all",
-        form: Literal["jsonl", "parquet"] = "jsonl",
-    ) -> None:
+    def __init__(self, folder: Path, *, keep: Keep = "all", form: Literal["jsonl", "parquet"] = "jsonl") -> None:
         self.folder = folder
         self._keep = keep
         self._form = form
