@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
@@ -66,7 +66,7 @@ class JudgeTool(HostedTool):
     async def _judge(self, session: ToolSession, arguments: Mapping[str, Any]) -> Sequence[Verdict]:
         rule = Rule(arguments.get("compare", "tokens"), arguments.get("tolerance"))
         verdicts = [Verdict.NOT_RUN] * len(arguments["inputs"])
-        async with _sandboxes(session) as next_sandbox:
+        async with aclosing(_Sandboxes(session)) as next_sandbox:
             for number, (stdin, expected) in enumerate(zip(arguments["inputs"], arguments["outputs"], strict=True)):
                 last = number == len(verdicts) - 1
                 sandbox = await next_sandbox(number, last=last)
@@ -99,7 +99,7 @@ class _Sandboxes:
         """Return a sandbox in which nothing is left of earlier tests."""
         if self._sandbox is not None and await self._is_as_before(self._sandbox, number):
             return self._sandbox
-        await self.close()
+        await self.aclose()
         self._sandbox = await self._open.enter_async_context(self._session.fresh_sandbox())
         self._look = self._steps = None
         if not last:
@@ -114,18 +114,9 @@ class _Sandboxes:
         processes, *steps = self._steps  # the test is one process more
         return self._look is not None and earlier.steps(self._look) == (2 * processes, *steps)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._open.aclose()
         self._sandbox = None
-
-
-@asynccontextmanager
-async def _sandboxes(session: ToolSession) -> AsyncIterator[_Sandboxes]:
-    sandboxes = _Sandboxes(session)
-    try:
-        yield sandboxes
-    finally:
-        await sandboxes.close()
 
 
 def _find_fault(arguments: Mapping[str, Any]) -> str:
