@@ -29,9 +29,9 @@ def gather(rank: int, folder: str) -> None:
     dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cuda", (RANKS,))
     torch.manual_seed(0)
-    full_randn_by_name = {f"w{number}": torch.randn(shape, device="cuda") for number, shape in enumerate(SHAPES)}
-    sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full_randn_by_name.items()}
-    specs = order_by_alignment([tensor_spec(name, tensor.bfloat16()) for name, tensor in full_randn_by_name.items()])
+    full_tensors = {f"w{number}": torch.randn(shape, device="cuda") for number, shape in enumerate(SHAPES)}
+    sharded = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in full_tensors.items()}
+    specs = order_by_alignment([tensor_spec(name, tensor.bfloat16()) for name, tensor in full_tensors.items()])
     flat = torch.zeros(total_bytes(*specs), dtype=torch.uint8, device="cuda")
     into = views(specs, flat)
     for _ in range(3):
@@ -40,7 +40,7 @@ def gather(rank: int, folder: str) -> None:
         gather_weights((sharded[name], out) for name, out in into)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
-    assert all(torch.equal(out, full_randn_by_name[name].bfloat16()) for name, out in into)
+    assert all(torch.equal(out, full_tensors[name].bfloat16()) for name, out in into)
     if rank == 0:
         Path(folder, "figure").write_text(f"gather of {len(flat) / 1e9:.2f} GB: {1000 * seconds:.1f} ms")
     dist.destroy_process_group()

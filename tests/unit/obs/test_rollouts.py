@@ -82,8 +82,8 @@ def test_rollouts_come_back_bit_for_bit(tmp_path, form):
     assert file.finish() == path
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     rollouts = read_rollouts(path)
-    for actual_rollout, second in zip(rollouts, [first, *other_rollouts], strict=True):
-        assert_same(actual_rollout, second)
+    for rollout, other in zip(rollouts, [first, *other_rollouts], strict=True):
+        assert_same(rollout, other)
     assert rollouts[0].metadata == {"hops": 2}
 
 

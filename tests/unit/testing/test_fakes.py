@@ -9,11 +9,12 @@ import torch
 from deadlines import until
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
-from agentrl.core.errors import CheckpointError, LearnerError, SamplerError
+from agentrl.core.errors import CheckpointError, LearnerError, SamplerError, SandboxFailure
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import FinishReason, Generation, Prompt, RowKey, SamplingParams
 from agentrl.learner.base import LearnerGroup
-from agentrl.testing import FakeLearner, ScriptedSampler
+from agentrl.sandbox.base import Job
+from agentrl.testing import FakeLearner, FakeSandboxBackend, ScriptedSampler
 
 PROMPT = Prompt((1, 2, 3))
 
@@ -152,8 +153,34 @@ def test_the_learner_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     learner.train_step(batch())
     learner.save(tmp_path)
     assert (tmp_path / "model").is_dir()
-    other_step = FakeLearner()
-    other_step.load(tmp_path)
-    assert other_step.steps == 1
+    resumed = FakeLearner()
+    resumed.load(tmp_path)
+    assert resumed.steps == 1
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        other_step.load(tmp_path / "model")
+        resumed.load(tmp_path / "model")
+
+
+def test_a_sandbox_answers_until_it_is_closed_and_keeps_its_files() -> None:
+    async def play() -> None:
+        sandbox = await FakeSandboxBackend().open("s")
+        sandbox.gate.clear()
+        call = asyncio.create_task(sandbox.run(Job("c", code="print(1)")))
+        await until(lambda: sandbox.running)
+        sandbox.gate.set()
+        assert (await call).stdout == "print(1)"
+        await sandbox.write_file("a", b"b")
+        assert await sandbox.read_file("a") == b"b"
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read_file("c")
+        await sandbox.close()
+        with pytest.raises(SandboxFailure, match="sandbox s is gone"):
+            await sandbox.run(Job("d", code="2"))
+
+    asyncio.run(play())
+
+
+def test_a_learner_has_the_adapters_of_each_policy() -> None:
+    learner = FakeLearner(adapters={"a": {"w": torch.ones(2)}})
+    [(name, tensor)] = learner.adapters("bfloat16", "a")
+    assert (name, tensor.dtype) == ("w", torch.bfloat16)
+    assert learner.adapters() == []

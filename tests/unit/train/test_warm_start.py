@@ -73,10 +73,10 @@ def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_pa
     assert load_tokenizer(model).chat_template
     trained = load_model(model).state_dict()
     assert any((trained[name] != weight).any() for name, weight in load_model(WARM).state_dict().items())
-    export_text = console.export_text()
-    assert "2 steps of 2 demonstrations" in export_text
-    assert "step 2/2  loss" in export_text, "its progress is shown"
-    assert "Loading weights" not in export_text, "and no bars of other libraries"
+    output = console.export_text()
+    assert "2 steps of 2 demonstrations" in output
+    assert "step 2/2  loss" in output, "its progress is shown"
+    assert "Loading weights" not in output, "and no bars of other libraries"
     stamp = (model / "model.safetensors").stat().st_mtime_ns
     assert asyncio.run(warmed(config, tmp_path, console)) == model
     assert "made before" in console.export_text()

@@ -365,14 +365,14 @@ def test_checksums_know_how_engines_keep_weights():
     sums.add(sent[:3])
     sums.add(sent[3:])
     named = dict(sent)
-    full_cat_by_name = {
+    joined_qkv = {
         kind: torch.cat([named[f"m.layers.0.attn.{projection}_proj.{kind}"] for projection in "qkv"])
         for kind in ("weight", "bias")
     }
     values = {
         "m.embed_tokens.weight": torch.cat([sent[0][1], torch.zeros(54, 4)]),
-        "m.layers.0.attn.qkv_proj.weight": full_cat_by_name["weight"],
-        "m.layers.0.attn.qkv_proj.bias": full_cat_by_name["bias"],
+        "m.layers.0.attn.qkv_proj.weight": joined_qkv["weight"],
+        "m.layers.0.attn.qkv_proj.bias": joined_qkv["bias"],
         "m.layers.0.attn.o_proj.weight": sent[-1][1],
     }
     for dtype in (torch.float32, torch.bfloat16):
