@@ -9,7 +9,8 @@ from agentrl.rewards.answers import choice_letter, normalize
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname)\s{0,3}\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,!;: ]|[~$]|\\left|\\right")
-_WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'’-]+[^\W\d_]+)*\.?")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'’-]+[^\W_]+)*\.?")
+"""Words, and numbers after the first one."""
 _FUNCTIONS = re.compile(r"(?i)(sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|max|min|gcd|lcm|det|inf(ini)?ty|infinity|inf|pi")
 _PERCENT = re.compile(r"(.*?)\s{0,3}\\?%", re.DOTALL)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")

@@ -61,6 +61,10 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], Pairs]] = {
         NO_NUMERIC,
         pairs(WORD.filter(lambda word: word != word[::-1]), str, lambda word: word[::-1]),
     ),
+    "words and numbers": (
+        NO_NUMERIC,
+        pairs(WORD.filter(lambda word: word != word[::-1]), "{} 66".format, lambda word: f"{word[::-1]} 66"),
+    ),
     "units": (
         NO_NUMERIC,
         st.tuples(WHOLE, st.permutations(["cm", "m", "km", "kg", "s"])).map(
