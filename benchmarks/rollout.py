@@ -97,7 +97,8 @@ MASK_CASES = {
 
 
 def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
-    """Build, pack and check synthetic episodes of two shapes."""
+    """Build, pack and check synthetic episodes of two shapes, after a short one that starts torch's threads."""
+    bench_masks(lambda: synthetic_rows(1, 1, 1), tokens_per_micro=config.batch.tokens_per_micro)
     for name, (episodes, turns, tokens) in MASK_CASES.items():
 
         def build(episodes: int = episodes, turns: int = turns, tokens: int = tokens) -> list[Row]:

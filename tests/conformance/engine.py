@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,13 +104,29 @@ class Engine:
         return httpx.post(self.url + path, json=body, timeout=60, trust_env=False)
 
 
+def running(
+    start: Callable[[Path, Path], EngineProcess], traits: Traits, root: Path, **sizes: Any
+) -> AbstractContextManager[Engine]:
+    """Start an engine on a tiny model, its context 512 tokens, and end it. ``start`` takes the model and a log file.
+
+    The models are made by this call, not when the engine starts in a thread: transformers changes torch's modules while it
+    loads a model, also for the other threads.
+    """
+    folders = save_model(root / "a", seed=0, **sizes), save_model(root / "b", seed=1, **sizes)
+    return _started(start, traits, root, folders, (load_model(folders[0]), load_model(folders[1])))
+
+
 @contextmanager
-def running(start: Callable[[Path, Path], EngineProcess], traits: Traits, root: Path, **sizes: Any) -> Iterator[Engine]:
-    """Start an engine on a tiny model, its context 512 tokens, and end it. ``start`` takes the model and a log file."""
-    folder, other_folder = save_model(root / "a", seed=0, **sizes), save_model(root / "b", seed=1, **sizes)
-    process = start(folder, root / "engine.log")
+def _started(
+    start: Callable[[Path, Path], EngineProcess],
+    traits: Traits,
+    root: Path,
+    folders: tuple[Path, Path],
+    models: tuple[PreTrainedModel, PreTrainedModel],
+) -> Iterator[Engine]:
+    process = start(folders[0], root / "engine.log")
     try:
-        yield Engine(process.url, folder, other_folder, load_model(folder), load_model(other_folder), traits)
+        yield Engine(process.url, *folders, *models, traits)
         process.check()
     finally:
         process.stop()

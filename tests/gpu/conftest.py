@@ -94,12 +94,14 @@ def begun(
     expected = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if has_sglang()}
     root = tmp_path_factory.mktemp("gpu")
     starts: dict[str, Start] = {
-        "tiny_engine": lambda: tiny(root / "tiny"),
         "struck_run": lambda: struck(root / "run"),
         "near_engine": lambda: serving(root / "near.log", 0),
         "adapter_engine": lambda: serving(root / "adapters.log", 0, adapters=True),
         "moe_engine": lambda: experts(root),
     }
+    if "tiny_engine" in expected:
+        tiny_engine = tiny(root / "tiny")
+        starts["tiny_engine"] = lambda: tiny_engine
     if torch.cuda.device_count() > 1:
         starts["far_engine"] = lambda: serving(root / "far.log", 1)
     if {"struck_run", "near_engine", "far_engine", "adapter_engine", "moe_engine"} & expected:
