@@ -6,7 +6,6 @@ Legend: ``N`` tokens at the loss mask of a micro-batch, ``S`` sequences of the g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -72,11 +71,22 @@ class BatchLoss:
             ratio_N: of `SequenceRatios`, if `needs_ratios`.
         """
         scores_N, entropy_N = scores
-        loss_input = replace(
-            self._loss_input(batch, micro, at_N),
+        sequence_N = self._sequence_numbers(micro, at_N)
+        loss_input = LossInput(
+            weight_N=to_device(micro.weight_L[at_N], self.device),
+            advantages_N=to_device(micro.advantages_L[at_N], self.device),
+            logprobs_N=to_device(micro.logprobs_L[at_N], self.device),
+            sequence_N=to_device(sequence_N, self.device),
+            sequence_size_N=to_device(torch.tensor(batch.sequence_sizes, dtype=torch.float32)[sequence_N], self.device),
+            learner_logprobs_N=self._select(micro.learner_logprobs_L, at_N),
+            correction_N=self._select(micro.correction_L, at_N),
             sequence_log_ratio_N=ratio_N,
             reference_logprobs_N=reference_N,
+            values_N=self._select(micro.values_L, at_N),
+            returns_N=self._select(micro.returns_L, at_N),
             entropy_N=entropy_N if self.algo.needs_entropy else None,
+            source_tokens=self._source_tokens(micro, at_N),
+            sequences=len(batch.sequence_sizes),
         )
         loss, metrics = self.losses[batch.kind](scores_N, loss_input)
         if entropy_N is not None:
@@ -84,34 +94,19 @@ class BatchLoss:
         return loss, metrics
 
     def log_ratio(
-        self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
+        self, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-ratio of each token, ``[N]`` without gradient, and the number of its sequence, int64 ``[N]``."""
-        loss_input = self._loss_input(batch, micro, at_N)
-        assert loss_input.sequence_N is not None
-        return logprobs_N - self.objective.old_logprobs(logprobs_N, loss_input), loss_input.sequence_N
+        sampler_N = to_device(micro.logprobs_L[at_N], self.device)
+        learner_N = self._select(micro.learner_logprobs_L, at_N)
+        old_N = self.objective.old_logprobs(logprobs_N, sampler_N, learner_N)
+        return logprobs_N - old_N, to_device(self._sequence_numbers(micro, at_N), self.device)
 
-    def _loss_input(self, batch: GlobalBatch, micro: MicroBatch, at_N: torch.Tensor) -> LossInput:
-        """Return what the driver set, at these positions and on the device."""
+    def _select(self, values_L: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
+        return None if values_L is None else to_device(values_L[at_N], self.device)
 
-        def field_at(values_L: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_L is None else to_device(values_L[at_N], self.device)
-
-        sequence_N = torch.tensor(micro.sequences, dtype=torch.int64)[micro.row_L[at_N].long()]
-        sequence_size_N = torch.tensor(batch.sequence_sizes, dtype=torch.float32)[sequence_N]
-        return LossInput(
-            weight_N=to_device(micro.weight_L[at_N], self.device),
-            advantages_N=to_device(micro.advantages_L[at_N], self.device),
-            logprobs_N=to_device(micro.logprobs_L[at_N], self.device),
-            sequence_N=to_device(sequence_N, self.device),
-            sequence_size_N=to_device(sequence_size_N, self.device),
-            learner_logprobs_N=field_at(micro.learner_logprobs_L),
-            correction_N=field_at(micro.correction_L),
-            values_N=field_at(micro.values_L),
-            returns_N=field_at(micro.returns_L),
-            source_tokens=self._source_tokens(micro, at_N),
-            sequences=len(batch.sequence_sizes),
-        )
+    def _sequence_numbers(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(micro.sequences, dtype=torch.int64)[micro.row_L[at_N].long()]
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the indices of each source's tokens among those at the mask; see `LossInput.source_tokens`."""
@@ -150,7 +145,8 @@ class PolicyObjective:
 
     def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return the loss and its metrics. ``kl`` is k3 regardless of ``kl_kind``, ``kl_loss`` is before ``kl_coef``."""
-        old_N, weight_N = self.old_logprobs(logprobs_N, inputs), inputs.weight_N
+        old_N = self.old_logprobs(logprobs_N, inputs.logprobs_N, inputs.learner_logprobs_N)
+        weight_N = inputs.weight_N
         token = self._token_loss(logprobs_N, old_N, inputs)
         metrics = _metrics(logprobs_N.detach(), old_N, token.clipped_N, inputs)
         correction_N = self._correction(logprobs_N.detach(), inputs)
@@ -189,13 +185,19 @@ class PolicyObjective:
             clipped_N.index_copy(0, order_N, torch.cat([loss.clipped_N for loss in losses])),
         )
 
-    def old_logprobs(self, logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor:
-        """Return the log-probabilities in the ratio's denominator, ``[N]`` without gradient; see ``algo.old_logprobs``."""
-        return (
-            inputs.logprobs_N
-            if self.config.old_logprobs == "sampler"
-            else _learner_logprobs(logprobs_N.detach(), inputs)
-        )
+    def old_logprobs(
+        self, logprobs_N: torch.Tensor, sampler_N: torch.Tensor, learner_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the log-probabilities in the ratio's denominator, ``[N]`` without gradient; see ``algo.old_logprobs``.
+
+        Args:
+            logprobs_N: of this pass.
+            sampler_N: of the engine.
+            learner_N: of the learner before the first optimizer step; None: those of this pass.
+        """
+        if self.config.old_logprobs == "sampler":
+            return sampler_N
+        return logprobs_N.detach() if learner_N is None else learner_N
 
     def _correction(self, logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor | None:
         """Return importance weights: the driver's, or those of each token alone."""

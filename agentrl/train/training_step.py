@@ -164,8 +164,9 @@ class TrainingStep:
             step_part: which part of it the batch is.
             computed: ids of rollouts that are left out, as other parts have them.
         """
+        counted = optimizer_step.counted.difference(computed)
         return pack(
-            self.rows(optimizer_step.counted.difference(computed)),
+            [row for row in self.groups.rows if row.key.rollout_id in counted],
             self.settings.packing,
             self.signals,
             policy=optimizer_step.policy,

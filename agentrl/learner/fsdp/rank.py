@@ -119,7 +119,7 @@ class FsdpRank(BackendRank):
         for micro in micros:
             at_N = self.model.local_positions(micro, mask_positions(micro))
             logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
-            ratios.add(*self.loss.log_ratio(batch, micro, at_N, logprobs_N))
+            ratios.add(*self.loss.log_ratio(micro, at_N, logprobs_N))
         reshard(self.model)
         return [*ratios.reduce()]
 

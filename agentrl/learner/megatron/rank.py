@@ -116,7 +116,7 @@ class MegatronRank(BackendRank):
         ratios = SequenceRatios(batch, self.device)
 
         def add(number: int, scores: Scores) -> None:
-            ratios.add(*self.loss.log_ratio(batch, micros[number], places[number], scores[0]))
+            ratios.add(*self.loss.log_ratio(micros[number], places[number], scores[0]))
 
         pipeline.run(micros, places, batch.temperature, add)
         return [*ratios.reduce(self._data_parallel_group)] if pipeline.is_last else [None] * len(micros)
