@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
         report = audit_files(files.steps.values(), None if isinstance(texts, str) else texts)
     console.print(report_table(report, texts if isinstance(texts, str) else ""))
     for line in example_lines(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     for violation in report.violations:
-        console.print(str(violation), style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(str(violation), style="red", soft_wrap=True)
     if report.violations:
         rollout_count = len({violation.where for violation in report.violations})
         raise AuditError(f"{len(report.violations)} violations in {rollout_count} rollouts of {samples}")

@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print(console: Console, finding: Finding) -> None:
-    console.print(f"{finding.severity}: {finding.title}", style=STYLES[finding.severity], markup=False, soft_wrap=True)
+    console.print(f"{finding.severity}: {finding.title}", style=STYLES[finding.severity], soft_wrap=True)
     for line in finding.evidence:
-        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"    {line}", soft_wrap=True)
     for line in finding.advice:
-        console.print(f"    → {line}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"    → {line}", soft_wrap=True)

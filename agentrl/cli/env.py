@@ -52,6 +52,6 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         notes = check_env(lambda: make_env(name, options, key))
     for note in notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        console.print(f"note: {note}")
     tests = "PettingZoo's API and seed tests" if several else "Gymnasium's check_env"
-    console.print(f"{name}: passes {tests} and agentrl's contract", style="green", markup=False)
+    console.print(f"{name}: passes {tests} and agentrl's contract", style="green")

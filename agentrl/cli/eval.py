@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:
-            console.print(f"written {path}", highlight=False, soft_wrap=True)
+            console.print(f"written {path}", soft_wrap=True)
 
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
@@ -72,7 +72,7 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
         config = load_config(
             None, arguments.overrides, base=merge(_without_engine_and_ports(merge_layers(saved_layers(folder))), model)
         )
-        console.print(f"configuration {folder / CONFIG}", highlight=False, soft_wrap=True)
+        console.print(f"configuration {folder / CONFIG}", soft_wrap=True)
     if config.sampler.url is not None:
         raise ConfigError(
             f"sampler.url={config.sampler.url} with --checkpoint: an engine that runs already samples with its own "

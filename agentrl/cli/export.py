@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     for out, adapters in _exports(source, arguments.out).items():
         export_model(source, out, arguments.dtype, adapters=adapters)
         exported = source if adapters is None else f"{source} with {adapters}"
-        console.print(f"{exported} in {arguments.dtype}: {out}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{exported} in {arguments.dtype}: {out}", soft_wrap=True)
 
 
 def _exports(source: Path, out: Path) -> dict[Path, Path | None]:

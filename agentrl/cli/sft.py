@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
         from agentrl.sft.preflight import plan_sft
 
         for lack in plan_sft(config):
-            make_console(stderr=True).print(f"missing here {lack}", highlight=False, markup=False, soft_wrap=True)
+            make_console(stderr=True).print(f"missing here {lack}", soft_wrap=True)
         return
     from agentrl.sft.run import sft
 

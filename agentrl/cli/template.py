@@ -96,7 +96,7 @@ def _print(findings: Findings, console: Console) -> None:
     facts.add_column()
     for name, value in _facts(findings):
         facts.add_row(name, value)
-    console.print(facts, highlight=False)
+    console.print(facts)
     if not findings.transitions:
         return
     table = Table("turn", "before", "the template", "agentrl")
@@ -197,7 +197,7 @@ def _print_differences(findings: Findings, console: Console) -> None:
         console.print(f"\n{transition.turn}, before {transition.before}", style="bold")
         difference = transition.difference
         if difference is not None:
-            console.print(f"  was     …{difference.shared + difference.was!r}", highlight=False, markup=False)
-            console.print(f"  is now  …{difference.shared + difference.is_now!r}", highlight=False, markup=False)
+            console.print(f"  was     …{difference.shared + difference.was!r}")
+            console.print(f"  is now  …{difference.shared + difference.is_now!r}")
         if transition.detail:
-            console.print(f"  {transition.continuation}: {transition.detail}", highlight=False, markup=False)
+            console.print(f"  {transition.continuation}: {transition.detail}")

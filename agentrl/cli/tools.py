@@ -131,7 +131,7 @@ def _isolating_backends(console: Console) -> list[str]:
         try:
             isolating += [name] if backend_class(name).isolated else []
         except MissingError as error:
-            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            console.print(str(error), soft_wrap=True)
     return isolating
 
 

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         sys.stdout.write(annotate(config, loaded.layers))
         lines = [*loaded.notes, *_plan(loaded, arguments)]
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        console.print("\n".join(lines), soft_wrap=True)
         return
     lines, contents = list(loaded.notes), {}
     if arguments.replay is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, SerializationInfo, field_serializer, field_validator
 
 from agentrl.config.base import Section
-from agentrl.config.sampler import check_top_k
+from agentrl.config.sampler import TopK
 
 
 class EvalSet(Section):
@@ -31,7 +31,7 @@ class EvalSet(Section):
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Top-k sampling; -1 keeps all."""
     max_new_tokens: PositiveInt | None = None
     """Maximum tokens of a turn; without it, ``sampler.max_new_tokens``."""
@@ -39,11 +39,6 @@ class EvalSet(Section):
     """A sample passes (pass@k) if its reward is at least this."""
     group_by: str | None = None
     """A key of the tasks' metadata, such as ``hops``: metrics are also reported for each of its values."""
-
-    @field_validator("top_k")
-    @classmethod
-    def _keeps_something(cls, top_k: int) -> int:
-        return check_top_k(top_k)
 
 
 class EvalConfig(EvalSet):

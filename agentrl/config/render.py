@@ -8,62 +8,18 @@ from typing import Literal
 from agentrl.config.base import Section
 
 FormatName = Literal[
-    "auto",
-    "template",
-    "chatml",
-    "smollm2",
-    "qwen2.5",
-    "qwen3",
-    "qwen3-thinking",
-    "qwen3-instruct",
-    "llama3",
-    "llama3.1",
-    "llama3.2",
-    "deepseek-v3",
-    "deepseek-r1",
-    "glm-4",
-    "glm-4.5",
-    "kimi-k2",
-    "renderers:minimax-m2",
-    "renderers:deepseek-v4",
-    "renderers:kimi-k2.5",
-    "renderers:gemma4",
-    "renderers:hy3",
-    "renderers:glm-5",
-    "renderers:glm-5.1",
-    "renderers:qwen3.5",
-    "renderers:qwen3.6",
-    "renderers:qwen3.8",
-    "renderers:nemotron-3",
-    "renderers:nemotron-3-ultra",
-    "renderers:nemotron-3.5",
-]
+    "auto", "template", "chatml", "smollm2", "qwen2.5", "qwen3", "qwen3-thinking", "qwen3-instruct", "llama3",
+    "llama3.1", "llama3.2", "deepseek-v3", "deepseek-r1", "glm-4", "glm-4.5", "kimi-k2", "renderers:minimax-m2",
+    "renderers:deepseek-v4", "renderers:kimi-k2.5", "renderers:gemma4", "renderers:hy3", "renderers:glm-5",
+    "renderers:glm-5.1", "renderers:qwen3.5", "renderers:qwen3.6", "renderers:qwen3.8", "renderers:nemotron-3",
+    "renderers:nemotron-3-ultra", "renderers:nemotron-3.5",
+]  # fmt: skip
 """See `RenderConfig.format`."""
 
 ParserName = Literal[
-    "auto",
-    "hermes",
-    "llama3",
-    "pythonic",
-    "deepseek",
-    "glm-4",
-    "glm",
-    "kimi",
-    "qwen3-coder",
-    "harmony",
-    "minimax",
-    "dsml",
-    "step3",
-    "atem",
-    "mistral",
-    "gemma",
-    "tool-code",
-    "lfm2",
-    "hunyuan",
-    "cohere",
-    "granite",
-    "tags",
-]
+    "auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4", "glm", "kimi", "qwen3-coder", "harmony", "minimax",
+    "dsml", "step3", "atem", "mistral", "gemma", "tool-code", "lfm2", "hunyuan", "cohere", "granite", "tags",
+]  # fmt: skip
 """See `RenderConfig.tool_parser`."""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Section
 
@@ -82,11 +82,14 @@ class EmbeddedConfig(Section):
     """CPU threads of the engine."""
 
 
-def check_top_k(top_k: int) -> int:
-    """Return ``top_k``, which is -1 or at least 1."""
+def _keeps_something(top_k: int) -> int:
     if top_k != -1 and top_k < 1:
         raise ValueError("-1 keeps all tokens, 1 and more keep so many")
     return top_k
+
+
+TopK = Annotated[int, AfterValidator(_keeps_something)]
+"""How many of the most probable tokens are kept: -1 or at least 1."""
 
 
 class SamplerConfig(Section):
@@ -104,7 +107,7 @@ class SamplerConfig(Section):
     """Sampling temperature in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling in training; see ``allow_unnormalised``."""
-    top_k: int = -1
+    top_k: TopK = -1
     """Top-k sampling in training; see ``allow_unnormalised``."""
     allow_unnormalised: bool = False
     """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
@@ -143,11 +146,6 @@ class SamplerConfig(Section):
         if temperature == 0:
             raise ValueError("greedy samples of a group are all the same; set sampler.temperature above 0")
         return temperature
-
-    @field_validator("top_k")
-    @classmethod
-    def _keeps_something(cls, top_k: int) -> int:
-        return check_top_k(top_k)
 
     @field_validator("sglang")
     @classmethod
