@@ -44,6 +44,10 @@ def test_shipped_configuration(path: Path) -> None:
     assert algorithm_faults(config) == []
     assert transport_faults(config) == []
     plan = plan_run(config)
+    is_run = first.startswith("# agentrl train ")
+    assert any(line.startswith("memory ") for line in plan.lines) or not is_run, (
+        "by the shipped shape without the weights"
+    )
     for lack in plan.missing_resources:
         assert lack.split("=")[0] in MACHINE, f"a mistake, and nothing that a machine could lack: {lack}"
 

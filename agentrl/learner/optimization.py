@@ -14,7 +14,8 @@ def config_of_role(config: LearnerConfig, algo: AlgoConfig, folder: Path, role: 
     """Return the configuration of a policy's or a critic's learner, whose initial weights are in ``folder``, without ``auto``."""
     if role == "critic":
         config = config.model_copy(update={"optimizer": algo.critic.optimizer, "freeze": [], "lora": None})
-    return config.model_copy(update={"optimizer": resolve_optimizer(config.optimizer, folder, role)})
+    optimizer = resolve_optimizer(config.optimizer, folder, role, lora=config.lora is not None)
+    return config.model_copy(update={"optimizer": optimizer})
 
 
 def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:

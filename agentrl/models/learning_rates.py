@@ -39,13 +39,23 @@ _USUAL = (
 """The rates of policies are those of the shipped configurations."""
 
 
+LORA_FACTOR = 10
+"""The best rates of LoRA adapters over those of whole weights, whatever the model and the rank ("LoRA Without Regret", 2025)."""
+
+
 def usual_rates(weights: int) -> UsualRates:
     """Return the usual settings for a model of that many weights."""
     return next(rates for rates in _USUAL if weights >= rates.size)
 
 
-def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> OptimizerConfig:
+def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use, *, lora: bool = False) -> OptimizerConfig:
     """Return ``config`` with numbers in place of ``auto``, for training the model in ``folder``.
+
+    Args:
+        config: of the optimizer.
+        folder: of the model.
+        use: what is trained.
+        lora: whether its adapters are trained, at `LORA_FACTOR` times the rate.
 
     Raises:
         ModelError: the model's weights cannot be counted.
@@ -53,7 +63,7 @@ def resolve_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> Optimi
     if config.lr != "auto" and config.warmup_steps != "auto":
         return config
     usual = usual_rates(count_weights(folder))
-    lr = usual.policy if use == "policy" else usual.critic_or_sft
+    lr = (usual.policy if use == "policy" else usual.critic_or_sft) * (LORA_FACTOR if lora else 1)
     defaults = {"lr": lr, "warmup_steps": usual.warmup_steps}
     return config.model_copy(update={key: value for key, value in defaults.items() if getattr(config, key) == "auto"})
 
@@ -74,7 +84,7 @@ def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "po
         ModelError: see `resolve_optimizer`.
     """
     learner, algo = config.learner, config.algo
-    optimizer = resolve_optimizer(learner.optimizer, policy, use)
+    optimizer = resolve_optimizer(learner.optimizer, policy, use, lora=learner.lora is not None)
     update: dict[str, Section] = {"learner": learner.model_copy(update={"optimizer": optimizer})}
     if critic is not None:
         critic_optimizer = resolve_optimizer(algo.critic.optimizer, critic, "critic")
@@ -84,10 +94,10 @@ def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "po
     return config.model_copy(update=update)
 
 
-def describe_optimizer(config: OptimizerConfig, folder: Path, use: Use) -> str:
+def describe_optimizer(config: OptimizerConfig, folder: Path, use: Use, *, lora: bool = False) -> str:
     """Return one line on optimizer, learning rate, warm-up and schedule, and why ``auto`` has its values."""
-    resolved, size = resolve_optimizer(config, folder, use), f"auto: {count_weights(folder):,} weights"
-    lr = f"learning rate {resolved.lr:g}" + (f" ({size})" if config.lr == "auto" else "")
+    resolved, size = resolve_optimizer(config, folder, use, lora=lora), f"auto: {count_weights(folder):,} weights"
+    lr = f"learning rate {resolved.lr:g}" + (f" ({size}{', LoRA' if lora else ''})" if config.lr == "auto" else "")
     warmup = f"warm-up {resolved.warmup_steps}" + (f" ({size})" if config.warmup_steps == "auto" else "")
     schedule = config.resolve_schedule("linear" if use == "sft" else "constant")
     end = "" if schedule == "constant" else f" to {config.min_lr_ratio:g} of it"

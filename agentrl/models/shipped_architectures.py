@@ -35,14 +35,20 @@ def find_architecture(path: str, key: str = "model.path") -> Path:
     try:
         return resolve_model(path, key, fetch=False)
     except MissingError:
-        shipped = shipped_architectures()
-        folder_by_stem = {_stem(name): folder for name, folder in shipped.items()}
-        if _stem(path) in folder_by_stem:
-            return folder_by_stem[_stem(path)]
+        if (folder := shipped_architecture(path)) is not None:
+            return folder
         raise ModelError(
             f"{key}={path}: no such folder, it is not in the cache of the Hugging Face hub, and agentrl has no architecture "
-            f"of that name, only {', '.join(shipped)}; set {key} to a folder with the model's config.json"
+            f"of that name, only {', '.join(shipped_architectures())}; set {key} to a folder with the model's config.json"
         ) from None
+
+
+def shipped_architecture(path: str) -> Path | None:
+    """Return the shipped folder of a hub id, or of the name of a model in a package; None if there is none."""
+    folders = shipped_architectures()
+    by_stem = {_stem(name): folder for name, folder in folders.items()}
+    by_stem |= {_stem(name.rpartition("/")[2]): folder for name, folder in folders.items()}
+    return by_stem.get(_stem(path))
 
 
 def meta_model(folder: Path, key: str = "model.path", *, values: bool = False) -> PreTrainedModel:

@@ -31,7 +31,9 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
         ConfigError: a key of ``learner`` does not fit the model.
         ModelError: the model's configuration cannot be loaded.
     """
-    lines = [f"{'optimizer':<13}{describe_optimizer(config.learner.optimizer, folder, use)}"]
+    lines = [
+        f"{'optimizer':<13}{describe_optimizer(config.learner.optimizer, folder, use, lora=config.learner.lora is not None)}"
+    ]
     if critic is not None:
         lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
     if (lora := config.learner.lora) is not None:

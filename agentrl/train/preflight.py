@@ -35,10 +35,13 @@ from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.critic import resolve_critic
-from agentrl.models.learning_rates import count_weights, usual_rates
+from agentrl.models.float8 import is_quantized
+from agentrl.models.learning_rates import LORA_FACTOR, count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_routing
 from agentrl.models.reference_policy import check_frozen, check_reference, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
+from agentrl.models.shipped_architectures import shipped_architecture
+from agentrl.models.weight_files import WeightFiles
 from agentrl.planner.training_summary import describe_memory, describe_training
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
@@ -116,6 +119,9 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     if warning := shipped_policy_warning(config):
         warnings.append(warning)
     lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template)]
+    if model is None and (architecture := shipped_architecture(config.model.path)) is not None:
+        with _collect_missing(unmet):
+            lines += _describe_architecture(config, architecture)
     if model is not None:
         critic = resolve_critic(config.algo, model)
         training = describe_training(config, model, critic)
@@ -181,6 +187,28 @@ def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) ->
     return "; ".join(f"{', '.join(names)}: {text}" for text, names in sources_by_text.items())
 
 
+def _describe_architecture(config: Config, model: Path) -> list[str]:
+    """Check a model of which only the shape is here, and return what `describe_memory` does."""
+    check_context(config, read_max_positions(model))
+    check_quantization(config, model)
+    critic = resolve_critic(config.algo, model, fetch=False)
+    make_backend(config.learner).check(config.algo, [folder for folder in (model, critic) if folder is not None])
+    return describe_memory(config, model, critic)
+
+
+def check_quantization(config: Config, model: Path) -> None:
+    """Check that the engines of the run can load what the learner sends.
+
+    Raises:
+        ConfigError: the folder has quantised weights, with which engines would start, and they get others.
+    """
+    if is_quantized(model) and config.sampler.backend == "sglang" and not config.sampler.urls:
+        raise ConfigError(
+            f"model.path={config.model.path}: its weights are quantised (quantization_config in config.json), SGLang would keep "
+            "them so, and the learner sends bfloat16: write a copy with agentrl export FOLDER OUT, and set model.path=OUT"
+        )
+
+
 def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | None:
     """Return the policy's folder, or None if it is missing."""
     model: Path | None = None
@@ -198,6 +226,8 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
                     "it prompts as they are, or model.path to an instruct model"
                 )
         check_context(config, read_max_positions(model))
+        check_quantization(config, model)
+        WeightFiles(model, "model.path")  # refuses weights of a dtype that cannot be read
         if config.algo.replays_routing:
             read_routing(model)
         reference = resolve_reference(config, fetch=fetch)
@@ -234,8 +264,9 @@ def learning_rate_warnings(
     warnings = []
     for key, (lr, weights) in rates.items():
         usual = usual_rates(weights)
-        if lr != "auto" and lr > usual.highest:
-            rate = usual.policy if key == "learner.optimizer" else usual.critic_or_sft
+        factor = LORA_FACTOR if key == "learner.optimizer" and learner.lora is not None else 1
+        if lr != "auto" and lr > usual.highest * factor:
+            rate = usual.policy * factor if key == "learner.optimizer" else usual.critic_or_sft
             warnings.append(
                 f"warning: {key}.lr={lr:g} is many times the usual {rate:g} for a model of {weights / 1e9:.2g} billion "
                 f"weights, and may destroy it: set {key}.lr={rate:g} and {key}.warmup_steps"

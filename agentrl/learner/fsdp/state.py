@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -47,6 +48,7 @@ from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank
+from agentrl.models.draft_layers import DraftLayers
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
 from agentrl.models.weight_files import WeightFiles
@@ -95,7 +97,9 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     weights = named_tensors(rank.model.hf)
     tensors = rank.merged.tensors.values()
     specs = [TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape) for tensor in tensors]
-    writer = WeightWriter(folder / "model", specs)
+    layers = getattr(rank.model.hf.config.get_text_config(), "num_hidden_layers", sys.maxsize)
+    drafts = None if rank.name == "critic" else DraftLayers(rank.model_folder, layers, "model.path")
+    writer = WeightWriter(folder / "model", [*specs, *(drafts.specs if drafts else ())])
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "random").mkdir(parents=True)
@@ -124,6 +128,8 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
             if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
                 _write(writer, tensor, weight)
         adapters.write()
+        if drafts is not None and dist.get_rank() == 0:
+            drafts.write(writer)
         torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
 
     return run_in_daemon_thread(write, "checkpoint")

@@ -16,7 +16,7 @@ from agentrl.models.hub_tensors import hub_tensors
 from agentrl.models.weight_checksum import tensor_checksum
 from agentrl.weight_sync.checksum import Checksums
 from tests.unit.learner.learners import tensors
-from tests.unit.learner.megatron.models import make_model
+from tests.unit.learner.megatron.models import add_draft_layer, make_model
 
 FILE = Path("model", "model.safetensors")
 EXPERT = "model.layers.2.mlp.experts.3.{}_proj.weight"
@@ -24,8 +24,9 @@ EXPERT = "model.layers.2.mlp.experts.3.{}_proj.weight"
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_path, caplog, family):
-    folder = make_model(tmp_path / family, family)
+    folder = add_draft_layer(make_model(tmp_path / family, family))
     expected = load_file(folder / FILE.name)
+    drafts = {name: expected.pop(name) for name in list(expected) if ".eh_proj." in name}
     assert {EXPERT.format(projection) for projection in ("gate", "up", "down")} < expected.keys()
     with caplog.at_level(logging.WARNING):
         learner = learners.open(folder=folder)
@@ -37,6 +38,7 @@ def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_pa
     saved = load_file(tmp_path / "saved" / FILE)
     buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
     assert actual.keys() == expected.keys() - buffers
+    assert torch.equal(saved.pop("model.layers.4.eh_proj.weight"), *drafts.values()), "not trained, and kept"
     assert saved.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in (actual | saved).items())
     assert all(torch.equal(tensor, actual[name]) for name, tensor in tensors(learner).items())

@@ -58,6 +58,8 @@ def test_rates_go_by_the_number_of_weights_and_given_ones_stay(tmp_path: Path) -
     chosen = [resolve_optimizer(auto, folder, use) for folder in (small, large) for use in ("policy", "critic", "sft")]
     assert [one.lr for one in chosen] == [3e-4, 3e-4, 3e-4, 1e-6, 1e-5, 1e-5]
     assert [one.warmup_steps for one in chosen] == [0, 0, 0, 10, 10, 10]
+    adapters = [resolve_optimizer(auto, large, use, lora=True).lr for use in ("policy", "sft")]
+    assert adapters == pytest.approx([1e-5, 1e-4])
     optimizer = resolve_optimizer(OptimizerConfig(lr=2e-3), large, "policy")
     assert (optimizer.lr, optimizer.warmup_steps) == (2e-3, 10)
     assert usual_rates(135_000_000).policy == 5e-5

@@ -1,4 +1,4 @@
-"""Warnings before a run starts."""
+"""Plans and warnings before a run starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentrl.cli.main import build_parser
+from agentrl.cli.options import config_layers
+from agentrl.config.layers import load_layers
 from agentrl.config.load import load_config
+from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import count_parameters
 from agentrl.train.preflight import Plan, learning_rate_warnings, plan_run
@@ -65,6 +69,40 @@ def test_labels_are_judged_before_the_start(tmp_path: Path) -> None:
             plan(tmp_path, model, *keys)
     [warning] = plan(tmp_path, model, f"reward={tmp_path}/score.py:score").warnings
     assert "reads the label, which is None: set data.label_key" in warning
+
+
+@pytest.mark.parametrize("name", ["qwen2.5_7b", "deepseek_v3", "kimi_k2", "glm_z1_9b"])
+def test_a_recipe_is_planned_by_the_shipped_shape(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = recipe(name)
+    plan = plan_run(config)
+    ranks = config.learner.ranks
+    assert any(re.match(rf"memory +about [\d.]+ GiB on each of {ranks} learner ranks", line) for line in plan.lines)
+    assert any(lack.startswith(f"model.path={config.model.path}: not in the cache") for lack in plan.missing_resources)
+
+
+def test_a_layout_that_does_not_divide_the_shipped_shape_is_refused_without_weights() -> None:
+    options = ["learner.backend=megatron", "learner.megatron={context_parallel_size: 8}", "learner.recompute=auto"]
+    with pytest.raises(ConfigError, match="context_parallel_size=8 does not divide the 28 attention heads"):
+        plan_run(recipe("qwen2.5_7b", *options))
+
+
+def test_engines_of_the_run_are_not_started_from_float8_weights() -> None:
+    options = ["sampler.url=null", "placement.mode=disaggregate", "sampler.sglang.tp_size=8"]
+    with pytest.raises(ConfigError, match=r"^model\.path=deepseek-ai/DeepSeek-V3: its weights are quantised"):
+        plan_run(recipe("deepseek_v3", *options))
+
+
+def recipe(name: str, *options: str) -> Config:
+    words = ["train", "--env", "search_r1", "--config", f"models/{name}", *options]
+    return load_layers(config_layers(build_parser("train").parse_args(words)))
+
+
+@pytest.mark.parametrize(("lr", "usual"), [(1e-4, None), (3e-4, "1e-05")])
+def test_a_learning_rate_of_adapters_is_compared_with_that_of_adapters(lr: float, usual: str | None) -> None:
+    config = load_config(None, [f"learner.optimizer.lr={lr}", "learner.lora={rank: 4}"])
+    warnings = learning_rate_warnings(config.learner, config.algo.critic, 600_000_000)
+    assert [f"set learner.optimizer.lr={usual}" in warning for warning in warnings] == [True] * (usual is not None)
 
 
 def test_weights_are_counted_from_the_headers(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def read_family(folder: Path, key: str) -> tuple[Family, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         kind = fields.pop("model_type")
+        fields.pop("quantization_config", None)  # `WeightFiles` reads it
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{key}={folder}: {path.name} is no configuration of a model: {error!r}") from error
     if kind not in FAMILIES:
