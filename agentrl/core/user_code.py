@@ -2,6 +2,8 @@
 
 `user_error` decides for all of them what ends the run. The run's own cancellation and Ctrl-C do. Everything else that the
 code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too.
+Only a SystemExit in a task that the code has started itself ends the event loop, and so the command, with status 1.
+Only a SystemExit in a task that the code has started itself ends the event loop, and so the command, with status 1.
 Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be told from it and ends the
 run; in any other thread it is a failure of the code.
 """
@@ -9,22 +11,26 @@ run; in any other thread it is a failure of the code.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import os
 import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import AgentrlError, ConfigError
 
 T = TypeVar("T")
 
 END_S = 1.0
 """Seconds that a coroutine has to end after its time limit; then it is left alone."""
+_UNFIT = (StopIteration, TimeoutError, concurrent.futures.CancelledError)
+"""A future refuses the first, and asyncio makes others of the rest, without their lines."""
 _running: set[asyncio.Task[object]] = set()
 """Coroutines of the user; a task that nothing holds may be collected while it runs."""
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
@@ -124,30 +130,15 @@ async def call_in_thread(function: Callable[[], T], name: str) -> T:
     Raises:
         BaseException: what the function raises; see `user_error`.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: T | None, error: Exception | None) -> None:
-        if done.done():  # cancelled
-            return
-        if error is None:
-            done.set_result(result)  # type: ignore[arg-type]
-        else:
-            done.set_exception(error)
-
-    def work() -> None:
-        result: T | None = None
-        failure: Exception | None = None
+    def work() -> T:
         try:
-            result = context.run(function)
+            return context.run(function)
         except BaseException as error:
-            failure = as_future_error(error)
-        with suppress(RuntimeError):  # the loop was closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            raise as_future_error(error) from None
 
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(run_in_daemon_thread(work, name))
 
 
 async def _carry(work: Awaitable[T]) -> T:
@@ -168,7 +159,9 @@ def as_future_error(error: BaseException) -> Exception:
     """Return an error of user code as an exception that a future can hold. `user_error` returns what it was."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
         return _Carried(error.__cause__)  # which a coroutine raises in this disguise, without the author's line
-    return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else _Carried(error)
+    if isinstance(error, Exception) and not isinstance(error, _UNFIT):
+        return error
+    return _Carried(error)
 
 
 def _current_task() -> asyncio.Task[object] | None:

@@ -61,6 +61,23 @@ def packed(body: Any) -> bytes:
     return orjson.dumps(body)
 
 
+def test_a_whole_number_with_a_point_is_a_number_of_documents_and_one_call_fails_alone() -> None:
+    """What JSON Schema takes for an integer, in a batch with the calls of other episodes."""
+    topks = [1, 2.0, 3, 2.5, 0, 1e0]
+    calls = [
+        {"call_id": str(number), "tool": "search", "arguments": {"query": "place 3", "topk": topk}}
+        for number, topk in enumerate(topks)
+    ]
+
+    async def send() -> list[dict[str, Any]]:
+        async with client_of(search_tool()) as http:
+            return list((await http.post("/calls", json={"calls": calls})).json()["results"])
+
+    results = asyncio.run(send())
+    assert [result["status"] for result in results] == ["ok", "ok", "ok", "invalid", "invalid", "ok"]
+    assert [len(results[number]["data"]) for number in (0, 1, 2, 5)] == [1, 2, 3, 1]
+
+
 def test_three_dialects_one_answer() -> None:
     many, single_reply = post(
         packed({"queries": ["place 3"], "topk": 3, "return_scores": True}),

@@ -26,6 +26,7 @@ SCHEMAS = {
     "picture": ANYTHING,
     "figures": ANYTHING,
     "sleep": ANYTHING,
+    "own_timeout": ANYTHING,
     "whoami": ANYTHING,
 }
 counted = 0
@@ -69,6 +70,8 @@ async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.
             )
         case "figures":
             return types.CallToolResult(content=[], structured_content={"sum": 3})
+        case "own_timeout":
+            raise MCPError(types.REQUEST_TIMEOUT, "the database took too long")
         case "sleep":
             await anyio.sleep(60)
         case "whoami":

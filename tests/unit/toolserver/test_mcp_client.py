@@ -94,6 +94,9 @@ def test_tools_of_a_command_answer_as_ours(monkeypatch: pytest.MonkeyPatch, tmp_
             assert (figures.content, figures.data) == ('{"sum": 3}', {"sum": 3})
             slow = await say(session, "sleep")
             assert (slow.status, slow.content) == (ToolStatus.TIMEOUT, "sleep did not answer in 0.5 s")
+            own = await say(session, "own_timeout")
+            assert own.status is ToolStatus.UNAVAILABLE
+            assert own.content.endswith("the database took too long")
             process = (await say(session, "whoami")).data
             assert process["cwd"] == str(tmp_path)
             assert process["arguments"] == ["argument"]
