@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
-from agentrl.core.task import MadeTasks
+from agentrl.core.task import MadeTasks, Task
 from agentrl.data.contents import split_contents
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
@@ -103,6 +103,9 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         tasks = open_tasks(config)
         train = _train_tasks(config, tasks)
         sets = load_eval_tasks(config, tasks)
+        for eval_set in sets:
+            source_config = config.by_source()[eval_set.plan.source or ""]
+            check_labels(source_config.reward, _tasks_to_check(eval_set.tasks))
         check_goals(config.train, sets)
     with _collect_missing(unmet):
         check_tools(config)
@@ -153,6 +156,13 @@ def _check_data_files(data: DataConfig) -> None:
             check_file(path.expanduser(), key)
 
 
+def _tasks_to_check(split: Split) -> Iterable[Task]:
+    """Return all tasks of a split, or some if they are read or made on access: to make one may take as long as a game."""
+    if isinstance(split, TaskStream):
+        return split.sample(TRIED)
+    return islice(split, TRIED) if isinstance(split, MadeTasks) else split
+
+
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
     """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
@@ -166,10 +176,7 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
                     f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
                 )
             split = splits[name]
-            tasks_to_check = split.sample(TRIED) if isinstance(split, TaskStream) else split
-            if isinstance(split, MadeTasks):  # making a task may take as long as playing a game
-                tasks_to_check = list(islice(split, TRIED))
-            check_labels(source_config.reward, tasks_to_check)
+            check_labels(source_config.reward, _tasks_to_check(split))
     make_order(config, splits)
     return splits
 
