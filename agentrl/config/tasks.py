@@ -121,7 +121,8 @@ class DataConfig(Section):
     eval_path: Path | None = None
     """Rows to evaluate on, as ``path``; without a file there is no evaluation during training."""
     input_key: str = "prompt"
-    """The column of the prompt: a string, or a list of chat messages ``{"role", "content"}``."""
+    """The column of the prompt: a string, or a list of chat messages ``{"role", "content"}``, also as JSON text. Messages may
+    have ``tool_calls`` and ``tool_call_id``, as in the API of OpenAI."""
     label_key: str | None = None
     """The column of the correct answer, which is passed to the reward function; ``a.b`` is ``b`` in the mapping of column ``a``,
     such as ``reward_model.ground_truth``. The other keys of columns too."""

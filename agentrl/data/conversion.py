@@ -18,7 +18,7 @@ from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
-from agentrl.core.types import Message, Role
+from agentrl.core.types import Message, Role, ToolCall
 from agentrl.core.user_code import calling
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.obs.waiting import waiting
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agentrl.render.renderer import ChatRenderer
 
 _ROLES = get_args(Role)
+_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 PIECE = 16
 """Rows that a worker process gets at a time."""
 
@@ -142,6 +143,8 @@ def _prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{where} is an empty text")
+        prompt = (_messages_of_text(prompt) if data.apply_chat_template else None) or prompt
+    if isinstance(prompt, str):
         return (Message("user", prompt, inline=not data.apply_chat_template),)
     if not data.apply_chat_template:
         raise ConfigError(
@@ -153,18 +156,53 @@ def _prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
     return tuple(_message(message, f"{where}, message {number}") for number, message in enumerate(prompt, 1))
 
 
+def _messages_of_text(text: str) -> list[Any] | None:
+    """Return the messages of a JSON text, as columns of text hold them; None if it is another text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    are_messages = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
+    return value if value and are_messages else None
+
+
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise ConfigError(f"{where} has the role {role!r}; roles are {', '.join(_ROLES)}")
+    calls = tuple(_call(call, where) for call in message.get("tool_calls") or ())
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise ConfigError(f"{where} has the content {content!r:.80}, which must be a text")
-    more = sorted(key for key, value in message.items() if value is not None and key not in {"role", "content"})
+    if calls and role != "assistant":
+        raise ConfigError(f"{where} has the role {role!r} and tool_calls, which only an assistant makes")
+    call_id = message.get("tool_call_id")
+    more = sorted(key for key, value in message.items() if value is not None and key not in _FIELDS)
     if more:
-        raise ConfigError(f"{where} has {', '.join(more)}, which a prompt of role and content cannot say")
-    return Message(cast(Role, role), content)
+        raise ConfigError(f"{where} has {', '.join(more)}; a message has {', '.join(_FIELDS)}")
+    return Message(cast(Role, role), content, calls, None if call_id is None else str(call_id))
+
+
+def _call(call: Any, where: str) -> ToolCall:
+    """Return a call in the format of OpenAI: ``{"id", "function": {"name", "arguments"}}``, arguments as object or text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            name = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
+        raise ConfigError(
+            f"{where} has the tool call {call!r:.120}, which must be {{id, function: {{name, arguments}}}} with arguments as JSON"
+        )
+    return ToolCall(str(call.get("id") or ""), name, dict(arguments or {}))
 
 
 def _metadata(row: Row, column: str) -> Mapping[str, Any]:

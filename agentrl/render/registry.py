@@ -22,7 +22,7 @@ from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.probe_conversations import same_text
 from agentrl.render.renderer import ChatRenderer
-from agentrl.render.tool_preamble import preamble_of
+from agentrl.render.tool_preamble import make_preamble
 
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -77,7 +77,7 @@ def make_renderer(
         tokenizer.chat_template = _read(config.chat_template)
     parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
     format = choose_format(tokenizer, config)
-    preamble = preamble_of(parser or format.parser) if config.tool_preamble else None
+    preamble = make_preamble(parser or format.parser) if config.tool_preamble else None
     return ChatRenderer(
         tokenizer,
         format,

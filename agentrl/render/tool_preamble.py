@@ -22,7 +22,7 @@ _CALLS: dict[type, str] = {
 """How a call is written, by the class of the parser that reads it."""
 
 
-def preamble_of(parser: CallParser) -> Preamble:
+def make_preamble(parser: CallParser) -> Preamble:
     """Return the preamble for calls that ``parser`` reads.
 
     Raises:

@@ -31,8 +31,6 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         ConfigError: the template refuses the first prompts, or leaves out something that the environment needs.
         ModelError: there is no template, and the prompts need one.
     """
-    if config.data.path is not None and not config.data.apply_chat_template:
-        return "not used: prompts are given as they are (data.apply_chat_template=false)"
     # takes half a second to import, and a refused run does not need it
     from agentrl.models.load import load_tokenizer, read_end_ids
     from agentrl.render.registry import make_renderer
@@ -40,6 +38,12 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     from agentrl.render.text_arrival import Arrival
 
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    if config.data.path is not None and not config.data.apply_chat_template:
+        bos = tokenizer.bos_token if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else None
+        without_bos = (
+            f"; they get no {bos}, with which the tokenizer starts texts: write it into the prompts" if bos else ""
+        )
+        return f"not used: prompts are given as they are (data.apply_chat_template=false){without_bos}"
     end_ids = read_end_ids(model)
     findings = check_template(tokenizer, config.render, end_ids)
     if config.rollout.generate is not None:  # what it sends is known when it sends it

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from agentrl import Message
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, UnknownNameError
+from agentrl.core.types import ToolCall
 from agentrl.data.file_tasks import FileTasks, read_tasks
 
 ROWS = [
@@ -92,6 +93,48 @@ def test_chat_prompts(tmp_path: Path, suffix: str) -> None:
     assert task.prompt == (Message("system", "Be brief."), Message("user", "2 + 2?"))
     with pytest.raises(ConfigError, match=r"data\.apply_chat_template=false a prompt is one text"):
         read_tasks(path, DataConfig(input_key="messages", apply_chat_template=False))
+
+
+def test_prompts_with_tool_calls_and_prompts_that_are_json_text(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+    rows = [{"prompt": chat}, {"prompt": json.dumps(chat)}, {"prompt": "[1, 2] or [3]?"}, {"prompt": '["a", "b"]'}]
+    tasks = read_tasks(write(tmp_path / "train.jsonl", rows), DataConfig())
+    expected = (
+        Message("user", "1 + 1?"),
+        Message("assistant", "", (ToolCall("c1", "add", {"a": 1}),)),
+        Message("tool", "2", tool_call_id="c1"),
+    )
+    assert [task.prompt for task in tasks[:2]] == [expected, expected]
+    assert [task.prompt[0].content for task in tasks[2:]] == ["[1, 2] or [3]?", '["a", "b"]']
+    raw = read_tasks(write(tmp_path / "raw.jsonl", rows[1:2]), DataConfig(apply_chat_template=False))
+    assert raw[0].prompt == (Message("user", rows[1]["prompt"], inline=True),)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            "which only an assistant makes",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+            r"the tool call .* must be \{id, function",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "arguments as JSON",
+        ),
+    ],
+)
+def test_a_call_that_is_none_is_refused(tmp_path: Path, message: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_tasks(write(tmp_path / "train.jsonl", [{"prompt": [message]}]), DataConfig())
 
 
 def test_a_prompt_as_it_is(tmp_path: Path) -> None:

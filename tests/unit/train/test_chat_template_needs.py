@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from agentrl import Env, Task, register_env, tool
 from agentrl.config.load import load_config
@@ -88,6 +90,23 @@ def test_tools_that_the_policy_never_reads_are_said(tmp_path: Path) -> None:
 def test_a_preamble_is_of_the_calls_that_are_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"render\.tool_preamble=true .*render\.tool_parser=hermes and tags"):
         check(tmp_path, "needs_tools", SMOLLM2, "render.tool_preamble=true", "render.tool_parser=kimi")
+
+
+@pytest.mark.parametrize("starts_with_bos", [True, False])
+def test_raw_prompts_get_no_bos_and_that_is_said(tmp_path: Path, starts_with_bos: bool) -> None:
+    model = model_folder("multihop-warm")
+    assert model is not None
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if starts_with_bos:
+        tokenizer.bos_token = "<|im_start|>"
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
+        )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    config = load_config(None, [f"data.path={tmp_path / 'rows.jsonl'}", "data.apply_chat_template=false"])
+    said = check_chat_template(config, tmp_path, [])
+    assert ("they get no <|im_start|>, with which the tokenizer starts texts" in said) == starts_with_bos
 
 
 def test_tasks_that_no_conversation_can_begin_with(tmp_path: Path) -> None:
