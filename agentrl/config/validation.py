@@ -52,7 +52,7 @@ def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, 
             annotation = None  # this name is that of a member
         elif name != "[key]":
             names.append(str(name))
-            annotation = _type_of(annotation, name)
+            annotation = _inner_type(annotation, name)
     return tuple(names)
 
 
@@ -60,7 +60,7 @@ def _is_union(annotation: object) -> bool:
     return get_origin(annotation) in (Union, UnionType)
 
 
-def _type_of(annotation: object, name: int | str) -> object:
+def _inner_type(annotation: object, name: int | str) -> object:
     """Return the type of a value in a section, mapping or list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         by_name = {info.alias or field: info.annotation for field, info in annotation.model_fields.items()}
