@@ -33,9 +33,9 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing.virtual_time import run_virtual
-from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousScheduler
+from agentrl.train.pipeline.staleness_bound import Admission
 from benchmarks.scripted_engines import EngineRates, ScriptedEngines
 from benchmarks.workload import EpisodePlan, Group, Tail, drawn_groups
 

@@ -17,9 +17,9 @@ from agentrl.data.jobs import Job
 from agentrl.episode.runner import EpisodeRunner
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.train.pipeline.admission import Admission
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousScheduler
+from agentrl.train.pipeline.staleness_bound import Admission
 from agentrl.train.rollout_source import TaskPosition
 
 _SAMPLES = 8

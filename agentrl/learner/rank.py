@@ -19,8 +19,8 @@ from agentrl.core.errors import LearnerError
 from agentrl.learner.base import LearnerRank, RankOptions, RowLogprobs, RowScores, WeightSource
 from agentrl.learner.device import peak_memory
 from agentrl.learner.offload import CpuOffload
-from agentrl.learner.optimization import config_of_role
 from agentrl.learner.random_states import seed_everything
+from agentrl.learner.role_config import config_of_role
 from agentrl.learner.step_metrics import StepMetrics
 from agentrl.models.weight_files import WeightFiles, float32_weights
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from agentrl.obs.console import print_message
-from agentrl.obs.progress import format_left
+from agentrl.obs.step_progress import format_left
 
 EVERY_S = 10.0
 """Seconds between two lines if the output is not a terminal."""

@@ -19,7 +19,7 @@ from torch import nn
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.megatron.model import MegatronModel
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config
-from agentrl.learner.optimization import learning_rate
+from agentrl.learner.role_config import learning_rate
 
 _STATES = "_get_main_param_and_optimizer_states"
 """Method of distributed optimizers that returns a weight's states on this rank."""

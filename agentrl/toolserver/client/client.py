@@ -16,7 +16,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import MAX_NESTING, is_too_deep
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.obs.waiting import waiting
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.batcher import Batcher
 from agentrl.toolserver.client import pool as pool_module
 from agentrl.toolserver.client import server as server_module
@@ -135,8 +135,8 @@ class ToolServerClient:
             fault = f"{call.name}: the arguments cannot be sent as JSON: {error}"
             return ToolResult(call.id, ToolStatus.INVALID, fault)
         if self._batcher is not None:
-            if len(body) > limits.CALL_BYTES:
-                fault = f"{call.name}: the arguments have {len(body)} bytes, {limits.CALL_BYTES} are allowed"
+            if len(body) > request_limits.CALL_BYTES:
+                fault = f"{call.name}: the arguments have {len(body)} bytes, {request_limits.CALL_BYTES} are allowed"
                 return ToolResult(call.id, ToolStatus.INVALID, fault)
             with waiting("tool server", "batch of stateless calls"):
                 return await self._batcher.submit((call, body))

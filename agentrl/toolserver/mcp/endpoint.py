@@ -26,7 +26,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.core.extras import DISTRIBUTION
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.app import MCP_PATH
 from agentrl.toolserver.server.errors import Refusal
 from agentrl.toolserver.server.sessions import Sessions
@@ -50,8 +50,8 @@ async def mcp_routes(sessions: Sessions) -> AsyncIterator[list[BaseRoute]]:
         server,
         json_response=True,
         session_idle_timeout=sessions.config.idle_timeout_s,
-        max_request_body_size=limits.BODY_BYTES,
-        max_sessions=limits.MCP_SESSIONS,
+        max_request_body_size=request_limits.BODY_BYTES,
+        max_sessions=request_limits.MCP_SESSIONS,
     )
     async with manager.run():
         yield [Route(MCP_PATH, _Endpoint(manager, bridge))]
@@ -94,7 +94,7 @@ class _Bridge:
         if mcp_session_id not in self._session_ids:
             session = await self._sessions.open(f"mcp/{mcp_session_id}")
             self._session_ids[mcp_session_id] = session.id
-            while len(self._session_ids) > limits.CLOSED_SESSIONS:
+            while len(self._session_ids) > request_limits.CLOSED_SESSIONS:
                 self._session_ids.popitem(last=False)
         return self._session_ids[mcp_session_id]
 

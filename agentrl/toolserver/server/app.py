@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from agentrl.core.task import IMAGE_NAME
 from agentrl.core.types import ToolCall
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.auth import BearerAuth, SameOriginOnly
 from agentrl.toolserver.server.errors import Draining, Full, Refusal
 from agentrl.toolserver.server.metrics import CONTENT_TYPE
@@ -39,7 +39,7 @@ def _reply(content: object, status: int = 200, headers: dict[str, str] | None = 
 
 async def _refusal_reply(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    headers = {"Retry-After": str(limits.RETRY_AFTER_S)} if isinstance(error, Full | Draining) else None
+    headers = {"Retry-After": str(request_limits.RETRY_AFTER_S)} if isinstance(error, Full | Draining) else None
     return _reply({"error": str(error)}, error.status, headers)
 
 
@@ -59,7 +59,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-_Id = Annotated[str, Field(max_length=limits.ID_CHARACTERS, pattern=r"^([^\p{C}\p{Z}]| )+$")]
+_Id = Annotated[str, Field(max_length=request_limits.ID_CHARACTERS, pattern=r"^([^\p{C}\p{Z}]| )+$")]
 """Printable characters."""
 
 
@@ -81,7 +81,7 @@ class _Call(_Body):
 class _Calls(_Body):
     """``POST /calls``."""
 
-    calls: list[_Call] = Field(max_length=limits.CALLS)
+    calls: list[_Call] = Field(max_length=request_limits.CALLS)
 
 
 async def read_body(request: Request, body: type[B]) -> B:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 
 TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
 """Environment variable with the token, for configurations that should not hold it."""
@@ -54,7 +54,7 @@ def server_token(config: ServerConfig, host: str) -> str | None:
         raise ConfigError(
             f"server.token ({TOKEN_VARIABLE}) must be printable ASCII without spaces to stand in a header"
         )
-    shortest, longest = limits.TOKEN_CHARACTERS
+    shortest, longest = request_limits.TOKEN_CHARACTERS
     if not shortest <= len(token) <= longest:
         raise ConfigError(
             f"server.token ({TOKEN_VARIABLE}) has {len(token)} characters; use {shortest} to {longest} random ones, such as "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import orjson
 
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.errors import Conflict
 
 
@@ -57,7 +57,7 @@ class _Entry:
 
 
 class CallMemory:
-    """The calls of a session and their answers, within `limits.KEPT_BYTES` and `limits.KEPT_IDS`."""
+    """The calls of a session and their answers, within `request_limits.KEPT_BYTES` and `request_limits.KEPT_IDS`."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -98,12 +98,12 @@ class CallMemory:
         newest.size = size
         self._bytes += size
         for entry in self._entries.values():
-            if self._bytes <= limits.KEPT_BYTES:
+            if self._bytes <= request_limits.KEPT_BYTES:
                 break
             if entry.size and entry is not newest:
                 self._bytes -= entry.size
                 entry.size, entry.answer = 0, None
-        while len(self._entries) > limits.KEPT_IDS:
+        while len(self._entries) > request_limits.KEPT_IDS:
             oldest = next(iter(self._entries.values()))
             if oldest is newest or (oldest.answer is not None and not oldest.size):
                 break  # the oldest call still runs

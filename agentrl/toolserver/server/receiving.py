@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 
 
 class ReceiveTimeout(H11Protocol):
-    """uvicorn's HTTP/1.1, which ends a connection whose request does not arrive within `limits.RECEIVE_S`.
+    """uvicorn's HTTP/1.1, which ends a connection whose request does not arrive within `request_limits.RECEIVE_S`.
 
     uvicorn itself bounds only headers (``h11_max_incomplete_event_size``) and the time between two requests.
     """
@@ -50,7 +50,7 @@ class ReceiveTimeout(H11Protocol):
         if self.transport.is_closing() or not is_arriving:
             self._cancel()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(limits.RECEIVE_S, self.transport.close)
+            self._deadline = self.loop.call_later(request_limits.RECEIVE_S, self.transport.close)
 
     def _cancel(self) -> None:
         if self._deadline is not None:
@@ -59,7 +59,7 @@ class ReceiveTimeout(H11Protocol):
 
 
 class BodyLimit:
-    """ASGI middleware that answers requests of more than `limits.BODY_BYTES` with 413.
+    """ASGI middleware that answers requests of more than `request_limits.BODY_BYTES` with 413.
 
     Args:
         app: the guarded application; it answers the `HTTPException` that reading a body without a length may raise.
@@ -70,7 +70,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count the bytes that are read of its body."""
-        unread_bytes = limits.BODY_BYTES
+        unread_bytes = request_limits.BODY_BYTES
         too_long = f"a request may have {unread_bytes} bytes"
 
         async def receive_within_limit() -> Message:

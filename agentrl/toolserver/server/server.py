@@ -25,7 +25,7 @@ from agentrl.obs.console import log_to_stderr, make_console, print_message
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.registry import make_backend
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.server.app import MCP_PATH, make_app
 from agentrl.toolserver.server.auth import server_token
@@ -42,8 +42,8 @@ UVICORN: dict[str, Any] = {
     "lifespan": "off",
     "ws": "none",
     "http": ReceiveTimeout,
-    "h11_max_incomplete_event_size": limits.HEAD_BYTES,
-    "timeout_keep_alive": limits.KEEP_ALIVE_S,
+    "h11_max_incomplete_event_size": request_limits.HEAD_BYTES,
+    "timeout_keep_alive": request_limits.KEEP_ALIVE_S,
     "timeout_graceful_shutdown": 2,
 }
 _NO_MCP = str(not_installed_error("mcp", MCP_PATH))

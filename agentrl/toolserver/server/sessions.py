@@ -16,7 +16,7 @@ from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall
 from agentrl.sandbox.base import SandboxBackend
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import HostedTool, StatelessTool
 from agentrl.toolserver.server.errors import Draining, Full, NeedsSession, SessionGone, UnknownSession
 from agentrl.toolserver.server.idempotency import Answer
@@ -248,7 +248,7 @@ class Sessions:
         if self._episodes.get(session.episode_id) is session:
             del self._episodes[session.episode_id]
         self._gone[session.id] = reason
-        while len(self._gone) > limits.CLOSED_SESSIONS:
+        while len(self._gone) > request_limits.CLOSED_SESSIONS:
             self._gone.popitem(last=False)
         task = asyncio.create_task(session.close(reason), name=f"closing-{session.id}")
         self._closing[task] = session

@@ -10,7 +10,7 @@ from agentrl.batch.group_filters import kept_rollouts
 from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.staleness import mask_stale, staleness_metrics
+from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import StepRollouts, TaskPosition
 from agentrl.train.run_inputs import RunInputs
 

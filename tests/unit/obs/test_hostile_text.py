@@ -28,8 +28,8 @@ from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_lines, results_table
 from agentrl.obs.console import TitledBlock, log_to_stderr, make_console, print_error, print_message, printable
 from agentrl.obs.episode_progress import EpisodeProgress
-from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollout_panel import rollout_panel
+from agentrl.obs.step_progress import ProgressView
 from agentrl.obs.viewer.run_files import Entry
 from agentrl.obs.viewer.terminal import rollout_view, tokens_table
 from agentrl.sandbox.base import Defence

@@ -9,8 +9,8 @@ from rich.console import Console
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs.learning_curve import merge_equal_series, plot_curve
 from agentrl.obs.metrics import MetricsLog, read_metrics
-from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.rollout_panel import rollout_panel
+from agentrl.obs.step_progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.trackers import TensorBoard
 from benchmarks.episode_runner import synthetic_rows
 

@@ -25,7 +25,7 @@ from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, ToolFailure
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.testing import check_tool
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.server.app import make_app
@@ -128,7 +128,7 @@ def test_broken_msgpack_is_refused(body: bytes) -> None:
 
 
 def test_its_own_route_has_the_token_and_the_limits_of_every_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_BYTES", 1000)
+    monkeypatch.setattr(request_limits, "BODY_BYTES", 1000)
 
     async def send() -> None:
         sessions = Sessions(None, [search_tool()], ServerConfig())

@@ -16,7 +16,7 @@ from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.testing import FakeSandboxBackend
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server.app import make_app
 from tests.unit.toolserver.fake_hosts import (
@@ -126,7 +126,7 @@ async def test_bodies_that_open_no_session(body: bytes) -> None:
 
 @in_loop
 async def test_a_body_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_BYTES", 1000)
+    monkeypatch.setattr(request_limits, "BODY_BYTES", 1000)
     sessions = make_sessions(FakeTool(echo))
     async with served(make_app(sessions)) as url, http(url) as client:
         session = await opened(client)

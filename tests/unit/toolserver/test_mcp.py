@@ -21,7 +21,7 @@ from agentrl.core.errors import SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Job
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.mcp.endpoint import DATA, STATUS, mcp_routes
 from agentrl.toolserver.sandbox_tool import SandboxTool
@@ -203,7 +203,7 @@ def test_no_more_sessions_than_the_server_takes() -> None:
 
 
 def test_no_more_mcp_sessions_than_the_limit_also_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MCP_SESSIONS", 2)
+    monkeypatch.setattr(request_limits, "MCP_SESSIONS", 2)
 
     async def main() -> None:
         async with served() as server, httpx.AsyncClient(headers=ACCEPT) as http:

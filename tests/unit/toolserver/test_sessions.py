@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.testing import FakeSandboxBackend
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.errors import Draining, Full, SessionGone, UnknownSession
 from tests.unit.toolserver.fake_hosts import (
     Clock,
@@ -208,7 +208,7 @@ async def test_the_server_reaps_by_itself() -> None:
 
 @in_loop
 async def test_what_is_gone_is_told_from_what_never_was_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CLOSED_SESSIONS", 2)
+    monkeypatch.setattr(request_limits, "CLOSED_SESSIONS", 2)
     sessions = make_sessions()
     closed = [await sessions.open() for _ in range(3)]
     for session in closed:

@@ -15,7 +15,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.sandbox.base import Sandbox
 from agentrl.testing import FakeSandboxBackend
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server import session as session_module
 from agentrl.toolserver.server.errors import Conflict
@@ -392,8 +392,8 @@ async def test_memory_of_results_is_bounded_and_a_forgotten_one_is_not_run_again
     async def long(session: ToolSession, call: ToolCall) -> ToolResult:
         return ToolResult(call.id, ToolStatus.OK, "x" * 1000)
 
-    monkeypatch.setattr(limits, "KEPT_BYTES", 3500)
-    monkeypatch.setattr(limits, "KEPT_IDS", 10)
+    monkeypatch.setattr(request_limits, "KEPT_BYTES", 3500)
+    monkeypatch.setattr(request_limits, "KEPT_IDS", 10)
     tool = FakeTool(long)
     sessions = make_sessions(tool)
     session = await sessions.open()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl.batch.provenance import check_rows
 from agentrl.batch.sequences import group_sequences
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
-from agentrl.train.pipeline.staleness import mask_stale
+from agentrl.train.pipeline.token_ages import mask_stale
 
 VERSION = 6
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.config.base import Section
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 
 from .corpora import E5_MODEL, RetrieverName
 from .corpus import DEFAULT
@@ -44,7 +44,7 @@ class SearchOptions(Section):
 
 def query_fault(query: str) -> str:
     """Return why a query is refused; empty if it is not."""
-    longest = limits.QUERY_CHARACTERS
+    longest = request_limits.QUERY_CHARACTERS
     return "" if len(query) <= longest else f"the query has {len(query)} characters, {longest} are allowed"
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.core.errors import UnknownNameError
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 
 from .options import MAX_TOPK, query_fault
 from .retriever import Hit
@@ -50,8 +50,8 @@ def parse_request(body: Any, topk: int) -> Retrieval:
         queries = [queries]
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise ValueError("'queries' must be a list of strings ('query' a string)")
-    if len(queries) > limits.QUERIES:
-        raise ValueError(f"a request may have {limits.QUERIES} queries, it has {len(queries)}")
+    if len(queries) > request_limits.QUERIES:
+        raise ValueError(f"a request may have {request_limits.QUERIES} queries, it has {len(queries)}")
     if fault := next(filter(None, map(query_fault, queries)), ""):
         raise ValueError(fault)
     requested_topk = body.get("topk")

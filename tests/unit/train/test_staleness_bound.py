@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.train.pipeline.admission import Admission
+from agentrl.train.pipeline.staleness_bound import Admission
 from agentrl.train.rollout_source import TaskPosition
 
 

@@ -14,7 +14,7 @@ from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import MAX_NESTING
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
-from agentrl.toolserver import limits
+from agentrl.toolserver import request_limits
 from agentrl.toolserver.client.client import ToolServerClient
 from agentrl.toolserver.hosted_tool import StatelessTool, ToolSession
 from agentrl.toolserver.server.app import make_app
@@ -87,7 +87,7 @@ HALF_SENT = {
 @pytest.mark.parametrize("kind", HALF_SENT)
 @in_loop
 async def test_half_sent_requests_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "RECEIVE_S", 0.15)
+    monkeypatch.setattr(request_limits, "RECEIVE_S", 0.15)
     loop = asyncio.get_running_loop()
     async with served(make_app(make_sessions(), token=TOKEN)) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -117,7 +117,7 @@ async def test_a_long_call_and_an_idle_connection_are_no_half_sent_requests(monk
         await asyncio.sleep(0.4)
         return await echo(session, call)
 
-    monkeypatch.setattr(limits, "RECEIVE_S", 0.1)
+    monkeypatch.setattr(request_limits, "RECEIVE_S", 0.1)
     connections = 0
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +140,7 @@ async def test_a_long_call_and_an_idle_connection_are_no_half_sent_requests(monk
 async def test_bodies_are_limited_on_every_route_and_not_read_without_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "BODY_BYTES", 1000)
+    monkeypatch.setattr(request_limits, "BODY_BYTES", 1000)
     async with served(make_app(make_sessions(Upper()), token=TOKEN)) as url:
         for head, status in ((WITH_TOKEN, b"413"), (HEAD, b"401")):
             chunked = head + b"transfer-encoding: chunked\r\n\r\n"
@@ -212,7 +212,7 @@ async def test_a_client_gets_a_typed_error_for_nested_arguments_and_other_episod
     async with served(make_app(make_sessions(tool))) as url:
         client = ToolServerClient(url, ClientConfig(retries=0), key="tools.upper.url", stateless=stateless)
         texts: list[object] = [nested(depth) for depth in (MAX_NESTING, 962, 5000)]
-        texts += ["x" * limits.CALL_BYTES] * stateless
+        texts += ["x" * request_limits.CALL_BYTES] * stateless
         calls = [ToolCall("bad", "upper", {"text": text}) for text in texts]
         calls += [ToolCall("good", "upper", {"text": "a"})] * 3
         results = await asyncio.gather(
@@ -257,12 +257,12 @@ async def test_what_a_session_keeps_for_retries_is_small() -> None:
     tracemalloc.start()
     try:
         traced_memory_before, _ = tracemalloc.get_traced_memory()
-        for number in range(3 * limits.KEPT_IDS):
+        for number in range(3 * request_limits.KEPT_IDS):
             await session.call(ToolCall(f"{number:0250d}🙂", "fake", {"n": number}))
             tool.calls.clear()
         traced_memory_after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert traced_memory_after - traced_memory_before < 2 * limits.KEPT_BYTES
-    last = ToolCall(f"{3 * limits.KEPT_IDS - 1:0250d}🙂", "fake", {"n": 3 * limits.KEPT_IDS - 1})
+    assert traced_memory_after - traced_memory_before < 2 * request_limits.KEPT_BYTES
+    last = ToolCall(f"{3 * request_limits.KEPT_IDS - 1:0250d}🙂", "fake", {"n": 3 * request_limits.KEPT_IDS - 1})
     assert json.loads((await session.call(last)).body)["data"] == [["x"] * 50]
