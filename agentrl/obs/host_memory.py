@@ -7,7 +7,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -68,9 +67,7 @@ class HostMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the thread."""
         self._stop.set()
         self._thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -82,9 +81,7 @@ class ProgressView:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the live view; its last state stays on the screen."""
         if self._live:
             self._live.update(self._table(), refresh=True)
@@ -203,9 +200,7 @@ class Stopwatch:
         """Start the measurement."""
         self._open.append((self._name, time.perf_counter()))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Add the elapsed seconds to the phase."""
         name, start = self._open.pop()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

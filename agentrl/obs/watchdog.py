@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from agentrl.config.secret_values import hide_secrets
 from agentrl.obs.waiting import PHASE, WaitListener, WaitRegistry, WaitReport
@@ -64,9 +64,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the watchdog's thread."""
         self._waits.leave(self._token)
         signal.signal(signal.SIGUSR1, self._before)

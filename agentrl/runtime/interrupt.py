@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from types import TracebackType
 
 from agentrl.core.errors import AgentrlError, RunStopped
 
@@ -64,9 +63,7 @@ class Interrupt:
             loop.add_signal_handler(number, self._request, number)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Remove the signal handlers."""
         loop = asyncio.get_running_loop()
         for number in self._handled:
