@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.core.atomic_files import names_file
 from agentrl.core.errors import ConfigError
 
 LOCK = "lock"
@@ -73,7 +74,8 @@ def locked(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir={folder} cannot be locked: {error.strerror or error}; set run.dir to a file system with locks"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
+        with names_file(folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+            file.flush()
         yield

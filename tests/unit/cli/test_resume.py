@@ -21,6 +21,7 @@ from agentrl.obs.journal import read_journal
 from agentrl.runtime.run_lock import locked
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
+from tests.unit.core.test_atomic_files import full_disk_after
 from tests.unit.train.test_group_files import ended
 
 OVERRIDES = [
@@ -247,6 +248,19 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_one_before_it(
         )
         state = newest / "state.json"
         state.write_bytes(state.read_bytes()[:-20])
+
+
+def test_a_full_disk_is_named_with_its_file_and_the_command_that_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
+    words = ["--env", "single_turn", f"data.path={tmp_path}/rows.jsonl", "data.label_key=label", "reward=exact_match"]
+    folder = tmp_path / "run"
+    with full_disk_after(200):
+        assert main(["train", *words, f"run.dir={folder}", "sampler.backend=embedded", "learner.device=cpu"]) == 1
+    shown = capsys.readouterr()
+    assert f"{folder / 'config.yaml'}: File too large" in shown.err
+    assert f"make room, then resume it with: agentrl train --resume run.dir={folder}" in shown.out
 
 
 def test_resample_without_resume_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
