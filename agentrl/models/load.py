@@ -196,11 +196,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def load_model(
-    folder: Path,
-    dtype: torch.dtype | str = "float32",
-    attn_implementation: str = "sdpa",
-    *,
-    key: str = "model.path",
+    folder: Path, dtype: torch.dtype | str = "float32", attn_implementation: str = "sdpa", *, key: str = "model.path"
 ) -> PreTrainedModel:
     """Return the causal language model in ``folder``, on the CPU and in evaluation mode.
 

@@ -40,11 +40,7 @@ class DiskSync(Transport):
 
         try:
             await write_weights(
-                learner,
-                folder,
-                bucket_bytes=self.options.bucket_bytes,
-                dtype=self.options.dtype,
-                on_bucket=check.add,
+                learner, folder, bucket_bytes=self.options.bucket_bytes, dtype=self.options.dtype, on_bucket=check.add
             )
             await call_all(engines, f"weights of version {version} from {folder}", load)
         finally:

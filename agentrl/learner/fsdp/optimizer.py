@@ -117,10 +117,7 @@ class OptimizerStates:
         return self._offload.cpu_copy(local(tensor))
 
     def _by_chunks(
-        self,
-        optimizer: Optimizer,
-        weights: Sequence[torch.Tensor],
-        gradient_of: Callable[[torch.Tensor], torch.Tensor],
+        self, optimizer: Optimizer, weights: Sequence[torch.Tensor], gradient_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         """Take a step for some weights at a time. All ranks have the same chunks, as some optimizers gather weights."""
         for chunk in _chunks(weights, self._chunk_bytes):

@@ -70,12 +70,7 @@ class MegatronRank(BackendRank):
 
         def compute_loss(number: int, scores: Scores) -> torch.Tensor:
             loss, loss_metrics = self.loss(
-                batch,
-                micros[number],
-                places[number],
-                scores,
-                reference_N=references[number],
-                ratio_N=ratios[number],
+                batch, micros[number], places[number], scores, reference_N=references[number], ratio_N=ratios[number]
             )
             metrics.add(loss, len(places[number]), loss_metrics)
             return loss
