@@ -6,6 +6,7 @@ The others are parsed, and resolve their configuration; tests of their own run t
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import pytest
 
 from agentrl.cli.main import COMMANDS, _parse, build_parser, main
 from agentrl.cli.options import resolve_config
+from agentrl.config.recorded import recorded_keys
 from agentrl.config.saved import save_config
 from agentrl.core.registry import model_folder
 from agentrl.toolserver.options import make_server_config
@@ -118,10 +120,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 def add_run(name: str) -> None:
     """Write the folder of a run that has a checkpoint, and a secret in its configuration."""
-    (Path(name) / "checkpoints" / "step_000001").mkdir(parents=True)
-    (Path(name) / "checkpoints" / "step_000001" / "state.json").write_text("{}")
     words = ["train", "--env", "search_r1", "tools.search.options.client.token=0123456789abcdef"]
-    save_config(resolve_config(build_parser("train").parse_args(words)), Path(name))
+    config = resolve_config(build_parser("train").parse_args(words))
+    checkpoint = Path(name) / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 1, "position": 8, "keys": recorded_keys(config)}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    save_config(config, Path(name))
 
 
 def play(words: list[str]) -> tuple[int, str]:

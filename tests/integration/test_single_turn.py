@@ -111,7 +111,7 @@ def test_the_console_script_finds_modules_where_it_is_called(folder: Path) -> No
 GOOD = ["train", "--env", "single_turn", "data.path=train.jsonl", "data.label_key=label", "reward=numeric"]
 MISTAKES = {
     "data.path=none.jsonl": "data.path=none.jsonl: there is no such file",
-    "data.path=my_rewards.py": "rows are read from .jsonl and .parquet files",
+    "data.path=my_rewards.py": "rows are read from .jsonl, .json, .csv, .parquet files",
     "data.path=broken.jsonl": "broken.jsonl, line 2 (data.path) is no JSON",
     "data.path=empty.jsonl": "data.path=empty.jsonl: the file holds no rows",
     "data.eval_path=none.jsonl": "data.eval_path=none.jsonl: there is no such file",

@@ -219,12 +219,12 @@ DIGITS = [
 ]
 
 
-@given(place=st.integers(0, len(LINE) - 2), byte=st.integers(0, 255))
+@given(position=st.integers(0, len(LINE) - 2), byte=st.integers(0, 255))
 def test_no_damage_stops_the_audit(tmp_path_factory, position, byte):
     audit_damaged(tmp_path_factory, position, byte)
 
 
-@given(place=st.sampled_from(DIGITS), byte=st.sampled_from(b"0123456789"))
+@given(position=st.sampled_from(DIGITS), byte=st.sampled_from(b"0123456789"))
 def test_no_other_digit_in_a_row_goes_unseen(tmp_path_factory, position, byte):
     assert audit_damaged(tmp_path_factory, position, byte).violations or LINE[position] == byte
 

@@ -189,10 +189,10 @@ def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
         assert set(row.mask_reason[of_policy]) <= {MaskReason.NONE, MaskReason.SHARED}
         assert set(row.mask_reason[~of_policy]) <= {MaskReason.OBSERVED}
         for index, request in enumerate(row.request_ids):
-            result = np.flatnonzero(row.requests == index)
-            ids = row.token_ids[result].tolist()
+            sampled = np.flatnonzero(row.requests == index)
+            ids = row.token_ids[sampled].tolist()
             assert ids == list(texts_by_request[request])[: len(ids)], "a fork may share the beginning of a turn"
-            trained[request] = trained.get(request, 0) + int(row.mask[result].sum())
+            trained[request] = trained.get(request, 0) + int(row.mask[sampled].sum())
     assert trained == {request: len(ids) for request, ids in texts_by_request.items()}, "each token once, in one row"
     prompts = {asked.request_id: asked.prompt.token_ids for asked in sampler.requests}
     rows = [tuple(row.token_ids.tolist()) for row in rollout.rows]

@@ -161,7 +161,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     for name, content, fault in (
         ("empty.jsonl", "\n", r"tasks\.options\.train=.*empty\.jsonl: the file holds no rows"),
         ("broken.jsonl", "{", r"broken\.jsonl, line 1 .*is no JSON"),
-        ("rows.csv", "a,b", r"tasks\.options\.train=.*rows\.csv: rows are read from"),
+        ("rows.txt", "a,b", r"tasks\.options\.train=.*rows\.txt: rows are read from"),
         ("rows.parquet", "a,b", r"tasks\.options\.train=.*rows\.parquet is not a parquet file"),
     ):
         (tmp_path / name).write_text(content)
