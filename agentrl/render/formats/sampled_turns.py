@@ -157,8 +157,10 @@ class SampledTurn:
             if not text.startswith(self._content, positions[-1]):
                 raise ValueError("the template writes no end after a tool call")
             end = positions[-1] + len(self._content)
-        start = self._start(text, layout, previous_end, positions[0])
-        sampled = layout.opened + self._sampled
+        start, has_opener = self._start(text, layout, previous_end, positions[0])
+        # A turn that continues another one, such as after tool results, may have sampled the opening itself.
+        opened = has_opener or not self._sampled.startswith(THINK)
+        sampled = (layout.opened if opened else "") + self._sampled
         if self._keeps_all(text, text[start : positions[0]], sampled, keep=keep):
             head = text[:start] + sampled
         elif layout.start and layout.start in self._inputs.closing:  # what follows reasoning starts as a turn does
@@ -170,14 +172,15 @@ class SampledTurn:
             head = text[:content_start] + self._said
         return head + text[end:], len(head)
 
-    def _start(self, text: str, layout: TurnLayout, previous_end: int, first: int) -> int:
-        """Return where the turn starts whose ``first`` placeholder is known."""
+    def _start(self, text: str, layout: TurnLayout, previous_end: int, first: int) -> tuple[int, bool]:
+        """Return where the turn starts whose ``first`` placeholder is known, and whether it has the opener of turns."""
         at = text.rfind(layout.start, previous_end, first) if layout.start else -1
         start = at + len(layout.start)
         if at >= 0 and layout.end_at(text[:first], start) is None:
-            return start
+            return start, True
         opening = f"{THINK}\n"  # the turn continues another one, or every turn starts otherwise
-        return first - len(opening) if text.endswith(opening, previous_end, first) else first
+        start = first - len(opening) if text.endswith(opening, previous_end, first) else first
+        return start, not layout.start
 
     def _keeps_all(self, text: str, head: str, sampled: str, *, keep: bool) -> bool:
         """Return whether the template writes all of the ``sampled`` turn, whose part before the first placeholder is ``head``."""

@@ -16,14 +16,14 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import ConversationError
 from agentrl.core.task import Task
-from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Provenance, SamplingParams
+from agentrl.core.types import CallStatus, Fork, ForkReason, MaskReason, Message, Provenance, SamplingParams, ToolCall
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.registry import FORMATS, make_renderer
 from agentrl.testing import ScriptedSampler
-from tests.unit.render.conversations import Script, scripts, turns_of, well_formed
+from tests.unit.render.conversations import TOOLS, Script, scripts, turns_of, well_formed
 from tests.unit.render.oracles import TEMPLATES, template
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 
@@ -105,7 +105,18 @@ def test_whatever_is_said_is_kept(case, script: Script):
         history += new
 
 
+THOUGHT_AFTER_TOOLS = (
+    Message("user", "a"),
+    Message("assistant", "<think>\na\n</think>\n\na", (ToolCall("call_00", "look_up", {"word": "a"}),)),
+    Message("tool", "a", tool_call_id="call_00"),
+    Message("assistant", "<think>\na\n</think>\n\na"),
+    Message("user", "a"),
+)
+"""DeepSeek R1's template opens no turn after the results of tools: the policy samples the opening of its reasoning there."""
+
+
 @every_case
+@hypothesis.example(conversation=(THOUGHT_AFTER_TOOLS, TOOLS))
 @given(conversation=well_formed(reasoning=True))
 def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
     """Of turns in the format's own words: bridged ids are those of a full render, and a fork is one."""
