@@ -24,6 +24,7 @@ from fault_injection import whole_run
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ModelError
+from agentrl.distributed.sglang_loader import LOADER
 from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -160,7 +161,8 @@ def tiny(root: Path) -> AbstractContextManager[Engine]:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 
     def start(folder: Path, log: Path) -> EngineProcess:
-        return launch_sglang(folder, log=log, options=OPTIONS, gpus=visible_gpus()[:1], timeout_s=START_S)
+        options = OPTIONS | {"custom_weight_loader": [LOADER]}
+        return launch_sglang(folder, log=log, options=options, gpus=visible_gpus()[:1], timeout_s=START_S)
 
     return running(start, traits, root, family="llama", dtype=traits.dtype, **sizes)
 
