@@ -83,7 +83,7 @@ class KilledInTheCheck(BubblewrapBackend):
         if session_id == "canary" and self.kills:
             self.kills -= 1
             os.kill(sandbox.process.pid, signal.SIGKILL)
-            await sandbox.process.wait()  # its runner may answer until then
+            sandbox.process.wait(10)  # its runner may answer until then
         return sandbox
 
 
