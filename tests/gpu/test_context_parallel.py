@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +54,7 @@ def make_windowed(folder: Path) -> Path:
 
 
 def batch() -> GlobalBatch:
-    made = make_batch(LENGTHS, micro=2048)
-    made.lr_scale = 0.0
-    return made
+    return replace(make_batch(LENGTHS, micro=2048), lr_scale=0.0)
 
 
 def compute(rank: int, folder: str, ranks: int) -> None:

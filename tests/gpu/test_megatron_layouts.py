@@ -106,13 +106,13 @@ def compute(rank: int, folder: str, ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def batches(shares: int) -> dict[Role, GlobalBatch]:
+def batches(data_parallel_size: int) -> dict[Role, GlobalBatch]:
     """PPO's batches: an advantage, or a value and a return, for each token."""
     rows, rng = make_rows(LENGTHS), np.random.default_rng(1)
     advantages, values, returns = (
         {row.key: rng.normal(size=len(row.mask)).astype(np.float32) for row in rows} for _ in range(3)
     )
-    sizes: dict[str, Any] = {"shares": shares, "tokens_per_micro": 64, "pad_id": 0}
+    sizes: dict[str, Any] = {"data_parallel_size": data_parallel_size, "tokens_per_micro": 64, "pad_id": 0}
     return {
         "policy": pack_rows(rows, advantages, **sizes),
         "critic": pack_rows(rows, kind="value", values=values, returns=returns, **sizes),
