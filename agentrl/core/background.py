@@ -13,7 +13,7 @@ T = TypeVar("T")
 def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
     """Call a function in a new daemon thread ``name``; the future has its result or its error."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # it cannot be cancelled: whoever waits may be
+    future.set_running_or_notify_cancel()  # it cannot be cancelled; a task that waits for it can
 
     def run() -> None:
         try:

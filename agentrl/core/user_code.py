@@ -3,7 +3,6 @@
 `user_error` decides for all of them what ends the run. The run's own cancellation and Ctrl-C do. Everything else that the
 code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too.
 Only a SystemExit in a task that the code has started itself ends the event loop, and so the command, with status 1.
-Only a SystemExit in a task that the code has started itself ends the event loop, and so the command, with status 1.
 Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be told from it and ends the
 run; in any other thread it is a failure of the code.
 """

@@ -165,15 +165,15 @@ def test_r1_forks_once_its_reasoning_is_left_out():
     fork = R1.bridge((ASK, first), sampled, FOUND)
     assert isinstance(fork, Fork)
     assert fork.reason is ForkReason.THINKING
-    anew = R1.render((ASK, first, *FOUND)).token_ids
-    assert "I look" not in R1.decode(anew)
-    assert R1.decode(anew).endswith("<｜tool▁outputs▁end｜>")
-    assert CALLS in R1.decode(anew), "the calls are not reasoning"
+    rendered_again = R1.render((ASK, first, *FOUND)).token_ids
+    assert "I look" not in R1.decode(rendered_again)
+    assert R1.decode(rendered_again).endswith("<｜tool▁outputs▁end｜>")
+    assert CALLS in R1.decode(rendered_again), "the calls are not reasoning"
     # After a tool there is no <think> to leave out: the row goes on, also to a user.
     then = ids_of(R1, f"In Oslo.{EOS}")
-    history = (ASK, first, *FOUND, R1.parse(then, prompt_ids=anew))
+    history = (ASK, first, *FOUND, R1.parse(then, prompt_ids=rendered_again))
     added = R1.bridge(history, then, (MORE,))
-    assert R1.render((*history, MORE)).token_ids == anew + then + added
+    assert R1.render((*history, MORE)).token_ids == rendered_again + then + added
 
 
 def test_kept_reasoning_stays_one_row():

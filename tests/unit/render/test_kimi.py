@@ -136,8 +136,8 @@ def test_an_id_cannot_hold_special_tokens():
     new = (Message("tool", "x", tool_call_id=message.tool_calls[0].id),)
     added = renderer.bridge((ASK, message), sampled, new)
     assert added.count(renderer.end_token_id) == 2
-    anew = renderer.render((ASK, replace(message, token_ids=(), content=""), *new)).token_ids
-    assert anew.count(renderer.end_token_id) == 4  # system, user, assistant, tool
+    rendered_again = renderer.render((ASK, replace(message, token_ids=(), content=""), *new)).token_ids
+    assert rendered_again.count(renderer.end_token_id) == 4  # system, user, assistant, tool
 
 
 # parser
