@@ -15,16 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import orjson
-
 from agentrl.config.recorded import GROUPED, TRAINED, changed_keys, check_sampled
 from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
-from agentrl.core.tool import Tool
-from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
-from agentrl.episode.experts import from_dict as experts_from_dict
-from agentrl.episode.experts import to_dict as experts_to_dict
+from agentrl.core.types import Rollout
+from agentrl.episode.record import decode_record, encode_record, split_records
 from agentrl.learner.checkpoints import checkpoint_step, complete_checkpoints
 from agentrl.obs.journal import (
     JOURNAL,
@@ -34,10 +30,7 @@ from agentrl.obs.journal import (
     JournalState,
     RecordedGroups,
     read_journal,
-    with_checksum,
-    without_checksum,
 )
-from agentrl.obs.rollout_format import portable_json, rollout_from_dict, rollout_to_dict
 from agentrl.train.pipeline.saved_episodes import SavedEpisodes
 from agentrl.train.rollout_source import TaskPosition
 
@@ -101,7 +94,7 @@ class Journal:
         self.episodes = SavedEpisodes(run / JOURNAL / "episodes", save_episodes_s, self._version)
         """States of episodes in progress."""
         self._ended: defaultdict[int, dict[str, slice]] = defaultdict(dict)
-        """By position and ``rollout_id``, where the file of a group that is not finished has the lines of this process."""
+        """By position and ``rollout_id``, where the file of a group that is not finished has the records of this process."""
 
     def begin(self) -> Journal:
         """Remove what is not used again, and record that this process begins to train."""
@@ -162,7 +155,7 @@ class Journal:
             return _read(path)
         if position not in self._waiting or not path.exists():
             return []
-        _remove_torn_line(path)
+        _remove_torn_record(path)
         return [
             rollout for rollout in _read(path) if newest_version(rollout) <= self._version and not _has_failed(rollout)
         ]
@@ -176,9 +169,9 @@ class Journal:
 
     def record_ended(self, position: int, rollout: Rollout) -> None:
         """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
-        line = _encode(rollout)
-        start = append(self._file(position), line)
-        self._ended[position][rollout.rollout_id] = slice(start, start + len(line))
+        record = encode_record(rollout)
+        start = append(self._file(position), record)
+        self._ended[position][rollout.rollout_id] = slice(start, start + len(record))
 
     async def record_finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
         """Record that all episodes of a group have ended, once its rollouts are on the disk."""
@@ -246,17 +239,18 @@ class Journal:
                 path.unlink()
 
     def _file(self, position: int) -> Path:
-        return self._folder / f"{position:08d}.jsonl"
+        return self._folder / f"{position:08d}.rollouts"
 
     def _write_group(self, position: int, rollouts: Sequence[Rollout], ended: Mapping[str, slice]) -> None:
-        """Write the rollouts in their order; the lines of those that have ``ended`` are in the group's file."""
+        """Write the rollouts in their order; the records of those that have ``ended`` are in the group's file."""
         written = self._file(position).read_bytes() if ended else b""
         spans = [ended.get(rollout.rollout_id) for rollout in rollouts]
-        lines = [
-            _encode(rollout) if span is None else written[span] for rollout, span in zip(rollouts, spans, strict=True)
+        records = [
+            encode_record(rollout) if span is None else written[span]
+            for rollout, span in zip(rollouts, spans, strict=True)
         ]
         with write_atomically(self._file(position)) as partial, partial.open("wb") as file:
-            file.write(b"".join(lines))
+            file.write(b"".join(records))
             file.flush()
             os.fsync(file.fileno())
 
@@ -271,49 +265,22 @@ def _has_failed(rollout: Rollout) -> bool:
     return rollout.dropped and rollout.failure is not None
 
 
-def _encode(rollout: Rollout) -> bytes:
-    """Return a rollout with what files of rollouts leave out as one line."""
-    tools = [
-        {"name": tool.name, "description": tool.description, "parameters": json_state(tool.parameters)}
-        for tool in rollout.tools
-    ]
-    unlisted = {
-        "messages": [message_to_dict(message) for message in rollout.messages],
-        "tools": tools,
-        "experts": [experts_to_dict(row.experts) for row in rollout.rows],
-    }
-    record = portable_json(rollout_to_dict(rollout), orjson.OPT_SERIALIZE_NUMPY)
-    sections = {"rollout": record, "others": portable_json(unlisted)}
-    return with_checksum(orjson.dumps({name: orjson.Fragment(data) for name, data in sections.items()}))
-
-
-def _decode(line: bytes) -> Rollout:
-    data = orjson.loads(without_checksum(line))
-    rollout = rollout_from_dict(data["rollout"])
-    unlisted = data["others"]
-    experts = map(experts_from_dict, unlisted["experts"])
-    rollout.rows = [replace(row, experts=row_experts) for row, row_experts in zip(rollout.rows, experts, strict=True)]
-    rollout.messages = tuple(map(message_from_dict, unlisted["messages"]))
-    rollout.tools = tuple(Tool(**tool) for tool in unlisted["tools"])
-    return rollout
-
-
 def _read(path: Path) -> list[Rollout]:
     """Return the rollouts of a group's file.
 
     Raises:
-        ConfigError: a line is damaged or missing.
+        ConfigError: a record is damaged or missing.
     """
     with reading(path, "file of a group's rollouts"):
-        lines = path.read_bytes().splitlines()
+        records = split_records(path.read_bytes())
     rollouts = []
-    for number, line in enumerate(lines, 1):
-        with reading(f"{path}, line {number}", "rollout of the journal"):
-            rollouts.append(_decode(line))
+    for number, record in enumerate(records, 1):
+        with reading(f"{path}, record {number}", "rollout of the journal"):
+            rollouts.append(decode_record(record))
     return rollouts
 
 
-def _remove_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, of a process that was killed as it wrote it."""
-    with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+def _remove_torn_record(path: Path) -> None:
+    """Remove an incomplete last record, of a process that was killed as it wrote it."""
+    with reading(path, "file of a group's rollouts"), path.open("rb+") as file:
+        file.truncate(sum(map(len, split_records(file.read(), may_be_torn=True))))

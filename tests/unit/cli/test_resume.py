@@ -220,11 +220,11 @@ def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
 def test_a_journal_that_lacks_a_file_is_refused_and_nothing_is_changed(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (recorded / "journal" / "groups" / "00000001.jsonl").unlink()
+    (recorded / "journal" / "groups" / "00000001.rollouts").unlink()
     (recorded / "end.json").write_text("{}")
     before = files_of(recorded)
     assert main(["train", "--resume", f"run.dir={recorded}", "obs.table_rows=3"]) == 2
-    assert "00000001.jsonl is missing" in capsys.readouterr().err
+    assert "00000001.rollouts is missing" in capsys.readouterr().err
     assert files_of(recorded) == before
     assert resume(recorded, "--resample") == 0
 

@@ -103,7 +103,7 @@ def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) 
     for rollout in (ended("b", 1.0, version=3), ended("a", 2.0), ended("c", 3.0)):
         journal.record_ended(0, rollout)
     journal.close()
-    file = tmp_path / "journal/groups/00000000.jsonl"
+    file = tmp_path / "journal/groups/00000000.rollouts"
     file.write_bytes(file.read_bytes()[:-9])
     journal = Journal(tmp_path).begin()
     group_record = journal.read_group(0)

@@ -152,11 +152,11 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     [group, *_] = sorted((log.parent / "groups").iterdir())
     full_content = group.read_bytes()
     group.write_bytes(full_content[:-40] + b"x" + full_content[-39:])
-    with pytest.raises(ConfigError, match=r"00000000\.jsonl, line 2 .*damaged"):
+    with pytest.raises(ConfigError, match=r"00000000\.rollouts, record 2 .*damaged"):
         Journal(tmp_path, keys=recorded_keys(config)).read_group(0)
     group.unlink()
     with pytest.raises(
-        ConfigError, match=r"does not reach back to the checkpoint of step 0: .*00000000\.jsonl is missing"
+        ConfigError, match=r"does not reach back to the checkpoint of step 0: .*00000000\.rollouts is missing"
     ):
         Journal(tmp_path, keys=recorded_keys(config))
 

@@ -1,0 +1,114 @@
+"""Rollouts as compressed bytes, with all that is trained: what the journal stores and what runner processes send.
+
+::
+
+    magic, CRC-32, length of the content, length of its header      16 bytes, little-endian
+    content, compressed with zlib: header, arrays
+
+The header is JSON: the rollout as files of rollouts have it, but for the arrays of its rows, and what these files leave out. Of
+each array come first the lowest bytes of all its values, then the second ones, and so on: in ids and log-probabilities these
+are alike.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import orjson
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
+from agentrl.episode.experts import from_dict as experts_from_dict
+from agentrl.episode.experts import to_dict as experts_to_dict
+from agentrl.obs.rollout_format import ARRAYS, portable_json, rollout_from_dict, rollout_to_dict
+
+_MAGIC = b"ARL1"
+_FRAME = struct.Struct("<4sIII")
+_LEVEL = 1
+"""Of zlib: higher ones take several times as long, and save little of log-probabilities."""
+
+
+def encode_record(rollout: Rollout) -> bytes:
+    """Return a rollout as a record."""
+    record = rollout_to_dict(rollout)
+    arrays: list[bytes] = []
+    for row in record["rows"]:
+        row["tokens"] = len(row["token_ids"])
+        for name, dtype in ARRAYS.items():
+            array_T = np.ascontiguousarray(row.pop(name), np.dtype(dtype).newbyteorder("<"))
+            arrays.append(array_T.view(np.uint8).reshape(len(array_T), array_T.itemsize).T.tobytes())
+    tools = [
+        {"name": tool.name, "description": tool.description, "parameters": json_state(tool.parameters)}
+        for tool in rollout.tools
+    ]
+    unlisted = {
+        "messages": [message_to_dict(message) for message in rollout.messages],
+        "tools": tools,
+        "experts": [experts_to_dict(row.experts) for row in rollout.rows],
+        "graded": rollout.graded,
+    }
+    header = portable_json({"rollout": record, "unlisted": unlisted})
+    content = zlib.compress(b"".join((header, *arrays)), _LEVEL)
+    return _FRAME.pack(_MAGIC, _checksum(content, len(content), len(header)), len(content), len(header)) + content
+
+
+def _checksum(content: bytes, size: int, header_size: int) -> int:
+    return zlib.crc32(content, zlib.crc32(struct.pack("<II", size, header_size)))
+
+
+def split_records(data: bytes, *, may_be_torn: bool = False) -> list[bytes]:
+    """Return the records of a file.
+
+    Args:
+        data: of the file.
+        may_be_torn: leave out an incomplete last record, as a process leaves one that is killed.
+
+    Raises:
+        ValueError: another record begins with other bytes than one does, or the last is incomplete.
+    """
+    records, start = list[bytes](), 0
+    while start < len(data):
+        header = data[start : start + _FRAME.size]
+        end = start + _FRAME.size + (_FRAME.unpack(header)[2] if len(header) == _FRAME.size else 0)
+        if not header.startswith(_MAGIC[: len(header)]):
+            raise ValueError(f"record {len(records) + 1} begins with other bytes than a record")
+        if len(header) < _FRAME.size or end > len(data):
+            if may_be_torn:
+                break
+            raise ValueError(f"record {len(records) + 1} is incomplete")
+        records.append(data[start:end])
+        start = end
+    return records
+
+
+def decode_record(record: bytes) -> Rollout:
+    """Return the rollout of a record.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    _, checksum, size, header_size = _FRAME.unpack_from(record)
+    if _checksum(record[_FRAME.size :], size, header_size) != checksum:
+        raise ValueError("the checksum (crc32) is wrong")
+    content = zlib.decompress(memoryview(record)[_FRAME.size :])
+    header = orjson.loads(memoryview(content)[:header_size])
+    start = header_size
+    for row in header["rollout"]["rows"]:
+        for name, dtype in ARRAYS.items():
+            little_endian = np.dtype(dtype).newbyteorder("<")
+            size = row["tokens"] * little_endian.itemsize
+            bytes_N = np.frombuffer(content, np.uint8, size, start)
+            bytes_T_N = bytes_N.reshape(little_endian.itemsize, row["tokens"]).T.copy(order="C")
+            row[name] = bytes_T_N.view(little_endian).reshape(row["tokens"])
+            start += size
+    rollout = rollout_from_dict(header["rollout"])
+    unlisted = header["unlisted"]
+    experts = map(experts_from_dict, unlisted["experts"])
+    rollout.rows = [replace(row, experts=row_experts) for row, row_experts in zip(rollout.rows, experts, strict=True)]
+    rollout.messages = tuple(map(message_from_dict, unlisted["messages"]))
+    rollout.tools = tuple(Tool(**tool) for tool in unlisted["tools"])
+    rollout.graded = unlisted["graded"]
+    return rollout
