@@ -37,11 +37,7 @@ class Renderer(Protocol):
         ...
 
     def bridge(
-        self,
-        history: Sequence[Message],
-        sampled_ids: Sequence[int],
-        new: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[int, ...] | Fork:
         """Return the ids to append to ``sampled_ids``, the last message of ``history``.
 

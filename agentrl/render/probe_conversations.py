@@ -9,7 +9,8 @@ from agentrl.core.types import Message, ToolCall, ToolResult, ToolStatus
 from agentrl.render.formats.base import Format
 
 
-async def _never(**_: object) -> ToolResult:
+async def never_run(**_: object) -> ToolResult:
+    """Function of the tools in probe conversations."""
     return ToolResult("", ToolStatus.ERROR, "tools of probe conversations are not run")
 
 
@@ -18,10 +19,10 @@ TOOLS = (
         "look_up",
         "Look a word up.",
         {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-        _never,
+        never_run,
         1.0,
     ),
-    Tool("add", "Add numbers.", {"type": "object", "properties": {"a": {"type": "integer"}}}, _never, 1.0),
+    Tool("add", "Add numbers.", {"type": "object", "properties": {"a": {"type": "integer"}}}, never_run, 1.0),
 )
 
 _SYSTEM, _ASK, _MORE = Message("system", "sy1"), Message("user", "qa1"), Message("user", "qa2")

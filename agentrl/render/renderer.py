@@ -142,11 +142,7 @@ class ChatRenderer:
             )
 
     def bridge(
-        self,
-        history: Sequence[Message],
-        sampled_ids: Sequence[int],
-        new: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[int, ...] | Fork:
         """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
 

@@ -8,13 +8,9 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Message, Role, ToolCall, ToolResult, ToolStatus
+from agentrl.core.types import Message, Role, ToolCall
 from agentrl.render.formats.base import Format, ReadsSampledCalls
-
-
-async def _never(**_: object) -> ToolResult:
-    return ToolResult("", ToolStatus.ERROR, "tools of probe conversations are not run")
-
+from agentrl.render.probe_conversations import never_run
 
 PROBE_TOOL = Tool(
     "zqname",
@@ -24,7 +20,7 @@ PROBE_TOOL = Tool(
         "properties": {"zqargument": {"type": "string", "description": "Means zq."}},
         "required": ["zqargument"],
     },
-    _never,
+    never_run,
     1.0,
 )
 """A tool with a unique name."""

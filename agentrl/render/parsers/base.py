@@ -149,6 +149,18 @@ def unopened_calls(
     return calls
 
 
+def closed_calls(
+    pieces: Sequence[Piece], opening: str, closing: str, read: Callable[[str], list[ToolCall]], sign: re.Pattern[str]
+) -> list[ToolCall]:
+    """Return the calls that ``read`` finds in the text between two markers, and a fault for each that lacks one of them."""
+    calls = [
+        call
+        for body, closed in between(pieces, opening, closing)
+        for call in (read(join_pieces(body).strip()) if closed else [truncated_call(closing)])
+    ]
+    return calls + unopened_calls(pieces, opening, closing, sign)
+
+
 def join_pieces(pieces: Sequence[Piece]) -> str:
     """Return the text of pieces, markers included."""
     return "".join(piece.text for piece in pieces)

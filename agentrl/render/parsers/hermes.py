@@ -8,16 +8,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import (
-    CALL_NAME,
-    CallParser,
-    Piece,
-    between,
-    join_pieces,
-    json_call,
-    truncated_call,
-    unopened_calls,
-)
+from agentrl.render.parsers.base import CALL_NAME, CallParser, Piece, closed_calls, json_call
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -29,8 +20,4 @@ class HermesParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        calls = [
-            json_call(join_pieces(body).strip()) if closed else truncated_call(CLOSE)
-            for body, closed in between(pieces, OPEN, CLOSE)
-        ]
-        return calls + unopened_calls(pieces, OPEN, CLOSE, CALL_NAME)
+        return closed_calls(pieces, OPEN, CLOSE, lambda text: [json_call(text)], CALL_NAME)

@@ -8,9 +8,9 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece
+from agentrl.render.parsers.base import CALL_NAME, CallParser, Piece, closed_calls
 from agentrl.render.parsers.glm import CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, GlmParser
-from agentrl.render.parsers.json_lists import closed_lists
+from agentrl.render.parsers.json_lists import list_calls
 
 SECTION, SECTION_END, SEP = "<tool_calls>", "</tool_calls>", "<tool_sep>"
 SUFFIX = ":opensource"
@@ -34,6 +34,6 @@ class HunyuanParser(CallParser):
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         plain = [Piece(_TAGS.get(piece.text, piece.text), marker=True) if piece.marker else piece for piece in pieces]
         if not any(piece.marker and piece.text in (OPEN, CLOSE) for piece in plain):
-            return closed_lists(plain, SECTION, SECTION_END)
+            return closed_calls(plain, SECTION, SECTION_END, list_calls, CALL_NAME)
         skipped = (SECTION, SECTION_END, SEP)
         return GlmParser().calls([piece for piece in plain if not piece.marker or piece.text not in skipped], tools)

@@ -14,11 +14,11 @@ from agentrl.render.parsers.base import (
     CallParser,
     Piece,
     between,
+    closed_calls,
     join_pieces,
     named_call,
     read_json,
     truncated_call,
-    unopened_calls,
     unreadable_call,
 )
 
@@ -46,17 +46,7 @@ class CohereParser(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        return closed_lists(pieces, *self.markers)
-
-
-def closed_lists(pieces: Sequence[Piece], opening: str, closing: str) -> list[ToolCall]:
-    """Return the calls of the lists between each ``opening`` and its ``closing``."""
-    calls = [
-        call
-        for body, closed in between(pieces, opening, closing)
-        for call in (list_calls(join_pieces(body)) if closed else [truncated_call(closing)])
-    ]
-    return calls + unopened_calls(pieces, opening, closing, CALL_NAME)
+        return closed_calls(pieces, *self.markers, list_calls, CALL_NAME)
 
 
 def list_calls(text: str) -> list[ToolCall]:

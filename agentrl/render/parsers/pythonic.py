@@ -13,14 +13,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import (
-    CallParser,
-    Piece,
-    join_pieces,
-    truncated_call,
-    unopened_calls,
-    unreadable_call,
-)
+from agentrl.render.parsers.base import CallParser, Piece, join_pieces, truncated_call, unopened_calls, unreadable_call
 from agentrl.render.parsers.brackets import PYTHON, closing, next_position, positions
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, between, join_pieces, truncated_call, unopened_calls
+from agentrl.render.parsers.base import CallParser, Piece, closed_calls
 from agentrl.render.parsers.pythonic import python_calls
 
 
@@ -20,13 +20,7 @@ class _PythonicBetweenMarkers(CallParser):
 
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
-        opening, closing = self.markers
-        calls = [
-            call
-            for body, closed in between(pieces, opening, closing)
-            for call in (python_calls(join_pieces(body).strip()) if closed else [truncated_call(closing)])
-        ]
-        return calls + unopened_calls(pieces, opening, closing, self.unopened)
+        return closed_calls(pieces, *self.markers, python_calls, self.unopened)
 
 
 class Lfm2Parser(_PythonicBetweenMarkers):
