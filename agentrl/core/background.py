@@ -1,11 +1,13 @@
-"""Work in a thread that does not keep the process alive."""
+"""Work in the background: in a thread that does not keep the process alive, and in tasks of which the first decides."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -23,3 +25,16 @@ def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+@asynccontextmanager
+async def first_ended(*awaitables: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """Context that is entered when the first of ``awaitables`` has ended; yields their tasks, and cancels them at its end."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

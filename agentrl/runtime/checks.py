@@ -18,7 +18,7 @@ from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
 from agentrl.data.task_sources import errors_name_source
-from agentrl.inference.fleet.sglang_router_process import require_router
+from agentrl.inference.fleet.sglang_router import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
 from agentrl.runtime.roles import check_roles, make_lineup

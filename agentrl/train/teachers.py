@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +203,7 @@ async def _open(config: Config, name: str, number: int, model: Path, logs: Path,
         assert teacher.path is not None, "the configuration was checked"
         folder, setting = resolve_model(teacher.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={teacher.path}"
         launcher = _launcher(config, folder, logs / f"teacher-{name}")
-        process = await launch(launcher, sampler.engines + number, f"teacher {name!r}")
+        process = await launch(partial(launcher.launch, sampler.engines + number), f"teacher {name!r}")
         exits.push_async_callback(asyncio.to_thread, process.stop)
         url = process.url
     who, size = f"teacher {name!r} ({setting})", read_vocab_size(model)

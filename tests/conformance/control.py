@@ -9,7 +9,7 @@ from conformance.engine import GREEDY, Engine, prompt, sample, until_sampling
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
-from agentrl.inference.client.load import EngineLoad
+from agentrl.inference.client.control import EngineLoad
 from agentrl.inference.client.sglang_client import SGLangClient
 
 

@@ -18,7 +18,7 @@ from engine_tiny import reference_logprobs, save_model
 from transformers import PreTrainedModel
 
 from agentrl.core.types import Generation, Prompt, SamplingParams
-from agentrl.inference.client.load import EngineLoad
+from agentrl.inference.client.control import EngineLoad
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.models.load import load_model

@@ -19,7 +19,7 @@ from agentrl.core.types import Generation
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
+from agentrl.inference.fleet.sglang_router import launch_router, list_workers
 
 
 @dataclass
@@ -83,11 +83,11 @@ def routed(engine: Engine, log: Path) -> Iterator[RoutedEngine]:
 
 async def introduced(router: str, engine: str) -> None:
     pool = EngineHttp(router, 10)
-    workers = Workers(pool)
-    await workers.add(engine)
+    async with pool.request("POST", "/workers", {"url": engine}):
+        pass
 
     async def listed() -> bool:
-        return engine in await workers.listed()
+        return engine in await list_workers(pool)
 
     await until(listed)
     await pool.aclose()

@@ -16,6 +16,7 @@ import preloaded
 import psutil
 
 from agentrl.cli.main import main
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.registry import make_tasks, tool_service
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
@@ -77,7 +78,7 @@ class Services:
         """Return the address of an idle engine with the weights of the shipped search policy, version 0."""
         model = resolve_model("multihop-warm")
         if self._engine is None:
-            self._engine = launch_embedded(model, log=self._folder / "engine.log", threads=1)
+            self._engine = launch_embedded(model, EmbeddedConfig(threads=1), log=self._folder / "engine.log")
             self._exits.callback(self._engine.stop)
         asyncio.run(_reset(self._engine, model))
         return self._engine.url

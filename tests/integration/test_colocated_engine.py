@@ -12,6 +12,7 @@ from conformance.agreement import OneEngine, agreement, batch_of, sample_rows
 from engine_tiny import save_model
 
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Prompt, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
@@ -32,7 +33,7 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
     folder = save_model(tmp_path / "model")
     config = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=OptimizerConfig(lr=1e-2))
     learner = LocalLearnerGroup(folder, config, make_algo(), seed=0)
-    engine = launch_embedded(folder, log=tmp_path / "log", slots=16, context=256, threads=1)
+    engine = launch_embedded(folder, EmbeddedConfig(slots=16, context=256, threads=1), log=tmp_path / "log")
 
     async def run() -> None:
         client = SGLangClient(engine.url, timeout_s=60)

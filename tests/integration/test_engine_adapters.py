@@ -10,6 +10,7 @@ import torch
 from conformance.adapters import Adapters, Policies, two_policies
 from requires import requires
 
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.sglang_client import SGLangClient
@@ -27,7 +28,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policies]:
 @pytest.fixture(scope="module")
 def url(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    process = launch_embedded(policies.folder, log=log, slots=16, context=512, threads=1)
+    process = launch_embedded(policies.folder, EmbeddedConfig(slots=16, context=512, threads=1), log=log)
     yield process.url
     process.stop()
 

@@ -15,11 +15,12 @@ from conformance.scoring import Scoring
 from conformance.syncs import Syncs
 from conformance.weights import Weights
 
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 
 
 def start(folder: Path, log: Path) -> EngineProcess:
-    return launch_embedded(folder, log=log, slots=64, context=512, threads=1)
+    return launch_embedded(folder, EmbeddedConfig(slots=64, context=512, threads=1), log=log)
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 from deadlines import until
 from engine_tiny import save_model
 
-from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.request import parse_generate
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.inference.embedded.stop_strings import StopMatcher

@@ -10,6 +10,7 @@ import pytest
 from deadlines import wait_until
 from engine_tiny import save_model
 
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core import child_process
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.core.types import FinishReason, Prompt, SamplingParams
@@ -25,7 +26,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
     monkeypatch.setattr(child_process, "subprocess", subprocess)
     folder = save_model(tmp_path / "model", end=17)
     broken = {name: tensor * float("nan") for name, tensor in load_model(folder).state_dict().items()}
-    engine = launch_embedded(folder, log=tmp_path / "log", slots=8, context=512, threads=1, version=4)
+    engine = launch_embedded(folder, EmbeddedConfig(slots=8, context=512, threads=1), log=tmp_path / "log", version=4)
 
     async def play() -> None:
         client = SGLangClient(engine.url, timeout_s=30)
@@ -47,7 +48,7 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
 
     try:
         asyncio.run(play())
-        wait_until(lambda: not engine.alive(), 20)
+        wait_until(lambda: not engine.child.alive(), 20)
         with pytest.raises(EngineError, match=r"(?s)exit status 1.*logits are not finite"):
             engine.check()
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 from deadlines import until
 
 from agentrl.config.rollout import FailureConfig
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams
@@ -49,7 +50,7 @@ async def reported(notes: list[str], text: str) -> None:
 
 def test_a_stopped_engine_is_named_in_a_rollout_and_in_a_push(tmp_path: Path) -> None:
     model = resolve_model("multihop-warm")
-    Stops.engine = launch_embedded(model, log=tmp_path / "log", slots=8, context=512, threads=1)
+    Stops.engine = launch_embedded(model, EmbeddedConfig(slots=8, context=512, threads=1), log=tmp_path / "log")
     url, notes = Stops.engine.url, []
 
     async def play() -> None:

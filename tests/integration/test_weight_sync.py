@@ -21,6 +21,7 @@ import torch
 from conformance.syncs import BUCKET, Learner
 from engine_tiny import reference_logprobs, save_model
 
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.distributed.base import TensorSpec, WeightGroup
@@ -54,7 +55,7 @@ class Engines:
 
 
 def launch(folder: Path, log: Path, port: int = 0) -> EngineProcess:
-    return launch_embedded(folder, log=log, port=port, slots=8, context=256, threads=1)
+    return launch_embedded(folder, EmbeddedConfig(slots=8, context=256, threads=1), log=log, port=port)
 
 
 @pytest.fixture(scope="module")

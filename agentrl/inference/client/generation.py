@@ -16,14 +16,14 @@ from typing import Annotated, Any
 import aiohttp
 import msgspec
 
+from agentrl.core.background import first_ended
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.lineup import MAIN
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
-from agentrl.inference.client.experts import experts_options, read_experts
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.prefix_ages import PrefixAges
-from agentrl.inference.client.segments import Segment, Vocabulary, join
+from agentrl.inference.client.segments import Segment, Vocabulary, experts_options, join, read_experts
 from agentrl.obs.waiting import REQUEST, waiting
 
 KEEPING = ("retract", "in_place")
@@ -220,15 +220,10 @@ class GenerationClient(ABC):
     async def _ready_or_aborted(self, request: _Request) -> None:
         if self.ready:
             return
-        waits = [asyncio.ensure_future(self.wait_ready()), asyncio.ensure_future(request.aborted.wait())]
-        try:
-            with waiting("engine", self._http.url, "which is paused"):
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if waits[0].done():
-                waits[0].result()
-        finally:
-            for wait in waits:
-                wait.cancel()
+        with waiting("engine", self._http.url, "which is paused"):
+            async with first_ended(self.wait_ready(), request.aborted.wait()) as (ready, _):
+                if ready.done():
+                    ready.result()
 
 
 def generate_body(

@@ -12,8 +12,7 @@ from agentrl.inference.client.engine_memory import SGLangMemory
 from agentrl.inference.client.generation import KEEPING, GenerationClient, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Vocabulary
-from agentrl.inference.client.weight_groups import SGLangWeightGroups
-from agentrl.inference.client.weight_updates import SGLangWeightUpdates
+from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
 
 _CUT_POLL_S = 0.02
 _CUT_S = 1.0

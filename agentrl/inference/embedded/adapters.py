@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.weight_checksum import raw_bytes
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from agentrl.core.errors import ModelError
 from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_weights
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
-from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.hub_tensors import hub_tensors
 from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.routing import REPLAYED

@@ -10,7 +10,12 @@ import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.core.errors import AgentrlError
+
+
+class BadRequestError(AgentrlError):
+    """A request that cannot be served; the reply has its message."""
+
 
 Body = dict[str, Any]
 """The JSON object of a request."""

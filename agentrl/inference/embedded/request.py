@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.inference.embedded.adapters import Adapter
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import BadRequestError
 
 # Options of SGLang that this engine lacks, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -98,10 +98,8 @@ class SamplingOptions:
 class Request:
     """A request in the engine: its input, and the state of its generation."""
 
+    input: GenerateInput
     prompt: NDArray[np.int32]
-    options: SamplingOptions
-    rid: str
-    logprobs_wanted: bool
     done: asyncio.Future[None]
     limit: int
     """Most tokens it may sample; 0 if the prompt is scored."""
@@ -110,14 +108,8 @@ class Request:
     """``[vocabulary]`` whether a token can complete one of the stop strings."""
     seed: int
     """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
-    score_from: int | None = None
-    """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
     adapter: Adapter | None = None
     """The LoRA adapter that computes it; None: the model's weights alone."""
-    extra_key: str | None = None
-    """Only prefixes of requests with the same key are reused."""
-    experts_from: int | None = None
-    """The first token whose experts are returned; None: none are."""
     experts: NDArray[np.int32] | None = None
     """``[n, layers, K]`` of the tokens from ``experts_from`` on that were computed, when it ends."""
     slot: int = -1
@@ -133,6 +125,16 @@ class Request:
     """``finish_reason`` of the reply; None while the request runs or waits."""
     stop_text: str | None = None
     """The stop string that was found in the output."""
+
+    @property
+    def options(self) -> SamplingOptions:
+        """How it is sampled."""
+        return self.input.options
+
+    @property
+    def score_from(self) -> int | None:
+        """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
+        return self.input.score_from
 
     def tokens(self) -> NDArray[np.int32]:
         """Return the token ids of prompt and output."""
@@ -157,7 +159,7 @@ class GenerateInput:
     score_from: int | None = None
     """``logprob_start_len`` of a prompt that is scored."""
     experts_from: int | None = None
-    """``routed_experts_start_len``, with ``return_routed_experts``."""
+    """``routed_experts_start_len``, with ``return_routed_experts``: the first token whose experts are returned."""
     adapter: str | None = None
     """``lora_path``: name of a loaded adapter."""
     extra_key: str | None = None

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from agentrl.inference.embedded.adapters import Adapter, AdapterTable
-from agentrl.inference.embedded.counter_rng import as_uint64
-from agentrl.inference.embedded.errors import BadRequestError
 from agentrl.inference.embedded.forward_batch import Segment
 from agentrl.inference.embedded.kv_slots import NoSlot, SlotAssignment, SlotTable
 from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.request import GenerateInput, Request
-from agentrl.inference.embedded.sampling import prompt_logprobs, sample
+from agentrl.inference.embedded.sampling import as_uint64, prompt_logprobs, sample
 from agentrl.inference.embedded.stop_strings import StopMatcher
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -97,19 +96,14 @@ class Scheduler:
         # As in SGLang, no token ends a request with ignore_eos.
         ends: frozenset[int] = frozenset() if options.ignore_eos else options.stop_token_ids | self.model.end_ids
         request = Request(
+            input=prompt,
             prompt=np.array(prompt.token_ids, np.int32),
-            options=options,
-            rid=prompt.rid,
-            logprobs_wanted=prompt.logprobs,
             done=asyncio.get_running_loop().create_future(),
             limit=limit,
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
-            score_from=prompt.score_from,
-            experts_from=prompt.experts_from,
             adapter=None if prompt.adapter is None else self.adapters.get(prompt.adapter),
-            extra_key=prompt.extra_key,
         )
         self._waiting.append(request)
         self._wake.set()
@@ -136,7 +130,7 @@ class Scheduler:
         if not options.no_stop_trim and stop is None and ids and ids[-1] in request.stop_ids:
             ids = ids[:-1]
         meta: dict[str, Any] = {
-            "id": request.rid,
+            "id": request.input.rid,
             "finish_reason": request.finish,
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(request.output),
@@ -144,7 +138,7 @@ class Scheduler:
             "weight_version": request.versions[-1][1] if request.versions else self.version,
             "weight_versions": _version_spans(request),
         }
-        if request.logprobs_wanted:
+        if request.input.logprobs:
             pairs = zip(request.logprobs, request.output, strict=True)
             meta["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
         if request.score_from is not None:  # the first has none, as in SGLang, whatever comes before it
@@ -230,7 +224,7 @@ class Scheduler:
             request = self._waiting[0]
             tokens = request.tokens()
             adapter = 0 if request.adapter is None else request.adapter.number
-            namespace = self._namespaces.setdefault((adapter, request.extra_key), len(self._namespaces))
+            namespace = self._namespaces.setdefault((adapter, request.input.extra_key), len(self._namespaces))
             assigned = self._table.assign(tokens, request.score_from, namespace)
             if assigned is NoSlot.FULL:
                 break
@@ -268,9 +262,10 @@ class Scheduler:
             self._end(request, {"type": "length", "length": len(request.output)})
 
     def _end(self, request: Request, finish: dict[str, Any]) -> None:
-        if request.experts_from is not None and request.slot >= 0:
+        first = request.input.experts_from
+        if first is not None and request.slot >= 0:
             computed = int(self._table.held[request.slot])
-            request.experts = self.model.experts(request.slot, min(request.experts_from, computed), computed)
+            request.experts = self.model.experts(request.slot, min(first, computed), computed)
         request.end(finish)
         self._release_slot(request)
 

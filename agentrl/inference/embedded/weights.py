@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.distributed.base import LOAD_FORMAT
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import BadRequestError
 
 
 def _storage(data: bytes) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from agentrl.core.errors import ConfigError, EngineError
-from agentrl.inference.client.load import EngineLoad
+from agentrl.inference.client.control import EngineLoad
 from agentrl.inference.client.sglang_client import SGLangClient
 
 FIRST, MOST = 32, 65536

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
@@ -169,12 +170,12 @@ class Fleet:
         return Engine(f"engine-{number}", client, None)
 
     async def _launch(self, number: int) -> Engine:
-        process = await launch(self._launcher, number, f"engine-{number}")
+        process = await launch(partial(self._launcher.launch, number), f"engine-{number}")
         return Engine(f"engine-{number}", self._client(number, process.url), process)
 
     async def _restart(self, engine: Engine) -> None:
         number = self._engines.index(engine)
-        process = await launch(self._launcher, number, f"engine-{number}")
+        process = await launch(partial(self._launcher.launch, number), engine.name)
         self._retired.append(engine.client)
         engine.process, engine.client = process, self._client(number, process.url)
 

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from agentrl.config.sampler import SamplerConfig
+from agentrl.core.background import first_ended
 from agentrl.core.errors import AgentrlError, EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.client.sglang_client import SGLangClient
@@ -156,14 +157,9 @@ class HealthMonitor:
         """Wait until the engine fails, and return the reason."""
         checks = [self._until_hung(engine)]
         checks.append(self._until_unreachable(engine) if engine.process is None else self._until_exit(engine))
-        tasks = [asyncio.ensure_future(check) for check in checks]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with first_ended(*checks) as tasks:
+            reason: str = next(task for task in tasks if task.done()).result()
+            return reason
 
     async def _until_exit(self, engine: Engine) -> str:
         while (why := engine.exit_error()) is None:  # noqa: ASYNC110 - the end of a process sends no event
@@ -268,20 +264,15 @@ class HealthMonitor:
 
     async def _while_healthy(self, engine: Engine, syncing: Awaitable[int]) -> int:
         """Return the result of ``syncing``; `EngineError` as soon as the engine dies or hangs meanwhile."""
-        sync = asyncio.ensure_future(syncing)
-        failure = asyncio.ensure_future(self._wait_failure(engine))
-        try:
-            await asyncio.wait({sync, failure}, return_when=asyncio.FIRST_COMPLETED)
+        async with first_ended(syncing, self._wait_failure(engine)) as (sync, failure):
             if not sync.done() and engine.process is not None:
                 # Not cancelled: the learner may be in the middle of a weight sync. Killing the engine ends its requests.
                 await self._kill(engine)
-            return await sync
-        except EngineError as error:
-            raise EngineError(failure.result() if failure.done() else str(error)) from error
-        finally:
-            for task in (sync, failure):
-                task.cancel()
-            await asyncio.gather(sync, failure, return_exceptions=True)
+            try:
+                version: int = await sync
+            except EngineError as error:
+                raise EngineError(failure.result() if failure.done() else str(error)) from error
+            return version
 
     def _fail_if_none_left(self, why: str) -> None:
         if all(engine.lost for engine in self._engines):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from typing_extensions import override
-
 from agentrl.config.schema import Config
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
-from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher, RunningEngine
+from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.models.reference_policy import resolve_frozen
 
 
@@ -30,8 +28,7 @@ def reserved_fleet(
     sampler = config.sampler.model_copy(update={"engines": engines, "url": None, "port": 0, "router": "builtin"})
     spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
-    launcher = _From(LocalLauncher(spec), first)
-    return Fleet(sampler, launcher, logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
+    return Fleet(sampler, LocalLauncher(spec, first), logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
 
 
 def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[str, Fleet]:
@@ -44,15 +41,3 @@ def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[st
         name: reserved_fleet(config, folder, logs / f"frozen-{number}", number, vocabulary)
         for number, (name, folder) in enumerate(resolve_frozen(config).items())
     }
-
-
-class _From(Launcher):
-    """A launcher whose engines have the numbers from ``first`` on: they take the GPUs after those of other engines."""
-
-    def __init__(self, launcher: Launcher, first: int) -> None:
-        self._launcher = launcher
-        self._first = first
-
-    @override
-    def launch(self, number: int) -> RunningEngine:
-        return self._launcher.launch(self._first + number)

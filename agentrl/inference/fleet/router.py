@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from agentrl.core.background import first_ended
 from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
@@ -229,20 +230,13 @@ class RoutedSampler:
 
     async def _abort_at(self, slot: EngineSlot, request_id: str, ended: asyncio.Event) -> None:
         """Abort at an engine, which may be lost meanwhile: then the request ends without its reply."""
-        aborting = asyncio.ensure_future(slot.sampler.abort(request_id))
-        ending = asyncio.ensure_future(ended.wait())
-        try:
-            await asyncio.wait({aborting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        async with first_ended(slot.sampler.abort(request_id), ended.wait()) as (aborting, _):
             if aborting.done():
                 try:
                     aborting.result()
                 except SamplerError:
                     if not slot.removed:
                         raise
-        finally:
-            aborting.cancel()
-            ending.cancel()
-            await asyncio.gather(aborting, ending, return_exceptions=True)
 
     async def close_session(self, session_id: str) -> None:
         """Unbind a session from its engine and close it there."""

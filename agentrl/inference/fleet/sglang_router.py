@@ -5,21 +5,84 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import AgentrlError, EngineError
+from agentrl.core.background import first_ended
+from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
+from agentrl.core.errors import EngineError
+from agentrl.core.extras import require
 from agentrl.inference.client.generation import GenerationClient
-from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, read_json
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
-from agentrl.inference.fleet.sglang_router_process import Workers, launch_router
-from agentrl.inference.launch.processes import EngineProcess
+from agentrl.inference.launch.launcher import launch
+from agentrl.inference.launch.processes import GUARD, EngineProcess, command_flags
 from agentrl.obs.waiting import waiting
+
+_OPTIONS: dict[str, Any] = {
+    # All turns of a session, which is the routing key, go to one engine; a new session to the engine with the fewest requests.
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "max-idle-secs": 3600,
+    # The fleet monitors the engines, and its sampler sends lost requests again.
+    "disable-retries": True,
+    "disable-circuit-breaker": True,
+    "disable-health-check": True,
+    # An engine is healthy before it is added; an unhealthy one must not appear in the list much later.
+    "worker-startup-timeout-secs": 5,
+    "worker-startup-check-interval": 1,
+    "history-backend": "none",
+    "log-level": "warn",
+}
+
+
+def require_router() -> None:
+    """Raise `MissingError` if ``sglang-router`` is not installed."""
+    require("sglang_router", "sampler.router=sglang (builtin needs none)")
+
+
+def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float) -> EngineProcess:
+    """Start ``sglang-router`` without engines, on a free port of this machine, and wait until it answers.
+
+    Args:
+        log: file for its output.
+        request_timeout_s: timeout of the sender of a request; the router waits longer.
+        start_timeout_s: timeout of the start in seconds.
+
+    Raises:
+        MissingError: it is not installed.
+        EngineError: it ended or did not answer in time; the message has its last log lines.
+    """
+    require_router()
+    guard = [sys.executable, "-S", str(GUARD)]
+    # Its metrics server cannot be disabled, and the default port of that may be in use.
+    with reserve_port(LOOPBACK) as port, reserve_port(LOOPBACK) as metrics_port:
+        flags = _OPTIONS | {
+            "host": LOOPBACK,
+            "port": port,
+            "prometheus-host": LOOPBACK,
+            "prometheus-port": metrics_port,
+            "request-timeout-secs": int(2 * request_timeout_s) + 1,
+        }
+        command = [*guard, sys.executable, "-m", "sglang_router.launch_router", *command_flags(flags)]
+        child = ChildProcess.start(command, log=log, name="sglang-router", error=EngineError)
+        url = f"http://{LOOPBACK}:{port}"
+        child.wait_healthy(f"{url}/liveness", start_timeout_s)
+    return EngineProcess(url, child, grace_s=0.0)
+
+
+async def list_workers(http: EngineHttp) -> dict[str, str]:
+    """Return a router's id of each engine that it sends requests to, by URL; it adds and removes them after the request."""
+    async with http.request("GET", "/workers", once=True) as reply:
+        return {worker["url"]: worker["id"] for worker in (await read_json(reply))["workers"]}
+
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +128,6 @@ class SGLangRouter(GenerationClient):
         # The port is known once the process runs.
         super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s), vocabulary, knows_ages=knows_ages)
         self._control = EngineHttp(self._http.url, config.stall_timeout_s)
-        self._workers = Workers(self._control)
         self._engines: dict[str, SGLangClient] = {}
         """The engines that the router is to use, by name."""
         self._changed = asyncio.Event()
@@ -158,15 +220,9 @@ class SGLangRouter(GenerationClient):
         """Wait until all engines accept requests; `SamplerError` if one has an incomplete weight update."""
         while waiting_for := [engine for engine in self._engines.values() if not engine.ready]:
             changed = self._changed
-            waits = [asyncio.ensure_future(waiting_for[0].wait_ready()), asyncio.ensure_future(changed.wait())]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            async with first_ended(waiting_for[0].wait_ready(), changed.wait()) as (ready, _):
                 if not changed.is_set():
-                    waits[0].result()
-            finally:
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+                    ready.result()
 
     # The router's process
 
@@ -199,14 +255,16 @@ class SGLangRouter(GenerationClient):
         retry_at: dict[str, float] = {}
         begun, dropped = time.monotonic(), False
         with waiting("engine", _NAME, "to update its workers"):
-            while (worker_ids := await self._workers.listed()).keys() != (engine_urls := self._urls()):
+            while (worker_ids := await list_workers(self._control)).keys() != (engine_urls := self._urls()):
                 for url in worker_ids.keys() - engine_urls:
                     dropped = True
-                    await self._workers.remove(worker_ids[url])
+                    async with self._control.request("DELETE", f"/workers/{worker_ids[url]}"):
+                        pass
                 for url in engine_urls - worker_ids.keys():
                     if time.monotonic() >= retry_at.get(url, 0.0):
                         retry_at[url] = time.monotonic() + _RETRY_ADD_S
-                        await self._workers.add(url)
+                        async with self._control.request("POST", "/workers", {"url": url}):
+                            pass
                 if time.monotonic() - begun > self._config.start_timeout_s:
                     raise EngineError(
                         f"sglang-router has the workers {sorted(worker_ids)} instead of {sorted(engine_urls)} after "
@@ -262,20 +320,6 @@ class SGLangRouter(GenerationClient):
         await self._launch()
 
     async def _launch(self) -> None:
-        config = self._config
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(
-                launch_router,
-                self._log,
-                request_timeout_s=config.request_timeout_s,
-                start_timeout_s=config.start_timeout_s,
-            )
-        )
-        try:
-            with waiting("start", f"of {_NAME}"):
-                self._process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
-                self._process = await starting  # stopped by `aclose`
-            raise
+        times = {"request_timeout_s": self._config.request_timeout_s, "start_timeout_s": self._config.start_timeout_s}
+        self._process = await launch(partial(launch_router, self._log, **times), _NAME)
         self._http.url = self._control.url = self._process.url

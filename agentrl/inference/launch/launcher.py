@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -50,6 +50,9 @@ class RunningEngine(Protocol):
         ...
 
 
+E = TypeVar("E", bound=RunningEngine)
+
+
 class Launcher(Protocol):
     """Starts the engines of a run by number, from 0."""
 
@@ -89,9 +92,16 @@ class EngineSpec:
             gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
         """
         config = self.config
-        port = config.port + number if config.port else 0
-        log = self.logs / f"engine-{number}.log"
-        return _START[config.backend](self, log, host, port, self.seed + number, gpus)
+        options: dict[str, Any] = {
+            "log": self.logs / f"engine-{number}.log",
+            "host": host,
+            "port": config.port + number if config.port else 0,
+            "seed": self.seed + number,
+            "timeout_s": config.start_timeout_s,
+        }
+        if config.backend == "embedded":
+            return launch_embedded(self.model, config.embedded, trust_remote_code=self.trust_remote_code, **options)
+        return launch_sglang(self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options)
 
     def sglang_options(self) -> dict[str, Any]:
         """Return the options of SGLang, which by itself would hold a float32 model in float16."""
@@ -104,70 +114,34 @@ class EngineSpec:
         return options | self.config.sglang_options
 
 
-def _start_embedded(spec: EngineSpec, log: Path, host: str, port: int, seed: int, gpus: Sequence[str]) -> EngineProcess:
-    embedded = spec.config.embedded
-    return launch_embedded(
-        spec.model,
-        log=log,
-        host=host,
-        port=port,
-        seed=seed,
-        dtype=embedded.dtype,
-        slots=embedded.slots,
-        context=embedded.context,
-        threads=embedded.threads,
-        trust_remote_code=spec.trust_remote_code,
-        timeout_s=spec.config.start_timeout_s,
-    )
-
-
-def _start_sglang(spec: EngineSpec, log: Path, host: str, port: int, seed: int, gpus: Sequence[str]) -> EngineProcess:
-    return launch_sglang(
-        spec.model,
-        log=log,
-        host=host,
-        port=port,
-        seed=seed,
-        options=spec.sglang_options(),
-        python=spec.config.python,
-        gpus=gpus,
-        timeout_s=spec.config.start_timeout_s,
-    )
-
-
-_START: Mapping[str, Callable[[EngineSpec, Path, str, int, int, Sequence[str]], EngineProcess]] = {
-    "embedded": _start_embedded,
-    "sglang": _start_sglang,
-}
-"""How engines start, by ``sampler.backend``."""
-
-
 class LocalLauncher(Launcher):
-    """Starts engines on this machine, each on separate GPUs as long as there are enough."""
+    """Starts engines on this machine, each on separate GPUs as long as there are enough.
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Create a launcher of engines of ``spec``."""
+    They have the numbers from ``first`` on: they take the GPUs after those of other engines.
+    """
+
+    def __init__(self, spec: EngineSpec, first: int = 0) -> None:
         self._spec = spec
+        self._first = first
 
     @override
     def launch(self, number: int) -> EngineProcess:
-        config = self._spec.config
+        config, number = self._spec.config, self._first + number
         gpus = visible_gpus() if config.device == "cuda" else []
         return self._spec.start(number, gpus=engine_gpus(number, config.engine_ranks, gpus) if gpus else ())
 
 
-async def launch(launcher: Launcher, number: int, name: str) -> RunningEngine:
-    """Start an engine without blocking; if this is canceled, the engine is stopped as soon as it has started.
+async def launch(start: Callable[[], E], name: str) -> E:
+    """Start an engine or router without blocking; if this is canceled, it is stopped as soon as it has started.
 
     Args:
-        launcher: starts it.
-        number: of the engine.
-        name: of the engine, for reports on what a run waits for.
+        start: starts it and blocks until it is healthy.
+        name: for reports on what a run waits for.
 
     Raises:
         ConfigError, EngineError: see `Launcher.launch`.
     """
-    starting = asyncio.ensure_future(asyncio.to_thread(launcher.launch, number))
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
         with waiting("start", f"of {name}"):
             return await asyncio.shield(starting)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.child_process import LOOPBACK, ChildProcess, is_healthy, reserve_port
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.distributed.sglang_loader import FOLDER, LOADER
@@ -59,10 +60,6 @@ class EngineProcess:
         """Path of its log."""
         return str(self.child.log)
 
-    def alive(self) -> bool:
-        """Return whether the process is running."""
-        return self.child.alive()
-
     def check(self) -> None:
         """Raise `EngineError` with the last error and the last lines of the log if the process has ended."""
         try:
@@ -85,17 +82,14 @@ class EngineProcess:
         self.child.stop(0.0)
 
 
-def launch_embedded(  # each is a flag of the engine's command line
+def launch_embedded(
     model: Path,
+    config: EmbeddedConfig | None = None,
     *,
     log: Path,
     host: str = LOOPBACK,
     port: int = 0,
     seed: int = 0,
-    dtype: str = "float32",
-    slots: int = 256,
-    context: int = 2048,
-    threads: int = 2,
     version: int = 0,
     trust_remote_code: bool = False,
     timeout_s: float = 300.0,
@@ -104,14 +98,11 @@ def launch_embedded(  # each is a flag of the engine's command line
 
     Args:
         model: Hugging Face folder.
+        config: ``sampler.embedded``; its defaults if None.
         log: file for its output.
         host: address of this machine on which it listens.
         port: 0 chooses a free port.
         seed: seed of requests without a seed.
-        dtype: ``float32`` or ``bfloat16``, of weights and KV cache.
-        slots: sequences in the KV cache.
-        context: most tokens of a sequence.
-        threads: CPU threads of torch.
         version: policy version of the weights in the folder.
         trust_remote_code: run Python code of the folder if the tokenizer needs it.
         timeout_s: timeout of the start in seconds.
@@ -120,12 +111,13 @@ def launch_embedded(  # each is a flag of the engine's command line
         PortInUseError: another process listens on ``port``.
         EngineError: it ended or did not become healthy in time; the message has its last log lines.
     """
+    config = config or EmbeddedConfig()
     flags = {
         "model": model,
-        "dtype": dtype,
-        "max-slots": slots,
-        "max-context": context,
-        "threads": threads,
+        "dtype": config.dtype,
+        "max-slots": config.slots,
+        "max-context": config.context,
+        "threads": config.threads,
         "seed": seed,
         "weight-version": version,
         "trust-remote-code": trust_remote_code,
@@ -133,7 +125,7 @@ def launch_embedded(  # each is a flag of the engine's command line
     command = [sys.executable, "-m", "agentrl.inference.embedded", *command_flags(flags)]
     # Large models share matrix products among OpenMP threads. If these spin while they wait, the engine becomes many
     # times slower as soon as another process needs the cores.
-    env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     begun = time.monotonic()
     port_file = log.with_name(log.name + ".port")
     port_file.unlink(missing_ok=True)

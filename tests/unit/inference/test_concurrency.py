@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.core.errors import ConfigError, EngineError
-from agentrl.inference.client.load import EngineLoad, read_load
+from agentrl.inference.client.control import EngineLoad, read_load
 from agentrl.inference.fleet.concurrency import FIRST, MOST_PATIENCE, PATIENCE, ConcurrencyControl, ConcurrencyMonitor
 
 LONG = 4000

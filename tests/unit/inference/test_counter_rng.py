@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentrl.inference.embedded.counter_rng import as_uint64, uniforms
+from agentrl.inference.embedded.sampling import as_uint64, uniforms
 
 WORD = (1 << 64) - 1
 SEEDS, POSITIONS = 512, 512

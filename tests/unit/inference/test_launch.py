@@ -80,7 +80,7 @@ def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch:
         engine = starting.result()
     try:
         assert engine.url == f"http://127.0.0.1:{port}"
-        assert engine.alive()
+        assert engine.child.alive()
     finally:
         engine.stop()
 

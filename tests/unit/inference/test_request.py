@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.request import SamplingOptions, parse_generate
 
 

@@ -18,9 +18,8 @@ from agentrl.core.types import Prompt, SamplingParams
 from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.fleet import sglang_router_process
 from agentrl.inference.fleet.router import RoutedSampler
-from agentrl.inference.fleet.sglang_router import SGLangRouter
+from agentrl.inference.fleet.sglang_router import SGLangRouter, require_router
 from tests.unit.inference.fake_http import replying
 
 VOCABULARY = Vocabulary(100, lambda ids: "")
@@ -214,4 +213,4 @@ def test_without_the_package_the_message_names_what_to_install(monkeypatch: pyte
     with pytest.raises(
         MissingError, match=r"router=sglang \(builtin needs none\).*pip install 'agentrl-framework\[router\]'"
     ):
-        sglang_router_process.require_router()
+        require_router()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentrl.distributed.flat_bucket import serialize_tensors
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.weights import read_bucket
 
 

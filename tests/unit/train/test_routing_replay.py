@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from agentrl.core.errors import ConfigError, SamplerError
 from agentrl.core.types import Generation, Row, RowKey, SamplingParams
 from agentrl.episode.trajectory import Trajectory
-from agentrl.inference.client.experts import experts_options
 from agentrl.inference.client.generation import generate_body, read_reply
-from agentrl.inference.client.segments import Vocabulary
-from agentrl.inference.embedded.errors import BadRequestError
+from agentrl.inference.client.segments import Vocabulary, experts_options
 from agentrl.inference.embedded.model import Model
+from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.request import parse_generate
 from agentrl.inference.embedded.scheduler import Scheduler
 from agentrl.models.load import load_model, read_routing
