@@ -18,6 +18,8 @@ KEEP_ALIVE_S = 75
 with a close."""
 
 # Token.
+TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
+"""Environment variable with the bearer token, for servers and clients that are configured with none."""
 TOKEN_CHARACTERS = (16, 1024)
 """The shortest and the longest bearer token."""
 

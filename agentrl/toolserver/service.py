@@ -102,7 +102,7 @@ class HostedService(ToolService):
         asyncio.run(self._check_server(url, options))
 
     async def _check_server(self, url: str, options: Mapping[str, Any]) -> None:
-        client = self._client(url, options)
+        client = self.client(url, options)
         try:
             await client.check()
         finally:
@@ -120,11 +120,8 @@ class HostedService(ToolService):
         write_private(file, dump_yaml(config.model_dump(mode="json")))  # it may hold a token
         return [f"--config={file.resolve()}"]
 
-    def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:
+    def client(self, url: str, options: Mapping[str, Any]) -> ToolServerClient:
         """Return a client of one server, or of several whose addresses are separated by commas."""
-        return self._client(url, options)
-
-    def _client(self, url: str, options: Mapping[str, Any]) -> ToolServerClient:
         from agentrl.toolserver.client.client import ToolServerClient
 
         parsed = self._read(options)
@@ -157,21 +154,13 @@ class HostedService(ToolService):
 
 
 class PlainService(HostedService):
-    """The server of an `agentrl.Tool`; `plain_service` makes one for a tool."""
+    """The server of an `agentrl.Tool`; `find_service` makes one for a tool."""
 
     tool: ClassVar[Tool]
 
     def create_tools(self, options: Section) -> Sequence[HostedTool]:
         """Return the tool alone."""
         return [PlainTool(self.tool)]
-
-
-def plain_service(name: str, tool: Tool) -> PlainService:
-    """Return the service that serves ``tool`` under ``name``."""
-    cls = type("PlainService", (PlainService,), {"name": name, "tool": tool})
-    service = cls()
-    assert isinstance(service, PlainService)
-    return service
 
 
 def find_service(name: str) -> ToolService:
@@ -182,7 +171,10 @@ def find_service(name: str) -> ToolService:
         ConfigError: the file, or the name in it, does not exist or is no tool.
     """
     tool = lookup_tool(name)
-    return plain_service(name, tool) if isinstance(tool, Tool) else tool
+    if not isinstance(tool, Tool):
+        return tool
+    service: PlainService = type("PlainService", (PlainService,), {"name": name, "tool": tool})()
+    return service
 
 
 def make_tools(config: ToolServerConfig) -> list[HostedTool]:

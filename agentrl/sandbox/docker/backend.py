@@ -26,9 +26,8 @@ from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, SOCKETS_FILE, server_gone, server_name, sockets_bytes
-from agentrl.sandbox.docker.memory_kills import MemoryKills
+from agentrl.sandbox.docker.container import ContainerReader, MemoryKills, attach, open_stream
 from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
-from agentrl.sandbox.docker.stream import ContainerReader, attach, open_stream
 from agentrl.sandbox.egress import EgressProxy, receive_listener
 from agentrl.sandbox.runner_sandbox import READY_S, RunnerBackend, RunnerSandbox
 

@@ -21,7 +21,7 @@ from agentrl.toolserver.batcher import Batcher
 from agentrl.toolserver.client import pool as pool_module
 from agentrl.toolserver.client import server as server_module
 from agentrl.toolserver.client.pool import ServerPool
-from agentrl.toolserver.client.server import Reply, ServerDown, ToolServer
+from agentrl.toolserver.client.server import ServerDown, ToolServer
 
 _log = logging.getLogger(__name__)
 
@@ -220,6 +220,8 @@ class ToolServerClient:
             ConfigError: the token is refused, or a server has other tools.
             TaskError: the image is not allowed.
         """
+        fields = {"episode_id": f"{server_module.PROCESS}/{episode_id}"} | ({} if image is None else {"image": image})
+        body = orjson.dumps(fields)
         refusal = ""
         retry_after_s = 0.0
         for attempt in range(self._config.retries + 1):
@@ -232,15 +234,15 @@ class ToolServerClient:
                 server.load += 1  # before the request: sessions that are opened at the same time spread, too
                 session: Session | None = None
                 try:
-                    reply = await self._request_session(server, episode_id, image)
+                    reply = await server.request("POST", "/sessions", body, description="the request for a session")
                     if reply.status == 503:
                         refusal, retry_after_s = f"{server.url}: {reply.error}", reply.retry_after_s
                         continue
                     if reply.status == 422:
                         raise TaskError(f"{server.name}: {reply.error}")
-                    fields = server.reply_fields(reply, "a session", {"session_id": str, "server": str})
-                    await server.check_tools(fields["server"])
-                    session = Session(server, fields["session_id"], fields["server"])
+                    opened = server.reply_fields(reply, "a session", {"session_id": str, "server": str})
+                    await server.check_tools(opened["server"])
+                    session = Session(server, opened["session_id"], opened["server"])
                     return session
                 except ServerDown as down:
                     self._pool.mark_down(server, str(down))
@@ -250,10 +252,6 @@ class ToolServerClient:
         raise ToolFailure(
             f"no tool server opens another session ({refusal}); raise its server.max_sessions, or lower rollout.concurrency"
         )
-
-    async def _request_session(self, server: ToolServer, episode_id: str, image: str | None) -> Reply:
-        fields = {"episode_id": f"{server_module.PROCESS}/{episode_id}"} | ({} if image is None else {"image": image})
-        return await server.request("POST", "/sessions", orjson.dumps(fields), description="the request for a session")
 
     async def close_session(self, episode_id: str) -> None:
         """Close the episode's session, if it has one; returns after `WAIT_S` even if the server is slower."""

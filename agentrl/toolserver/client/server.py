@@ -16,11 +16,10 @@ import orjson
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import ConfigError, SandboxFailure, ToolFailure
 from agentrl.core.tool import Tool
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 
 _log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
-"""Environment variable with the bearer token, for servers and clients that are configured with none."""
 PROCESS = secrets.token_hex(8)
 """Prefix of episode ids, which repeat from run to run: a server that several runs use must not give one the session of
 another. All clients of a process share it, so that an episode's tools at one server share its session."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
@@ -16,13 +15,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from agentrl.core.background import first_ended
 from agentrl.core.task import IMAGE_NAME
 from agentrl.core.types import ToolCall
 from agentrl.toolserver import request_limits
-from agentrl.toolserver.server.auth import BearerAuth, SameOriginOnly
+from agentrl.toolserver.server.auth import BodyLimit, Guard, other_origin, token_required
 from agentrl.toolserver.server.errors import Draining, Full, Refusal
 from agentrl.toolserver.server.metrics import CONTENT_TYPE
-from agentrl.toolserver.server.receiving import BodyLimit
 from agentrl.toolserver.server.session import Session
 from agentrl.toolserver.server.sessions import Sessions
 
@@ -109,15 +108,8 @@ async def _open_unless_disconnected(
     request: Request, sessions: Sessions, episode_id: str, image: str | None
 ) -> Session | None:
     """Wait for a session; if the client disconnects, leave the queue and return None."""
-    opening = asyncio.ensure_future(sessions.open(episode_id, image))
-    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
+    async with first_ended(sessions.open(episode_id, image), _wait_for_disconnect(request)) as (opening, _):
         return opening.result() if opening.done() else None
-    finally:
-        opening.cancel()
-        leaving.cancel()
-        await asyncio.gather(opening, leaving, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -207,7 +199,7 @@ def make_app(sessions: Sessions, *, token: str | None = None, mounts: Sequence[B
         ],
         middleware=[
             Middleware(BodyLimit),
-            Middleware(SameOriginOnly) if token is None else Middleware(BearerAuth, token=token),
+            Middleware(Guard, fault=other_origin if token is None else token_required(token)),
         ],
         exception_handlers={
             Refusal: _refusal_reply,

@@ -1,22 +1,29 @@
-"""Access to a tool server: a bearer token, required unless the server listens on the loopback interface."""
+"""Guards of a tool server: a bearer token, required unless the server listens on the loopback interface, and limits.
+
+The limits hold before the token is compared: size and time of headers, size of bodies.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import os
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.toolserver import request_limits
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "AGENTRL_TOOLS_TOKEN"
-"""Environment variable with the token, for configurations that should not hold it."""
 OPEN_PATH = "/health"
 """The one path that needs no token."""
 
@@ -63,66 +70,56 @@ def server_token(config: ServerConfig, host: str) -> str | None:
     return token
 
 
-class BearerAuth:
-    """ASGI middleware that refuses requests without ``Authorization: Bearer TOKEN``, but for ``/health``.
+Refusal = Callable[[str, Headers], JSONResponse | None]
+"""Returns the refusal of a request to a path with headers; None passes it on."""
+
+
+class Guard:
+    """ASGI middleware that refuses requests.
 
     Args:
         app: the guarded application.
-        token: the token that requests need.
+        fault: `other_origin`, or that of a token; see `token_required`.
     """
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, fault: Refusal) -> None:
         self._app = app
-        self._token = token.encode()
+        self._fault = fault
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 401."""
-        if scope["type"] != "http" or scope["path"] == OPEN_PATH or self._has_token(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
-        refusal = JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
-        await refusal(scope, receive, send)
+        """Pass a request on, or answer it with the refusal."""
+        refusal = self._fault(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
 
-    def _has_token(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
+
+def token_required(token: str) -> Refusal:
+    """Return what refuses requests without ``Authorization: Bearer TOKEN`` with 401, but for ``/health``."""
+
+    def refusal(path: str, headers: Headers) -> JSONResponse | None:
+        scheme, _, sent_token = headers.get("authorization", "").partition(" ")
         # In constant time, so that the token cannot be guessed byte by byte.
-        return hmac.compare_digest(token.strip().encode(), self._token) and scheme.lower() == "bearer"
+        has_token = hmac.compare_digest(sent_token.strip().encode(), token.encode()) and scheme.lower() == "bearer"
+        if path == OPEN_PATH or has_token:
+            return None
+        error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
+        return JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
+
+    return refusal
 
 
-class SameOriginOnly:
-    """ASGI middleware for servers without a token: refuses requests that a web page of another host may have sent.
+def other_origin(path: str, headers: Headers) -> JSONResponse | None:
+    """Refuse requests that a web page of another host may have sent with 403; for servers without a token.
 
     Such a page gives its host as ``Origin`` (CSRF). If its name resolves to the loopback (DNS rebinding), a GET has no
     ``Origin``, and ``Host`` is the page's.
-
-    Args:
-        app: the guarded application.
     """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with 403."""
-        fault = _foreign_origin_fault(Headers(scope=scope)) if scope["type"] == "http" else ""
-        if not fault:
-            await self._app(scope, receive, send)
-            return
-        await JSONResponse({"error": fault}, 403)(scope, receive, send)
-
-
-def _foreign_origin_fault(headers: Headers) -> str:
-    """Return why a request may come from a web page of another host; empty if it does not."""
     origin, host = headers.get("origin"), headers.get("host", "")
     if origin is not None and not is_loopback(_host(origin)):
-        return f"requests of web pages from {origin:.200} are refused"
-    if not is_loopback(_host(f"//{host}")):
-        return (
-            f"this server has no token, and the request names the host {host:.200}: use 127.0.0.1 or localhost, or set "
-            f"server.token ({TOKEN_VARIABLE})"
-        )
-    return ""
+        return JSONResponse({"error": f"requests of web pages from {origin:.200} are refused"}, 403)
+    if is_loopback(_host(f"//{host}")):
+        return None
+    fault = f"this server has no token, and the request names the host {host:.200}: use 127.0.0.1 or localhost, or set "
+    return JSONResponse({"error": f"{fault}server.token ({TOKEN_VARIABLE})"}, 403)
 
 
 def _host(url: str) -> str:
@@ -130,3 +127,78 @@ def _host(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
+
+
+class ReceiveTimeout(H11Protocol):
+    """uvicorn's HTTP/1.1, which ends a connection whose request does not arrive within `request_limits.RECEIVE_S`.
+
+    uvicorn itself bounds only headers (``h11_max_incomplete_event_size``) and the time between two requests.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Set the deadline of the first request."""
+        super().connection_made(transport)
+        self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the deadline."""
+        super().connection_lost(exc)
+        self._cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Set the deadline of the rest of the request."""
+        super().data_received(data)
+        self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        """Set the deadline of the rest of a request that was answered early; between requests uvicorn has its own limit."""
+        super().on_response_complete()
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        is_between_requests = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        is_arriving = self.conn.their_state is h11.SEND_BODY or (
+            self.conn.their_state is h11.IDLE and not is_between_requests
+        )
+        if self.transport.is_closing() or not is_arriving:
+            self._cancel()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(request_limits.RECEIVE_S, self.transport.close)
+
+    def _cancel(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class BodyLimit:
+    """ASGI middleware that answers requests of more than `request_limits.BODY_BYTES` with 413.
+
+    Args:
+        app: the guarded application; it answers the `HTTPException` that reading a body without a length may raise.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count the bytes that are read of its body."""
+        unread_bytes = request_limits.BODY_BYTES
+        too_long = f"a request may have {unread_bytes} bytes"
+
+        async def receive_within_limit() -> Message:
+            nonlocal unread_bytes
+            message = await receive()
+            unread_bytes -= len(message.get("body", b""))
+            if unread_bytes < 0:
+                raise HTTPException(413, too_long)
+            return message
+
+        if scope["type"] == "http":
+            length = Headers(scope=scope).get("content-length", "0")
+            if not length.isdecimal() or len(length) > 20 or int(length) > unread_bytes:
+                await JSONResponse({"error": too_long}, 413)(scope, receive, send)
+                return
+        await self._app(scope, receive_within_limit if scope["type"] == "http" else receive, send)

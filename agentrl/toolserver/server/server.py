@@ -8,7 +8,7 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from agentrl.config.toolserver import ToolServerConfig
+from agentrl.core.background import first_ended
 from agentrl.core.child_process import exit_with_parent, raise_file_limit
 from agentrl.core.errors import ConfigError, PortInUseError
 from agentrl.core.extras import is_installed, not_installed_error
@@ -28,8 +29,7 @@ from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.server.app import MCP_PATH, make_app
-from agentrl.toolserver.server.auth import server_token
-from agentrl.toolserver.server.receiving import ReceiveTimeout
+from agentrl.toolserver.server.auth import ReceiveTimeout, server_token
 from agentrl.toolserver.server.sessions import Sessions
 
 _log = logging.getLogger(__name__)
@@ -151,8 +151,11 @@ async def _serve(
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
             signals.starting = None
             print_message(make_console(), _announcement(sessions, config, listener, sandboxed=sandboxed))
-            await _wait_for_first(serving, signals.stop.wait())
-            await _wait_for_first(serving, signals.hurry.wait(), sessions.drain(config.server.drain_timeout_s))
+            async with first_ended(asyncio.shield(serving), signals.stop.wait()):
+                pass
+            draining = sessions.drain(config.server.drain_timeout_s)
+            async with first_ended(asyncio.shield(serving), signals.hurry.wait(), draining):
+                pass
             await sessions.stop()  # answers running calls before their connections are closed
             server.should_exit = True
             await serving
@@ -191,15 +194,6 @@ class _Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
         if self.starting is not None:
             self.starting.cancel()
-
-
-async def _wait_for_first(serving: asyncio.Task[None], *coroutines: Coroutine[Any, Any, object]) -> None:
-    """Wait for the first of them, and cancel the others except ``serving``."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _announcement(sessions: Sessions, config: ToolServerConfig, listener: socket.socket, *, sandboxed: bool) -> str:

@@ -13,8 +13,8 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.cgroup import server_name
 from agentrl.sandbox.docker import backend
+from agentrl.sandbox.docker.container import ContainerReader, open_stream
 from agentrl.sandbox.docker.options import SHARES, container_options
-from agentrl.sandbox.docker.stream import ContainerReader, open_stream
 
 DAEMON = {"DockerRootDir": "/var/lib/docker"}
 IMAGE = {"Id": "sha256:1", "Config": {"Env": ["PATH=/opt/bin", "VERSION=3"], "Volumes": {"/data": {}}}}

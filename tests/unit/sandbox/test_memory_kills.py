@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.sandbox.cgroup import parse_mounts
-from agentrl.sandbox.docker import memory_kills
-from agentrl.sandbox.docker.memory_kills import MemoryKills, machine_oom_kills, oom_file
+from agentrl.sandbox.docker.container import MemoryKills, machine_oom_kills, oom_file
 
 CONTAINER = "c0ffee" * 10
 
@@ -71,7 +70,7 @@ async def never_asked() -> int:
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
     container = Container(tmp_path / "memory.oom_control")
-    monkeypatch.setattr(memory_kills, "_oom_file", lambda name, pid: container.file)
+    monkeypatch.setattr("agentrl.sandbox.docker.container._oom_file", lambda name, pid: container.file)
     yield container
     container.process.kill()
     container.process.communicate()
@@ -122,14 +121,14 @@ def test_a_cgroup_that_is_gone_too_early(
         return reported
 
     async def main() -> None:
-        monkeypatch.setattr(memory_kills, "machine_oom_kills", lambda: 100)
+        monkeypatch.setattr("agentrl.sandbox.docker.container.machine_oom_kills", lambda: 100)
         kills = MemoryKills(CONTAINER, container.process.pid)
         kills.watch()
         container.add_kill(earlier)
         assert kills.count() == earlier
         container.file.unlink()
         await container.end()
-        monkeypatch.setattr(memory_kills, "machine_oom_kills", lambda: 100 + on_machine)
+        monkeypatch.setattr("agentrl.sandbox.docker.container.machine_oom_kills", lambda: 100 + on_machine)
         for _ in range(2):
             await kills.count_end(oom_killed, reports)
             assert kills.count() == counted

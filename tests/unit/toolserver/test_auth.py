@@ -5,8 +5,16 @@ from starlette.types import Message
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 from agentrl.toolserver.server.app import make_app
-from agentrl.toolserver.server.auth import TOKEN_VARIABLE, BearerAuth, SameOriginOnly, is_loopback, server_token
+from agentrl.toolserver.server.auth import (
+    Guard,
+    Refusal,
+    is_loopback,
+    other_origin,
+    server_token,
+    token_required,
+)
 from tests.unit.toolserver.fake_hosts import FakeTool, app_client, echo, in_loop, make_sessions
 
 
@@ -155,13 +163,13 @@ async def test_without_a_token_a_name_that_resolves_to_the_loopback_is_refused(h
         assert (await client.get("/tools", headers={"authorization": "Bearer secret"})).status_code == 200
 
 
-@pytest.mark.parametrize("guarded", [lambda app: BearerAuth(app, "secret"), SameOriginOnly])
+@pytest.mark.parametrize("fault", [token_required("secret"), other_origin])
 @in_loop
-async def test_what_is_no_request_passes(guarded: object) -> None:
+async def test_what_is_no_request_passes(fault: Refusal) -> None:
     seen: list[str] = []
 
     async def app(scope: Message, receive: object, send: object) -> None:
         seen.append(scope["type"])
 
-    await guarded(app)({"type": "lifespan"}, None, None)  # type: ignore[operator]
+    await Guard(app, fault)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     assert seen == ["lifespan"]

@@ -22,7 +22,7 @@ from agentrl.core.errors import ConfigError, MissingError, PortInUseError, ToolS
 from agentrl.core.types import ToolCall, ToolStatus
 from agentrl.sandbox.registry import make_backend
 from agentrl.sandbox.unsafe_subprocess import UnsafeBackend
-from agentrl.toolserver.server.auth import TOKEN_VARIABLE
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 from agentrl.toolserver.server.server import listen, make_app, open_sessions, routes_for_mcp, serve_tools
 from tests.unit.toolserver.fake_hosts import FakeTool, echo, in_loop, in_sandbox
 
