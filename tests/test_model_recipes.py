@@ -13,7 +13,7 @@ from agentrl.config.load import read_yaml
 from agentrl.config.shipped import default_config, shipped_folder
 from agentrl.learner.registry import make_backend
 from agentrl.models.shipped_architectures import shipped_architectures
-from agentrl.planner.gpus import MACHINE, Gpus
+from agentrl.planner.engine import MACHINE, Gpus
 from agentrl.planner.plan import make_plan
 
 PAGE = (Path(__file__).parent.parent / "docs" / "presets.md").read_text()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from agentrl.audit.forks import graph_faults
 from agentrl.audit.report import Fault, Report, Violation
-from agentrl.audit.rows import row_faults
+from agentrl.audit.rows import graph_faults, row_faults
 from agentrl.audit.texts import Texts, sampled_turns
 from agentrl.batch.provenance import check_rows
 from agentrl.core.errors import ProvenanceError

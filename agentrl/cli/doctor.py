@@ -9,7 +9,7 @@ from rich.console import Console
 
 from agentrl.core.errors import DiagnosisError
 from agentrl.doctor.diagnose import diagnose
-from agentrl.doctor.findings import Finding
+from agentrl.doctor.record import Finding
 from agentrl.obs.console import make_console
 
 STYLES = {"problem": "bold red", "hint": "yellow", "state": "bold green"}

@@ -7,9 +7,8 @@ import argparse
 from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
 from agentrl.config.layers import Layer, merge_layers
 from agentrl.obs.console import make_console
-from agentrl.planner.gpus import MEMORY_GIB, Gpus
-from agentrl.planner.plan import make_plan
-from agentrl.planner.report import report
+from agentrl.planner.engine import MEMORY_GIB, Gpus
+from agentrl.planner.plan import make_plan, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

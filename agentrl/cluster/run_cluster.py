@@ -20,8 +20,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import CRITIC
-from agentrl.models.critic import resolve_critic
-from agentrl.models.reference_policy import resolve_reference
+from agentrl.models.reference_policy import resolve_critic, resolve_reference
 
 _LOOK_S = 1.0
 """Seconds between two looks at Ray's processes while the ranks start."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.doctor.findings import Finding
-from agentrl.doctor.journal_checks import journal_findings
 from agentrl.doctor.learning_checks import learning_findings
-from agentrl.doctor.process_checks import process_findings
-from agentrl.doctor.record import RunRecord, read_record
+from agentrl.doctor.process_checks import journal_findings, process_findings
+from agentrl.doctor.record import Finding, RunRecord, read_record
 
 _ORDER = ("state", "problem", "hint")
 

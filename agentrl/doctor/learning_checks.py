@@ -10,8 +10,7 @@ from statistics import median, stdev
 from agentrl.core.errors import UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout
-from agentrl.doctor.findings import Finding, mean
-from agentrl.doctor.record import RunRecord
+from agentrl.doctor.record import Finding, RunRecord, mean
 from agentrl.obs.rollouts import rollout_files, scan_rollouts
 
 RECENT = 10

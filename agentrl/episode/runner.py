@@ -26,7 +26,7 @@ from agentrl.episode.multi_agent_episode import MultiAgentEpisode
 from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
-from agentrl.rewards.base import Grader
+from agentrl.rewards.grader import Grader
 
 _RunningEpisode = tuple[Job, asyncio.Task[list[Rollout]]]
 _STARTS = 64

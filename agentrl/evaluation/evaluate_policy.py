@@ -17,7 +17,7 @@ from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.episode_progress import EpisodeProgress
+from agentrl.obs.progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes

@@ -27,7 +27,7 @@ from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model
-from agentrl.obs.episode_progress import EpisodeProgress
+from agentrl.obs.progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile, sampled_with
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes

@@ -172,9 +172,9 @@ class EngineControl(Protocol):
         ...
 
     async def checksums(self) -> dict[str, str]:
-        """Return a checksum of every weight by the engine's name for it; see `agentrl.weight_sync.checksum`."""
+        """Return a checksum of every weight by the engine's name for it; see `agentrl.weight_sync.engines`."""
         ...
 
     async def checksum_kind(self) -> Literal["sha256", "words"]:
-        """Return the kind of `checksums`: ``sha256`` on a CPU, `agentrl.models.sglang_gpu_checksum` on a GPU."""
+        """Return the kind of `checksums`: ``sha256`` on a CPU, `agentrl.models.weight_checksum` on a GPU."""
         ...

@@ -1,9 +1,11 @@
-"""Weights that a run does not train: the reference policy and frozen roles; the check that they read the policy's tokens."""
+"""Weights besides the policy's: the reference policy, frozen roles and the critic; the check that they read its tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.algo.registry import needs_critic
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import INITIAL
 from agentrl.core.errors import ConfigError
@@ -136,3 +138,24 @@ def _tokens(folder: Path) -> dict[str, int] | None:
         return None
     vocabulary: dict[str, int] = load_tokenizer(folder).get_vocab()
     return vocabulary
+
+
+CRITIC_KEY = "algo.critic.path"
+
+
+def resolve_critic(algo: AlgoConfig, policy: Path, *, fetch: bool = True) -> Path | None:
+    """Return the folder of the critic's initial weights, or None if the algorithm needs no critic.
+
+    Args:
+        algo: section of the run's configuration.
+        policy: folder of the run's initial policy, which the critic starts from without ``algo.critic.path``.
+        fetch: whether a model may be downloaded.
+
+    Raises:
+        MissingError: ``fetch`` is False and the model would have to be downloaded.
+        ModelError: the model does not exist; the message names ``algo.critic.path``.
+    """
+    if not needs_critic(algo):
+        return None
+    path = algo.critic.path
+    return policy if path is None else resolve_model(path, CRITIC_KEY, fetch=fetch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.atomic_files import names_file
 from agentrl.distributed.base import TensorSpec
-from agentrl.models.weight_files import DTYPES, INDEX, SINGLE
+from agentrl.models.weight_files import DTYPES, INDEX, SINGLE, WeightFiles
 
 if TYPE_CHECKING:
     import torch
+
 
 FILE_BYTES = 4 << 30
 """Weights of a file; a larger weight gets a separate file."""
@@ -117,3 +119,39 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+DRAFTS = "draft_layers"
+"""Of the layers next to a distributed checkpoint."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class DraftLayers:
+    """The weights of the layers that follow those of the model.
+
+    Args:
+        folder: of a model, or of what `save` wrote.
+        layers: of the model, without these.
+        key: configuration key of the folder, for messages.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, layers: int, key: str) -> None:
+        self._files = WeightFiles(folder, key)
+        matches = ((_LAYER.match(spec.name), spec) for spec in self._files.specs())
+        self.specs = [spec for match, spec in matches if match is not None and int(match[1]) >= layers]
+
+    def write(self, writer: WeightWriter) -> None:
+        """Write the weights, which are among those of ``writer``."""
+        for spec in self.specs:
+            writer.write(spec.name, self._files.read(spec.name, ()))
+
+    def save(self, out: Path) -> None:
+        """Write the weights into the folder `DRAFTS` in ``out``; none if there are none."""
+        if self.specs:
+            (out / DRAFTS).mkdir()
+            writer = WeightWriter(out / DRAFTS, self.specs)
+            writer.create()
+            self.write(writer)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic, time_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.core.extras import not_installed_error, require
+from agentrl.obs.trackers import Tracker
 from agentrl.obs.waiting import PHASE, ROLLOUT, waiting
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ QUEUE = 65536
 """Spans that wait for the collector; more are dropped."""
 
 
-class OtlpSpans:
+class OtlpSpans(Tracker):
     """A `WaitListener` and a `Tracker` that passes each span to a processor of the OpenTelemetry SDK.
 
     A phase of a step is a trace, and so is each attempt at an episode, with a link to the phase in which it began. A span is
@@ -66,9 +67,6 @@ class OtlpSpans:
             self._send(
                 "step", f"step {step}", self._new_context(None), None, (ended_at - metrics["time/step_s"], ended_at)
             )
-
-    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Do nothing: a trace has no rollouts."""
 
     def _send(
         self,

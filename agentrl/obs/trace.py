@@ -7,7 +7,7 @@ import math
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import BufferedWriter
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.obs.trackers import Tracker
 from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, TOOL, TURN, waiting
 
 FOLDER = "traces"
@@ -84,7 +85,7 @@ class _Tracks:
         return _Track(self.group, self.count)
 
 
-class TraceFiles:
+class TraceFiles(Tracker):
     """Writes one file of Chrome trace events for each training step; a `WaitListener` and a `Tracker`.
 
     The file of a step has what ended since the step before it. A span of an episode lies on a track with the spans inside it;
@@ -173,9 +174,6 @@ class TraceFiles:
         counters = [{"name": key, "ph": "C", "ts": _us(ended_at), "args": {"value": plotted[key]}} for key in plotted]
         self._ended.extend(event | {"pid": RUN, "tid": STEPS_TRACK} for event in (span, *counters))
         self._ended.append(step + 1)
-
-    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Do nothing: a trace has no rollouts."""
 
     def close(self) -> None:
         """Write what is left, and end the file."""

@@ -1,11 +1,17 @@
-"""Metric trackers besides ``metrics.jsonl``: TensorBoard, and Weights & Biases (`agentrl.obs.wandb`)."""
+"""Metric trackers besides ``metrics.jsonl``: TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
+import netrc
+import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
+from agentrl.config.obs import ObsConfig
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.extras import install_command, is_installed, require
 from agentrl.core.types import Rollout
 
@@ -21,8 +27,7 @@ class Tracker(Protocol):
         ...
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
-        """Log some of a step's rollouts, as lines of `COLUMNS`."""
-        ...
+        """Log some of a step's rollouts, as lines of `COLUMNS`; does nothing by default."""
 
     def close(self) -> None:
         """Flush and close the tracker."""
@@ -103,3 +108,141 @@ def _cell(value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "&#124;")
     return escaped.replace("\n", "<br>")
+
+
+ID_FILE = "wandb_run_id"
+"""File in the run's folder with the W&B run id, for a resume, and a line that names the folder."""
+STEP = "step"
+"""The x-axis of all metrics. W&B's own step counter only grows, and would reject the steps that a resumed run repeats."""
+
+
+class Wandb:
+    """A run at Weights & Biases, or on disk for ``wandb sync``; opened by `open_wandb`."""
+
+    def __init__(self, run: Any, note: Callable[[str], None]) -> None:
+        self._run = run
+        self._note = note
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics."""
+        self._send({STEP: step, **metrics})
+
+    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+        """Log the sample table of a step."""
+        import wandb
+
+        lines = [[step, *line] for line in table]
+        self._send({STEP: step, "samples": wandb.Table(columns=[STEP, *COLUMNS], data=lines)})
+
+    def close(self) -> None:
+        """Finish the W&B run and end its process."""
+        import wandb
+
+        if self._run is not None:
+            self._run.finish()
+        wandb.teardown()
+
+    def _send(self, data: Mapping[str, Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log(dict(data))
+        except Exception as error:  # any error: a tracker that fails must not end the run
+            self._note(f"Weights & Biases logs nothing more of this run: {type(error).__name__}: {error}")
+            self._run = None
+
+
+def open_wandb(
+    folder: Path, obs: ObsConfig, *, config: Mapping[str, object], note: Callable[[str], None]
+) -> Wandb | None:
+    """Start a W&B run, or resume the one whose id is in ``folder``.
+
+    Returns None, and calls ``note``, if an online run has no API key or ``WANDB_MODE`` disables W&B.
+
+    Args:
+        folder: folder of the run; W&B's files are in ``folder/wandb``.
+        obs: with the mode, which the environment variable ``WANDB_MODE`` overrides, project, entity, group and tags.
+        config: configuration to log.
+        note: prints a message for the user.
+
+    Raises:
+        MissingError: the package is not installed.
+    """
+    require("wandb", f"obs.wandb={obs.wandb}")
+    chosen = os.environ.get("WANDB_MODE", obs.wandb)
+    if chosen not in ("online", "offline"):
+        note(f"Weights & Biases is disabled by WANDB_MODE={chosen}")
+        return None
+    if chosen == "online" and not has_key():
+        note("obs.wandb=online, but there is no API key: the run continues without Weights & Biases. "
+             "Set WANDB_API_KEY or run `wandb login`, or set obs.wandb=offline")  # fmt: skip
+        return None
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    return Wandb(_start_run(folder, chosen, obs, config, note), note)
+
+
+def has_key() -> bool:
+    """Return whether the environment or the netrc file has an API key for W&B; sends no request."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def run_id(folder: Path) -> str:
+    """Return the W&B run id of the run in a folder. A copy of a folder gets a new one; a folder that was moved keeps its id."""
+    status = folder.stat()
+    inode, path, file = f"{status.st_dev}:{status.st_ino}", str(folder.resolve()), folder / ID_FILE
+    if file.is_file():
+        saved_id, _, owner = file.read_text(encoding="utf-8").strip().partition("\n")
+        saved_inode, _, saved_path = owner.partition(" ")
+        if saved_inode == inode or saved_path == path:
+            return saved_id
+    new_id = secrets.token_hex(4)
+    with write_atomically(file) as partial:
+        partial.write_text(f"{new_id}\n{inode} {path}\n", encoding="utf-8")
+    return new_id
+
+
+def _start_run(
+    folder: Path, mode: str, obs: ObsConfig, config: Mapping[str, object], note: Callable[[str], None]
+) -> Any:
+    import wandb
+
+    wandb_id = run_id(folder)
+    try:
+        run = _init(folder, mode, obs, config, wandb_id)
+    except wandb.errors.Error as error:
+        note(f"Weights & Biases cannot be reached ({error}): the run is logged offline, for `wandb sync` later")
+        mode = "offline"
+        run = _init(folder, mode, obs, config, wandb_id)
+    run.define_metric("*", step_metric=STEP)
+    note(f"Weights & Biases: {run.url if mode == 'online' else folder / 'wandb'}")
+    return run
+
+
+def _init(folder: Path, mode: str, obs: ObsConfig, config: Mapping[str, object], wandb_id: str) -> Any:
+    import wandb
+
+    # Its console capture would break the live table.
+    settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+    settings["x_disable_meta"] = True  # it has the command line, whose settings may be secrets
+    if mode == "offline" and "x_disable_machine_info" in wandb.Settings.model_fields:
+        settings["x_disable_machine_info"] = True  # it would request cloud metadata over the network
+    return wandb.init(
+        project=obs.wandb_project,
+        entity=obs.wandb_entity,
+        group=obs.wandb_group,
+        tags=obs.wandb_tags,
+        dir=str(folder),
+        id=wandb_id,
+        name=folder.resolve().name,
+        resume="allow",
+        mode="online" if mode == "online" else "offline",
+        config=dict(config),
+        settings=wandb.Settings(**settings),
+    )

@@ -1,4 +1,4 @@
-"""Memory of SGLang's engines: weights and KV cache on each GPU."""
+"""GPUs that a plan is made for, and the memory of SGLang's engines: weights and KV cache on each GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,45 @@ from typing import Any
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
-from agentrl.planner.gpus import MACHINE
+
+GIB = 1 << 30
+MACHINE = 8
+"""GPUs of a machine: tensor-parallel ranks, and the GPUs of an engine, are on one."""
+MEMORY_GIB = {"a100": 79.2, "h100": 79.1, "h200": 139.8, "b200": 178.3}
+"""GiB of memory that CUDA reports, by name; of the A100 and the H100 those with 80 GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """GPUs of one kind, `MACHINE` to a machine."""
+
+    count: int
+    name: str
+    bytes: int
+    """Memory of one."""
+
+    @classmethod
+    def parse(cls, count: int, kind: str) -> Gpus:
+        """Return the GPUs of ``--gpus`` and ``--gpu``.
+
+        Args:
+            count: 1 or more; above `MACHINE` a multiple of it.
+            kind: a name in `MEMORY_GIB`, or a number of GiB.
+
+        Raises:
+            ConfigError: the number or the name is none of these.
+        """
+        if count < 1 or (count > MACHINE and count % MACHINE):
+            raise ConfigError(f"--gpus {count}: set it to 1 to {MACHINE}, or to a multiple of {MACHINE}")
+        try:
+            gib = MEMORY_GIB.get(kind.lower()) or float(kind)
+        except ValueError:
+            gib = 0.0
+        if not 0 < gib < 1e6:
+            gpu_names = ", ".join(MEMORY_GIB)
+            raise ConfigError(f"--gpu {kind}: no known GPU; set it to {gpu_names}, or to a number of GiB")
+        return cls(count, kind.lower(), int(gib * GIB))
+
 
 ROWS = 16
 """Rows of ``rollout.max_tokens`` that the KV cache of a proposed engine holds at least."""
@@ -40,49 +78,40 @@ class EnginePlan:
         return max(0, self.cache_tokens // tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """What engines are planned for."""
-
-    mode: str
-    """``placement.mode``."""
-    gpus: int
-    """Of all engines."""
-    gpu_bytes: int
-    """Memory of a GPU."""
-    row_tokens: int
-    """Tokens of the longest row."""
-
-
-def plan_engines(hf: Any, numbers: int, sampler: SamplerConfig, fleet: Fleet) -> Iterator[EnginePlan]:
+def plan_engines(
+    hf: Any, numbers: int, sampler: SamplerConfig, *, mode: str, gpus: int, gpu_bytes: int, row_tokens: int
+) -> Iterator[EnginePlan]:
     """Yield the engines whose KV cache holds `ROWS` rows, those with the fewest GPUs first; the largest ones if none does.
 
     Args:
         hf: configuration of the model in transformers.
         numbers: weights of the model.
         sampler: options of SGLang that are set are kept.
-        fleet: what the engines are for.
+        mode: ``placement.mode``.
+        gpus: of all engines.
+        gpu_bytes: memory of a GPU.
+        row_tokens: tokens of the longest row.
 
     Raises:
         ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
     """
     _check(sampler)
     options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
-    fraction = options.get("mem_fraction_static") or _FRACTION.get(fleet.mode, _FRACTION["disaggregate"])
+    fraction = options.get("mem_fraction_static") or _FRACTION.get(mode, _FRACTION["disaggregate"])
     dtype = str(options.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ConfigError(f"sampler.sglang.dtype={dtype}: its memory is not known; set {', '.join(_DTYPES)}")
     heads = hf.get_text_config().num_attention_heads
-    sizes = [size for size in (1, 2, 4, 8) if fleet.gpus % size == 0 and heads % size == 0]
+    sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
     if any(options.get(name) is not None for name in _TENSOR_NAMES):
         sizes = [sampler.tensor_ranks]
     has_fitting_size = False
     for tensor in sizes:
         weights = math.ceil(_DTYPES[dtype] * numbers / tensor)
-        cache = int(fraction * fleet.gpu_bytes) - weights
+        cache = int(fraction * gpu_bytes) - weights
         tokens = max(0, cache) // cache_bytes(hf, tensor)
-        plan = EnginePlan(fleet.gpus // tensor, tensor, fraction, weights, cache, tokens)
-        if plan.rows(fleet.row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
+        plan = EnginePlan(gpus // tensor, tensor, fraction, weights, cache, tokens)
+        if plan.rows(row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
             has_fitting_size = True
             yield plan
 

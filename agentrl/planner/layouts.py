@@ -19,8 +19,8 @@ from agentrl.learner.megatron.backend import MegatronBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, with_critic
-from agentrl.models.critic import KEY as CRITIC_KEY
-from agentrl.planner.gpus import MACHINE
+from agentrl.models.reference_policy import CRITIC_KEY
+from agentrl.planner.engine import MACHINE
 from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_memory, memory_options
 
 _FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
-from agentrl.models.critic import KEY as CRITIC_KEY
-from agentrl.models.critic import resolve_critic
 from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, describe_optimizer
+from agentrl.models.reference_policy import CRITIC_KEY, resolve_critic
 from agentrl.models.shipped_architectures import meta_model
 
 if TYPE_CHECKING:

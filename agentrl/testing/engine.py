@@ -227,8 +227,7 @@ class FakeEngine(FakeWeightUpdates):
         """Return the checksums of the weights in float32."""
         import torch
 
-        from agentrl.models.sglang_gpu_checksum import GpuChecksum
-        from agentrl.models.weight_checksum import raw_bytes, tensor_checksum
+        from agentrl.models.weight_checksum import GpuChecksum, raw_bytes, tensor_checksum
 
         tensors = {name: torch.tensor(values) for name, values in self.weights.items()}
         if self._checksum_kind == "words":

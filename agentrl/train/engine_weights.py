@@ -17,7 +17,7 @@ from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.learner.base import LearnerGroup
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.services import Services
 from agentrl.train.gpu_time_sharing import GpuTimeSharing, SeparateGpus, open_gpus
 from agentrl.weight_sync.adapter import AdapterSync

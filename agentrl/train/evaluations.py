@@ -17,8 +17,8 @@ from agentrl.evaluation.sets import EvalTasks, check_goals_are_measured, reaches
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.obs.step_progress import ProgressView
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services

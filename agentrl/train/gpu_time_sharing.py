@@ -11,7 +11,7 @@ from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 
 
 class SeparateGpus:

@@ -33,12 +33,10 @@ from agentrl.data.task_sources import (
 )
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
-from agentrl.models.critic import KEY as CRITIC_KEY
-from agentrl.models.critic import resolve_critic
 from agentrl.models.float8 import is_quantized
 from agentrl.models.learning_rates import LORA_FACTOR, count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_routing
-from agentrl.models.reference_policy import check_frozen, check_reference, resolve_reference
+from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_reference, resolve_critic, resolve_reference
 from agentrl.models.resolve import has_chat_template, resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
 from agentrl.models.weight_files import WeightFiles

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)

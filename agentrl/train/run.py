@@ -26,7 +26,7 @@ from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
-from agentrl.obs.step_progress import ProgressView
+from agentrl.obs.progress import ProgressView
 from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt

@@ -10,7 +10,7 @@ from agentrl.config.schema import Config
 from agentrl.obs.host_memory import HostMemory
 from agentrl.obs.idle_time import IdleTime
 from agentrl.obs.otlp import OtlpSpans, open_otlp
-from agentrl.obs.step_progress import ProgressView
+from agentrl.obs.progress import ProgressView
 from agentrl.obs.trace import TraceFiles
 from agentrl.obs.trackers import Tracker
 from agentrl.obs.watchdog import Watchdog

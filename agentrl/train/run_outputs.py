@@ -12,10 +12,8 @@ from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.config.self_play import label
 from agentrl.core.extras import install_command, is_installed
-from agentrl.obs.learning_curve import plot_curve
-from agentrl.obs.metrics import MetricsLog
-from agentrl.obs.trackers import Tracker, open_tensorboard
-from agentrl.obs.wandb import open_wandb
+from agentrl.obs.metrics import MetricsLog, plot_curve
+from agentrl.obs.trackers import Tracker, open_tensorboard, open_wandb
 
 CURVE = ("reward", "exact_match")
 """Evaluation metrics of the learning curve."""

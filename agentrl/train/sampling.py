@@ -17,7 +17,7 @@ from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import TaskSources, make_order, read_splits
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services, open_services
 from agentrl.self_play.training import SelfPlay, open_self_play

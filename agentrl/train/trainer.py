@@ -13,7 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
-from agentrl.obs.step_progress import ProgressView, Stopwatch
+from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.rollout_source import RolloutSource, TaskPosition

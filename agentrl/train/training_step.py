@@ -24,8 +24,8 @@ from agentrl.batch.sequences import RowValues
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.obs.rollout_panel import rollout_panel
-from agentrl.obs.step_progress import ProgressView, Stopwatch
+from agentrl.obs.progress import ProgressView, Stopwatch
+from agentrl.obs.viewer.terminal import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
 from agentrl.train.rollout_source import RolloutSource, StepRollouts, TaskPosition
 from agentrl.train.step_metrics import (

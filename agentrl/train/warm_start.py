@@ -23,9 +23,8 @@ from agentrl.config.sft import SftConfig
 from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
-from agentrl.models.critic import resolve_critic
 from agentrl.models.learning_rates import with_rates
-from agentrl.models.reference_policy import pin_frozen, pin_reference
+from agentrl.models.reference_policy import pin_frozen, pin_reference, resolve_critic
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
 from agentrl.runtime.interrupt import Interrupt

@@ -1,17 +1,19 @@
-"""The base class of transports that send one bucket at a time."""
+"""Transports that send one bucket at a time: their base class, by value in the body of HTTP requests, and by CUDA IPC."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from typing_extensions import override
 
+from agentrl.config.schema import Config
+from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.base import SyncedWeights, Transport
-from agentrl.weight_sync.engines import UpdateCheck, begin_updates, cancel_updates
+from agentrl.weight_sync.engines import UpdateCheck, begin_updates, call_all, cancel_updates
 
 
 class BucketwiseSync(Transport):
@@ -47,3 +49,58 @@ class BucketwiseSync(Transport):
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
         """Transfer a bucket, with ``number`` from 1, to all engines; returns when all of them have it."""
+
+
+class TensorSync(BucketwiseSync):
+    """Transfers weights by value, which works between any two processes."""
+
+    async def _transfer(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
+    ) -> None:
+        named = await asyncio.to_thread(bucket.tensors)
+
+        async def send(engine: EngineControl) -> None:
+            await engine.updates.from_tensors(named, version, last=bucket.last, ranks=await engine.groups.ranks())
+
+        await call_all(engines, f"weights of version {version}, bucket {number}", send)
+
+
+class IpcSync(BucketwiseSync):
+    """Sends CUDA handles: an engine of ``g`` ranks with number ``e`` shares the GPUs of the learner's ranks from ``e * g``.
+
+    The only copy is the one into the engine's weights. The memory of the bucket is not freed between syncs.
+    """
+
+    default_bucket_mib = 4096
+    works_while_offloaded = False
+    tensor_ranks_only = True
+
+    @classmethod
+    @override
+    def faults(cls, config: Config) -> Iterator[str]:
+        mode = config.placement.mode
+        if mode != "colocate":
+            yield (
+                f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
+            )
+        elif config.sampler.device != "cuda" or config.learner.device == "cpu":
+            yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
+        else:
+            yield from super().faults(config)
+
+    async def _transfer(
+        self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
+    ) -> None:
+        handles = await asyncio.to_thread(bucket.ipc_handles)
+
+        async def send(engine: EngineControl) -> None:
+            ranks = await engine.groups.ranks()
+            first = engine.number * ranks
+            if first + ranks > len(handles):
+                raise EngineError(
+                    f"it has {ranks} GPUs from the learner's rank {first} on, which has {len(handles)}: weights.transport="
+                    "ipc wants placement.mode=colocate with at least as many learner.ranks as the engines have GPUs"
+                )
+            await engine.updates.from_handles(handles[first : first + ranks], version, last=bucket.last)
+
+        await call_all(engines, f"weights of version {version}, bucket {number}", send)

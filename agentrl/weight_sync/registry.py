@@ -11,11 +11,10 @@ from agentrl.core.imports import is_reference
 from agentrl.core.registry import TRANSPORTS as GROUP
 from agentrl.core.registry import lookup, names
 from agentrl.weight_sync.base import Transport, TransportOptions
+from agentrl.weight_sync.bucketwise import IpcSync, TensorSync
 from agentrl.weight_sync.delta import DeltaSync
 from agentrl.weight_sync.disk import DiskSync
 from agentrl.weight_sync.distributed import DistributedSync
-from agentrl.weight_sync.ipc import IpcSync
-from agentrl.weight_sync.tensor import TensorSync
 
 KEY = "weights.transport"
 TRANSPORTS: dict[str, type[Transport]] = {

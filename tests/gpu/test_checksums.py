@@ -11,7 +11,7 @@ from conformance.syncs import BUCKET, Learner
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.models.load import load_model
 from agentrl.weight_sync.base import TransportOptions
-from agentrl.weight_sync.checksum import Checksums
+from agentrl.weight_sync.engines import Checksums
 from agentrl.weight_sync.registry import make_transport
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from conformance.agreement import OneEngine, agreement, batch_of, in_float32, sa
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 from agentrl.train.gpu_time_sharing import GpuTimeSharing
 from agentrl.weight_sync.base import TransportOptions
 from agentrl.weight_sync.registry import make_transport

@@ -26,7 +26,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.models.load import read_vocab_size
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.engine_weights import EngineWeights
 from agentrl.train.gpu_time_sharing import open_gpus

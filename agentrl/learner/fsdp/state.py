@@ -45,11 +45,10 @@ from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank
-from agentrl.models.draft_layers import DraftLayers
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
 from agentrl.models.weight_files import WeightFiles
-from agentrl.models.weight_writer import WeightWriter
+from agentrl.models.weight_writer import DraftLayers, WeightWriter
 
 
 class SavedRank(Protocol):

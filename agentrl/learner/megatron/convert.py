@@ -29,11 +29,10 @@ from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
-from agentrl.models.draft_layers import FOLDER, DraftLayers
 from agentrl.models.export import check_free, copy_other_files, write_config
 from agentrl.models.load import as_dtype
 from agentrl.models.weight_files import WeightFiles
-from agentrl.models.weight_writer import WeightWriter
+from agentrl.models.weight_writer import DRAFTS, DraftLayers, WeightWriter
 
 _KEY = "SOURCE"
 _CPU = torch.device("cpu")
@@ -131,7 +130,7 @@ def _write_distributed(model: MegatronModel, source: Path, out: Path) -> None:
 def _write_hf(model: MegatronModel, source: Path, out: Path) -> None:
     load_distributed(model, source, _KEY)
     weights = ModelWeights(model)
-    drafts = DraftLayers(source / FOLDER, model.config.num_layers, _KEY)
+    drafts = DraftLayers(source / DRAFTS, model.config.num_layers, _KEY)
     writer = WeightWriter(out, [*weights.specs(), *drafts.specs])
     if dist.get_rank() == 0:
         writer.create()

@@ -22,11 +22,10 @@ from agentrl.learner.megatron.options import recomputed_layers
 from agentrl.learner.megatron.pipeline import Pipeline
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
-from agentrl.models.critic import KEY as CRITIC_KEY
 from agentrl.models.freezing import KEY as FREEZE_KEY
 from agentrl.models.freezing import frozen_names
+from agentrl.models.reference_policy import CRITIC_KEY, check_reference
 from agentrl.models.reference_policy import KEY as REFERENCE_KEY
-from agentrl.models.reference_policy import check_reference
 
 
 @dataclass(frozen=True, slots=True)

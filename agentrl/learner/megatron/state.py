@@ -39,10 +39,9 @@ from agentrl.learner.megatron.policies import LoadedModel
 from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.random_states import rank_states, restore_rank
-from agentrl.models.critic import KEY as CRITIC_KEY
-from agentrl.models.draft_layers import DraftLayers
 from agentrl.models.export import copy_other_files
-from agentrl.models.weight_writer import WeightWriter
+from agentrl.models.reference_policy import CRITIC_KEY
+from agentrl.models.weight_writer import DraftLayers, WeightWriter
 
 _BUCKET_BYTES = 256 << 20
 """Weights that are gathered at a time."""

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.obs.metrics import read_metrics
-from agentrl.obs.viewer.index import Index
-from agentrl.obs.viewer.pack import Vocabulary, json_bytes, pack_rollout
+from agentrl.obs.viewer.page_data import Index, Vocabulary, json_bytes, pack_rollout
 from agentrl.obs.viewer.run_files import Entry, RunFiles
 
 TokenText = str | bytes

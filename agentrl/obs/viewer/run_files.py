@@ -119,11 +119,11 @@ def open_run(folder: Path) -> RunFiles:
     Raises:
         UserError: the folder does not exist, is not a run, or has no rollouts.
     """
+    config = _nearest_config(folder.absolute())
     if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
-        return RunFiles(folder, folder.parent, {0: folder}, _nearest_config(folder))
+        return RunFiles(folder, folder.parent, {0: folder}, config)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
-    config = _config(folder)
     steps = rollout_files(folder)
     inner = folder / "rollouts"
     if steps:
@@ -137,22 +137,16 @@ def open_run(folder: Path) -> RunFiles:
     )
 
 
-def _nearest_config(file: Path) -> dict[str, Any]:
-    """Return the configuration next to a rollout file, or that of the run whose ``rollouts/`` it is in."""
-    absolute = file.absolute()
-    return _read(sampled_with(absolute)) or _config(absolute.parent) or _config(absolute.parent.parent)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return _read(folder / "config.yaml")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    with reading(path, "configuration of a run"):
-        config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-        return config if isinstance(config, dict) else {}
+def _nearest_config(samples: Path) -> dict[str, Any]:
+    """Return the configuration of a run's folder, of that whose ``rollouts/`` it is, or of a rollout file in one."""
+    folders = [samples.parent, samples.parent.parent] if samples.is_file() else [samples]
+    folders += [samples.parent] if samples.name == "rollouts" else []
+    for path in (sampled_with(samples), *(folder / "config.yaml" for folder in folders)):
+        if path.is_file():
+            with reading(path, "configuration of a run"):
+                config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+                return config if isinstance(config, dict) else {}
+    return {}
 
 
 def _count(path: Path) -> int:

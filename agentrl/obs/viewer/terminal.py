@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +32,7 @@ STYLES = {
 """Style by provenance and loss mask. Trained observed tokens must not exist, and are highlighted if they do."""
 
 PROMPT = "dim"
+_POLICY, _OBSERVED = STYLES[Provenance.SAMPLED, True], STYLES[Provenance.OBSERVED, False]
 
 
 def steps_table(run: RunFiles, filters: Filters) -> tuple[Table, str]:
@@ -103,13 +106,13 @@ def legend() -> Text:
     return Text.assemble(
         ("prompt", PROMPT),
         "  ",
-        ("sampled, trained on", STYLES[Provenance.SAMPLED, True]),
+        ("sampled, trained on", _POLICY),
         "  ",
         ("sampled, masked", STYLES[Provenance.SAMPLED, False]),
         "  ",
         ("demonstrated", STYLES[Provenance.DEMONSTRATED, True]),
         "  ",
-        ("observed", STYLES[Provenance.OBSERVED, False]),
+        ("observed", _OBSERVED),
     )
 
 
@@ -188,8 +191,8 @@ def _row_text(row: Row, texts: Sequence[str]) -> Text:
 def _turn_text(rollout: Rollout) -> Text:
     text = Text(_abbreviate(rollout.prompt), PROMPT)
     for turn in rollout.turns:
-        text.append(turn.action, STYLES[Provenance.SAMPLED, True])
-        text.append(_abbreviate(turn.observation), STYLES[Provenance.OBSERVED, False])
+        text.append(turn.action, _POLICY)
+        text.append(_abbreviate(turn.observation), _OBSERVED)
     return text
 
 
@@ -198,7 +201,7 @@ def _moves_text(seat: SeatRecord) -> Text:
     text = Text(f"{seat.agent} ({seat.role}), {seat.player}:", "bold")
     for number, (step, move) in enumerate(zip(seat.steps, seat.moves, strict=False)):
         text.append(f"{' ·' if number else ''} step {step + 1} ", "not bold dim")
-        text.append(_abbreviate(move), STYLES[Provenance.OBSERVED, False])
+        text.append(_abbreviate(move), _OBSERVED)
     return text
 
 
@@ -237,3 +240,28 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
     if pending:
         texts[-1] += pending.decode("utf-8", "replace")
     return texts
+
+
+def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]], str]) -> RenderableType:
+    """Return a titled block: the prompt dim, what the policy sampled green, what it observed cyan, turn markers included.
+
+    Args:
+        rollout: to show; its last row, which has the whole conversation unless it was rewritten.
+        title: of the block.
+        decode: returns the text of tokens.
+    """
+    text = Text()
+    for row in rollout.rows[-1:]:
+        sampled = row.provenance == Provenance.SAMPLED
+        cuts = np.flatnonzero(np.diff(sampled, prepend=not sampled[0], append=not sampled[-1]))
+        for start, stop in pairwise(cuts.tolist()):
+            style = _POLICY if sampled[start] else _OBSERVED if start else PROMPT
+            text.append(decode(row.token_ids[start:stop].tolist()), style)
+    if not rollout.rows:
+        text = _turn_text(rollout)
+    legend = Text.assemble(
+        ("prompt", PROMPT), "  ", ("sampled by the policy, trained on", _POLICY), "  ", ("observed, masked", _OBSERVED)
+    )
+    metrics = "  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items()))
+    end = Text(f"reward {rollout.reward:g}  {rollout.stop_reason.value}  {metrics}", "yellow")
+    return TitledBlock(title, text, Text(), end, legend)

@@ -14,7 +14,7 @@ from agentrl.core.errors import ModelError
 from agentrl.inference.embedded.model import Model
 from agentrl.models.hub_tensors import hub_tensors
 from agentrl.models.weight_checksum import tensor_checksum
-from agentrl.weight_sync.checksum import Checksums
+from agentrl.weight_sync.engines import Checksums
 from tests.unit.learner.learners import tensors
 from tests.unit.learner.megatron.models import add_draft_layer, make_model
 

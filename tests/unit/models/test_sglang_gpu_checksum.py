@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.models.sglang_gpu_checksum import GpuChecksum
-from agentrl.models.weight_checksum import raw_bytes
+from agentrl.models.weight_checksum import GpuChecksum, raw_bytes
 
 
 def weights(count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.obs.console import TitledBlock, make_console, print_message
-from agentrl.obs.step_progress import ProgressView
+from agentrl.obs.progress import ProgressView
 
 
 class Terminal(StringIO):

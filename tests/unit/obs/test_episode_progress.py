@@ -3,13 +3,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from agentrl.obs import episode_progress
-from agentrl.obs.episode_progress import EpisodeProgress
+from agentrl.obs import progress
+from agentrl.obs.progress import EpisodeProgress
 
 
 def test_lines_when_the_output_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(second) for second in range(0, 1000, 4))
-    monkeypatch.setattr(episode_progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     text = StringIO()
     with EpisodeProgress(Console(file=text, width=100), 6) as count:
         count.begin()

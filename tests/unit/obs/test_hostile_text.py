@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl import Message, Task
-from agentrl.audit.report import DriftedTurn, Fault, Report, Violation
-from agentrl.audit.table import example_lines, report_table
+from agentrl.audit.report import DriftedTurn, Fault, Report, Violation, example_lines, report_table
 from agentrl.cli import main as command_line
 from agentrl.config.evaluation import EvalSet
 from agentrl.core.errors import AgentrlError, RunStopped, UserError
@@ -27,11 +26,9 @@ from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_lines, results_table
 from agentrl.obs.console import TitledBlock, log_to_stderr, make_console, print_error, print_message, printable
-from agentrl.obs.episode_progress import EpisodeProgress
-from agentrl.obs.rollout_panel import rollout_panel
-from agentrl.obs.step_progress import ProgressView
+from agentrl.obs.progress import EpisodeProgress, ProgressView
 from agentrl.obs.viewer.run_files import Entry
-from agentrl.obs.viewer.terminal import rollout_view, tokens_table
+from agentrl.obs.viewer.terminal import rollout_panel, rollout_view, tokens_table
 from agentrl.sandbox.base import Defence
 from agentrl.sandbox.canary.check import Finding, as_text, findings_table
 from agentrl.train.run_outputs import print_summary

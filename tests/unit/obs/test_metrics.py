@@ -7,11 +7,10 @@ import numpy as np
 from rich.console import Console
 
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
-from agentrl.obs.learning_curve import merge_equal_series, plot_curve
-from agentrl.obs.metrics import MetricsLog, read_metrics
-from agentrl.obs.rollout_panel import rollout_panel
-from agentrl.obs.step_progress import ProgressView, Stopwatch, format_left
+from agentrl.obs.metrics import MetricsLog, merge_equal_series, plot_curve, read_metrics
+from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.trackers import TensorBoard
+from agentrl.obs.viewer.terminal import rollout_panel
 from benchmarks.episode_runner import synthetic_rows
 
 

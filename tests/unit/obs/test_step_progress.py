@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.obs.step_progress import StartLines
+from agentrl.obs.progress import StartLines
 from agentrl.obs.waiting import PHASE, START, WaitRegistry, waiting
 
 

@@ -15,7 +15,7 @@ from deadlines import wait_until
 from agentrl.config.obs import ObsConfig
 from agentrl.core.errors import MissingError
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
-from agentrl.obs import wandb as ours
+from agentrl.obs import trackers as ours
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.trackers import COLUMNS, TensorBoard, markdown, sample_table
 

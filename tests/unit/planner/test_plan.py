@@ -14,11 +14,9 @@ from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learner.registry import make_backend
 from agentrl.models.shipped_architectures import find_architecture
-from agentrl.planner.engine import ROWS, Fleet, cache_bytes, plan_engines
-from agentrl.planner.gpus import GIB, Gpus
+from agentrl.planner.engine import GIB, ROWS, Gpus, cache_bytes, plan_engines
 from agentrl.planner.layouts import Request, layouts
-from agentrl.planner.plan import BASE, Option, Plan, make_plan
-from agentrl.planner.report import report
+from agentrl.planner.plan import BASE, Option, Plan, make_plan, report
 from agentrl.planner.training_summary import FITS, trained_model
 
 TOKENS = {"batch": {"tokens_per_micro": 16384}, "rollout": {"max_tokens": 8192}}
@@ -169,14 +167,16 @@ def test_kv_cache_by_hand() -> None:
 
 def test_engines_by_hand() -> None:
     hf = AutoConfig.from_pretrained(find_architecture("Qwen/Qwen3-8B"))
-    fleet = Fleet("disaggregate", 8, 40 * GIB, 8192)
-    actual = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), fleet))
+    sampler = SamplerConfig(backend="sglang")
+    actual = list(
+        plan_engines(hf, 8_190_735_360, sampler, mode="disaggregate", gpus=8, gpu_bytes=40 * GIB, row_tokens=8192)
+    )
     assert [(rollout.engines, rollout.tensor) for rollout in actual] == [(8, 1), (4, 2), (2, 4), (1, 8)]
     assert actual[0].weights == 2 * 8_190_735_360
     assert actual[0].cache == int(0.85 * 40 * GIB) - actual[0].weights
     assert actual[0].cache_tokens == actual[0].cache // (2 * 36 * 2 * 8 * 128)
     assert all(rollout.rows(8192) >= ROWS for rollout in actual)
-    small = list(plan_engines(hf, 8_190_735_360, SamplerConfig(backend="sglang"), Fleet("colocate", 2, 8 * GIB, 8192)))
+    small = list(plan_engines(hf, 8_190_735_360, sampler, mode="colocate", gpus=2, gpu_bytes=8 * GIB, row_tokens=8192))
     assert [(rollout.tensor, rollout.cache_tokens) for rollout in small] == [(2, 0)]
 
 

@@ -14,8 +14,7 @@ from agentrl.config.load import load_config
 from agentrl.config.reward import RewardConfig
 from agentrl.core.errors import ConfigError, RunStopped, UnknownNameError
 from agentrl.core.types import FailureKind
-from agentrl.rewards.function_runner import THREADS, FunctionRunner, takes_group
-from agentrl.rewards.grader import RewardGrader, check_reward, make_grader
+from agentrl.rewards.grader import THREADS, FunctionRunner, RewardGrader, check_reward, make_grader, takes_group
 
 HEAD = "import asyncio, math, sys, threading, time\nfrom agentrl import Sample\nfrom collections.abc import Sequence\n"
 

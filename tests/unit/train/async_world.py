@@ -35,7 +35,7 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
-from agentrl.obs.step_progress import ProgressView, Stopwatch
+from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler

@@ -14,7 +14,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.core.types import RowKey
-from agentrl.obs.step_progress import Stopwatch
+from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.testing.virtual_time import run_virtual

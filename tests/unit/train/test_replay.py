@@ -16,8 +16,8 @@ from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.core.types import Rollout, RowKey, StopReason
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
+from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
-from agentrl.obs.step_progress import ProgressView
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay

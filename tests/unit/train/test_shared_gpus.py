@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import read_rollouts, rollout_files
-from agentrl.obs.step_progress import Stopwatch
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.train.sampling import Sampling
 from tests.unit.train.async_world import TRAIN_S, Engines, World, make_config, steps, train

@@ -30,7 +30,7 @@ from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, complete_checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
-from agentrl.obs.step_progress import ProgressView, Stopwatch
+from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.train.evaluations import Evaluator

@@ -9,9 +9,9 @@ import pytest
 from agentrl.config.load import load_config
 from agentrl.testing import ContractError, FakeEngine, check_transport
 from agentrl.weight_sync.base import SyncedWeights
+from agentrl.weight_sync.bucketwise import TensorSync
 from agentrl.weight_sync.disk import DiskSync
 from agentrl.weight_sync.registry import TRANSPORTS, for_transport, transport_class, transport_faults
-from agentrl.weight_sync.tensor import TensorSync
 
 GPU = ["sampler.backend=sglang"]
 IPC = ["weights.transport=ipc", "placement.mode=colocate"]
@@ -108,7 +108,7 @@ def test_a_violation_is_found(transport: type, why: str) -> None:
 def test_a_class_in_a_file_is_a_transport(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from agentrl.weight_sync.tensor import TensorSync\n\nclass Mine(TensorSync):\n    default_bucket_mib = 3\n"
+        "from agentrl.weight_sync.bucketwise import TensorSync\n\nclass Mine(TensorSync):\n    default_bucket_mib = 3\n"
     )
     name = f"{file}:Mine"
     assert transport_class(name).bucket_bytes(None) == 3 << 20

@@ -25,7 +25,7 @@ from agentrl.learner.export.exporter import WeightExporter
 from agentrl.models.weight_checksum import fingerprint, tensor_checksum
 from agentrl.testing import FakeEngine
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions
-from agentrl.weight_sync.checksum import Checksums
+from agentrl.weight_sync.engines import Checksums
 from agentrl.weight_sync.registry import TRANSPORTS, make_transport
 
 

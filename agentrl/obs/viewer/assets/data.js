@@ -1,5 +1,5 @@
 // The data of the page: the index, which is there at once, and tokens, which are unpacked when a rollout is opened.
-// How they are packed: agentrl/obs/viewer/pack.py.
+// How they are packed: agentrl/obs/viewer/page_data.py.
 
 const byId = (id) => document.getElementById(id);
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from agentrl.core.types import FinishReason, ForkReason, Generation, Rollout, StopReason
 from agentrl.episode.trajectory import Trajectory
-from agentrl.obs.viewer.pack import Vocabulary, pack_rollout
+from agentrl.obs.viewer.page_data import Vocabulary, pack_rollout
 from agentrl.obs.viewer.run_files import Entry
 from agentrl.obs.viewer.terminal import rollout_view, tokens_table
 

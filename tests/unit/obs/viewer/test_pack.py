@@ -1,4 +1,4 @@
-"""What the page's script will unpack, unpacked here by the layout that agentrl/obs/viewer/pack.py states."""
+"""What the page's script will unpack, unpacked here by the layout that agentrl/obs/viewer/page_data.py states."""
 
 import json
 import struct
@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from agentrl.core.types import Failure, FailureKind, FinishReason, MaskReason, Provenance, SeatRecord, Turn
-from agentrl.obs.viewer.pack import Vocabulary, json_bytes, pack_rollout, runs
+from agentrl.obs.viewer.page_data import Vocabulary, json_bytes, pack_rollout, runs
 
 
 def unpack(packed):

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from agentrl.core.types import Failure, FailureKind, FinishReason, Turn
-from agentrl.obs.viewer.index import Index, differences
 from agentrl.obs.viewer.page import SCRIPTS, build_page, curve_data, describe_run
+from agentrl.obs.viewer.page_data import Index, differences
 from agentrl.obs.viewer.run_files import Entry, RunFiles
 
 HOSTILE = "</script><script>hacked()</script><!--<img src=x onerror=hacked()>\u2028]]>&lt;"

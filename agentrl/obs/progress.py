@@ -1,20 +1,82 @@
-"""Progress of a run on the console: a live table in a terminal, one line per step elsewhere."""
+"""Progress on the console: of a run, a live table in a terminal or one line per step elsewhere; of an evaluation, in episodes."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.obs.console import print_message
 from agentrl.obs.waiting import PHASE, START, WaitListener, waiting
+
+EVERY_S = 10.0
+"""Seconds between two lines if the output is not a terminal."""
+
+
+class EpisodeProgress:
+    """Counts finished episodes: a progress bar in a terminal, elsewhere a line every `EVERY_S`."""
+
+    def __init__(self, console: Console, total: int, activity: str = "evaluating") -> None:
+        self.done = 0
+        self._console = console
+        self._total = total
+        self._activity = activity
+        self._began = self._shown = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("episodes", markup=False),
+            )
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+            self._task = self._bar.add_task("starting engine and tools", total=total)
+
+    def begin(self) -> None:
+        """Start the clock: the first episodes start now."""
+        self._began = self._shown = time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._task, description=self._activity)
+        else:
+            self.print_text(f"{self._activity}: {self._total} episodes")
+
+    def add(self) -> None:
+        """Count a finished episode."""
+        self.done += 1
+        current_time = time.monotonic()
+        if self._bar is not None:
+            self._bar.advance(self._task)
+        elif current_time - self._shown >= EVERY_S and self.done < self._total:
+            self._shown = current_time
+            seconds_left = (current_time - self._began) / self.done * (self._total - self.done)
+            line = f"{self._activity}: {self.done}/{self._total} episodes, about {format_left(seconds_left)} left"
+            self.print_text(line)
+
+    def print_text(self, text: str) -> None:
+        """Print a message above the progress bar."""
+        print_message(self._console, text)
+
+    def __enter__(self) -> EpisodeProgress:
+        """Show the progress bar."""
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Remove the progress bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward", "{:.3f}"),
@@ -188,22 +250,15 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._name = ""
-        self._open: list[tuple[str, float]] = []
 
-    def __call__(self, name: str) -> Stopwatch:
-        """Set the phase that the next ``with`` measures."""
-        self._name = name
-        return self
-
-    def __enter__(self) -> None:
-        """Start the measurement."""
-        self._open.append((self._name, time.perf_counter()))
-
-    def __exit__(self, *exception: object) -> None:
-        """Add the elapsed seconds to the phase."""
-        name, start = self._open.pop()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """Return ``time/PHASE_s`` for each phase."""
