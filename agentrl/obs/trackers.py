@@ -28,6 +28,7 @@ class Tracker(Protocol):
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
         """Log some of a step's rollouts, as lines of `COLUMNS`; does nothing by default."""
+        return
 
     def close(self) -> None:
         """Flush and close the tracker."""

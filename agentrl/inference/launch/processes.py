@@ -82,7 +82,7 @@ class EngineProcess:
         self.child.stop(0.0)
 
 
-def launch_embedded(
+def launch_embedded(  # what a start needs beside the engine's own options
     model: Path,
     config: EmbeddedConfig | None = None,
     *,
