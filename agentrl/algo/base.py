@@ -113,7 +113,7 @@ class LossInput:
     logprobs_N: torch.Tensor
     """The sampler's log-probabilities, at the learner's temperature; 0 in supervised batches."""
     sequence_N: torch.Tensor | None = None
-    """int64 number of the token's sequence, all that one agent sampled in a rollout; None in supervised batches."""
+    """int64 number of the token's sequence in the micro-batch: all that one agent sampled in a rollout."""
     sequence_size_N: torch.Tensor | None = None
     """Tokens of that sequence in the global batch, of which some may be in other micro-batches."""
     learner_logprobs_N: torch.Tensor | None = None
@@ -134,7 +134,7 @@ class LossInput:
     """int64 places among ``N`` of the tokens of each source of a mixed run, by its number; sources without tokens are
     left out. The sizes are known on the host, so nothing waits for a GPU."""
     sequences: int | None = None
-    """Sequences of the global batch: above every number in ``sequence_N``."""
+    """Sequences of the micro-batch: above every number in ``sequence_N``."""
 
     def at(self, places_M: torch.Tensor) -> LossInput:
         """Return the fields at some of the tokens, int64 ``[M]``."""

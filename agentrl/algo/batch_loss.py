@@ -1,6 +1,6 @@
 """The loss of micro-batches, for every learner backend: policy loss, importance correction, KL term and entropy bonus.
 
-Legend: ``N`` tokens at the loss mask of a micro-batch, ``S`` sequences of the global batch.
+Legend: ``N`` tokens at the loss mask of a micro-batch, ``R`` its rows.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ class BatchLoss:
             ratio_N: of `SequenceRatios`, if `needs_ratios`.
         """
         scores_N, entropy_N = scores
-        sequence_N = self._sequence_numbers(micro, at_N)
+        row_N = micro.row_L[at_N].long()
+        numbers = {number: index for index, number in enumerate(dict.fromkeys(micro.sequences))}
+        sequence_R = torch.tensor([numbers[number] for number in micro.sequences], dtype=torch.int64)
+        size_R = torch.tensor([batch.sequence_sizes[number] for number in micro.sequences], dtype=torch.float32)
         loss_input = LossInput(
             weight_N=to_device(micro.weight_L[at_N], self.device),
             advantages_N=to_device(micro.advantages_L[at_N], self.device),
             logprobs_N=to_device(micro.logprobs_L[at_N], self.device),
-            sequence_N=to_device(sequence_N, self.device),
-            sequence_size_N=to_device(torch.tensor(batch.sequence_sizes, dtype=torch.float32)[sequence_N], self.device),
+            sequence_N=to_device(sequence_R[row_N], self.device),
+            sequence_size_N=to_device(size_R[row_N], self.device),
             learner_logprobs_N=self._select(micro.learner_logprobs_L, at_N),
             correction_N=self._select(micro.correction_L, at_N),
             sequence_log_ratio_N=ratio_N,
@@ -86,7 +89,7 @@ class BatchLoss:
             returns_N=self._select(micro.returns_L, at_N),
             entropy_N=entropy_N if self.algo.needs_entropy else None,
             source_tokens=self._source_tokens(micro, at_N),
-            sequences=len(batch.sequence_sizes),
+            sequences=len(numbers),
         )
         loss, metrics = self.losses[batch.kind](scores_N, loss_input)
         if entropy_N is not None:
@@ -96,17 +99,15 @@ class BatchLoss:
     def log_ratio(
         self, micro: MicroBatch, at_N: torch.Tensor, logprobs_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-ratio of each token, ``[N]`` without gradient, and the number of its sequence, int64 ``[N]``."""
+        """Return the log-ratio of each token, ``[N]`` without gradient, and its sequence's number in the batch, int64 ``[N]``."""
         sampler_N = to_device(micro.logprobs_L[at_N], self.device)
         learner_N = self._select(micro.learner_logprobs_L, at_N)
         old_N = self.objective.old_logprobs(logprobs_N, sampler_N, learner_N)
-        return logprobs_N - old_N, to_device(self._sequence_numbers(micro, at_N), self.device)
+        sequence_N = torch.tensor(micro.sequences, dtype=torch.int64)[micro.row_L[at_N].long()]
+        return logprobs_N - old_N, to_device(sequence_N, self.device)
 
     def _select(self, values_L: torch.Tensor | None, at_N: torch.Tensor) -> torch.Tensor | None:
         return None if values_L is None else to_device(values_L[at_N], self.device)
-
-    def _sequence_numbers(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(micro.sequences, dtype=torch.int64)[micro.row_L[at_N].long()]
 
     def _source_tokens(self, micro: MicroBatch, at_N: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the indices of each source's tokens among those at the mask; see `LossInput.source_tokens`."""

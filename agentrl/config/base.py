@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from math import inf
+from typing import Annotated, cast
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
+
+MAX_SECONDS = 1e9
+"""Limit of times: threads and sockets cannot wait for 300 years."""
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+_FLOAT32 = (1e-37, 3e38)
+"""Sizes of numbers with which learner and engines compute."""
 
 
 def _with_strict_scalars(schema: object) -> object:
@@ -16,10 +23,12 @@ def _with_strict_scalars(schema: object) -> object:
     if not isinstance(schema, dict):
         return schema
     kind = schema.get("type")
-    if kind == "function-before" and schema["function"]["function"] in (_whole_number, _text):
+    if kind == "function-before" and schema["function"]["function"] in (_number, _whole_number, _text):
         return schema  # of a subsection
-    if kind in ("bool", "float"):
+    if kind == "bool":
         return {**schema, "strict": True}
+    if kind == "float":
+        return no_info_before_validator_function(_number, {**schema, "strict": True})
     if kind == "int":
         return no_info_before_validator_function(_whole_number, {**schema, "strict": True})
     if kind == "str":
@@ -27,6 +36,13 @@ def _with_strict_scalars(schema: object) -> object:
     return {
         key: value if key in ("default", "metadata") else _with_strict_scalars(value) for key, value in schema.items()
     }
+
+
+def _number(value: object) -> object:
+    smallest, largest = _FLOAT32
+    if isinstance(value, int | float) and (0 < abs(value) < smallest or largest < abs(value) < inf):
+        raise ValueError("it is 0 or infinite in 32 bits")
+    return value
 
 
 def _whole_number(value: object) -> object:

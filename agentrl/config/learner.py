@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 from agentrl.core.lineup import MAIN
 
 Recompute = Literal["none", "selective", "full"]
@@ -147,9 +147,9 @@ class LearnerConfig(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Options of Megatron-Core, for ``backend=megatron``: fields of its ``TransformerConfig``, ``OptimizerConfig`` and
     ``DistributedDataParallelConfig``, such as ``tensor_model_parallel_size``."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds until the ranks must have loaded the model."""
-    step_timeout_s: PositiveFloat = 1800.0
+    step_timeout_s: Seconds = 1800.0
     """Timeout of a call to the ranks, such as an optimizer step or a checkpoint, seconds."""
 
     @model_validator(mode="after")

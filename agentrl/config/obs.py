@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from agentrl.config.base import Section
+from agentrl.config.base import MAX_SECONDS, Section
 
 
 class ObsConfig(Section):
@@ -32,7 +32,7 @@ class ObsConfig(Section):
     """Rollouts of each step in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"
     """A live table, plain lines, or ``auto``: a live table in a terminal only."""
-    stall_warning_s: float = Field(default=120.0, ge=0)
+    stall_warning_s: float = Field(default=120.0, ge=0, le=MAX_SECONDS)
     """Seconds without progress before the run prints what it waits for; repeated after twice and four times as long. On
     SIGUSR1 it is printed at once. 0: on SIGUSR1 only."""
 

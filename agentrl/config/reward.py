@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat
-
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 
 
 class RewardConfig(Section):
@@ -20,5 +18,5 @@ class RewardConfig(Section):
     """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
     error_score: float = 0.0
     """The reward of such a sample with ``on_error=score``."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Timeout of a call, seconds."""

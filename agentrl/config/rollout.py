@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from agentrl.config.base import Section
+from agentrl.config.base import MAX_SECONDS, Seconds, Section
 
 FailureAction = Literal["train", "drop", "retry", "stop"]
 """``train`` on the episode with the reward it has, ``drop`` it, ``retry`` it from its start, or ``stop`` the run."""
@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     over_sampling_batch_size: PositiveInt | None = None
     """Most groups that run or wait for a step, with ``async.max_staleness`` (slime's key). A step takes the first ``batch_size``
     that finish, the others stay for the next steps; null: as many as ``async.max_staleness`` allows."""
-    straggler_timeout_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    straggler_timeout_s: float = Field(default=0.0, ge=0, le=MAX_SECONDS)
     """Seconds after the step before in which a step waits for the groups that began first, with ``async.max_staleness``. Then it
     takes the first ``batch_size`` that have finished, and the others stay for the next steps; 0: at once."""
     filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
@@ -69,7 +69,7 @@ class RolloutConfig(Section):
     """Maximum turns of an episode, including those of its subagents."""
     max_tokens: PositiveInt = 1024
     """Context length: tokens of one conversation, including prompt, turns, observations and the policy's answer."""
-    max_seconds: PositiveFloat = 300.0
+    max_seconds: Seconds = 300.0
     """Seconds that environment and tools may take in an episode. The time of engines does not count, and neither do outages."""
     concurrency: PositiveInt = 256
     """Episodes that run at the same time."""

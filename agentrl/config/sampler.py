@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveInt, field_validator
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 
 _TENSOR = ("tp", "tp_size", "tensor_parallel_size")
 _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
@@ -113,9 +113,9 @@ class SamplerConfig(Section):
     """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
     max_new_tokens: PositiveInt = 64
     """Maximum tokens of a turn."""
-    request_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: Seconds = 300.0
     """Seconds until a generation counts as lost."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds until a started engine must be healthy."""
     max_running: PositiveInt | Literal["auto"] | None = None
     """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit. ``auto``: the
@@ -125,11 +125,11 @@ class SamplerConfig(Section):
     the program ``sglang-router`` (extra ``router``), with which ``max_running`` is a mean over engines. With both, all
     turns of an episode go to one engine, and a new episode to the engine with the fewest requests; ``builtin`` keeps the episodes
     of a prompt together as long as that engine has less than 8 requests more than another."""
-    health_interval_s: PositiveFloat = 2.0
+    health_interval_s: Seconds = 2.0
     """Seconds between health checks of an engine."""
-    stall_timeout_s: PositiveFloat = 60.0
+    stall_timeout_s: Seconds = 60.0
     """An engine that has not answered for this many seconds counts as hung; it is restarted if the run started it."""
-    update_timeout_s: PositiveFloat = 600.0
+    update_timeout_s: Seconds = 600.0
     """The same while an engine receives weights: it may not answer during a long update."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a dead or hung engine is restarted; after that the run continues with the others."""
@@ -143,8 +143,8 @@ class SamplerConfig(Section):
     @field_validator("temperature")
     @classmethod
     def _not_greedy(cls, temperature: float) -> float:
-        if temperature == 0:
-            raise ValueError("greedy samples of a group are all the same; set sampler.temperature above 0")
+        if temperature < 1e-6:  # as engines decide
+            raise ValueError("greedy samples of a group are all the same; set sampler.temperature to 1e-6 or more")
         return temperature
 
     @field_validator("sglang")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 
 
 class SandboxLimits(Section):
     """Resource limits of one sandbox. Memory, processes, disk and inodes are counted over all its processes."""
 
-    wall_s: PositiveFloat = 10.0
+    wall_s: Seconds = 10.0
     """Wall time of a call, seconds."""
     cpu_s: PositiveInt = 10
     """CPU time of a process in a call, seconds."""

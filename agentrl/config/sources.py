@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 from agentrl.config.merging import Tree, overlay
 from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import ResetSeed
@@ -21,7 +21,7 @@ class SourceRollout(Section):
     """As ``rollout.max_turns``."""
     max_tokens: PositiveInt | None = None
     """As ``rollout.max_tokens``."""
-    max_seconds: PositiveFloat | None = None
+    max_seconds: Seconds | None = None
     """As ``rollout.max_seconds``."""
     reset_seed: ResetSeed | None = None
     """As ``rollout.reset_seed``."""

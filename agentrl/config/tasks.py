@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 
 
 class EndpointConfig(Section):
@@ -23,7 +23,7 @@ class EndpointConfig(Section):
     """Sampling temperature."""
     max_new_tokens: PositiveInt = 256
     """Most tokens of a turn."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Seconds until a request counts as lost."""
     attempts: PositiveInt = 4
     """Requests for a turn, if the endpoint fails, before the episode fails."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from agentrl.config.base import Section
+from agentrl.config.base import MAX_SECONDS, Seconds, Section
 from agentrl.config.sandbox import SandboxConfig
 
 
@@ -19,11 +19,11 @@ class ServerConfig(Section):
     max_running: PositiveInt | None = None
     """Maximum concurrent calls that use sandboxes; further ones wait, and their time limits start after the wait. By default
     eight per core: with many more, code exceeds its time limit only because processors are busy."""
-    queue_timeout_s: NonNegativeFloat = 120.0
+    queue_timeout_s: float = Field(default=120.0, ge=0, le=MAX_SECONDS)
     """Seconds that a session may wait to be opened until it is refused."""
-    idle_timeout_s: PositiveFloat = 900.0
+    idle_timeout_s: Seconds = 900.0
     """Seconds without a call until a session is closed."""
-    drain_timeout_s: NonNegativeFloat = 10.0
+    drain_timeout_s: float = Field(default=10.0, ge=0, le=MAX_SECONDS)
     """Seconds that running calls may still take after the server was asked to stop."""
     token: str | None = None
     """Bearer token that requests must have; by default ``AGENTRL_TOOLS_TOKEN``. Required if the server listens on other
@@ -33,7 +33,7 @@ class ServerConfig(Section):
 class ClientConfig(Section):
     """Requests to a tool server: ``tools.NAME.options.client``."""
 
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Timeout of a request, seconds, including the wait for a session."""
     retries: NonNegativeInt = 3
     """Retries of a request that did not arrive; its call id makes them idempotent."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from agentrl.config.base import Section
+from agentrl.config.base import MAX_SECONDS, Section
 
 
 class RunConfig(Section):
@@ -36,7 +36,7 @@ class TrainConfig(Section):
     """Steps between checkpoints; 0: only after the last step."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
-    save_episodes_s: float | None = Field(default=30.0, ge=0)
+    save_episodes_s: float | None = Field(default=30.0, ge=0, le=MAX_SECONDS)
     """Seconds after which an episode in progress is saved to the journal, and again, so that a killed run goes on with it; null
     saves none. docs/checkpoints.md."""
     keep_best: str | None = None

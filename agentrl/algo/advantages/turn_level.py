@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 from pydantic import Field
@@ -10,7 +11,6 @@ from typing_extensions import override
 
 from agentrl.algo.advantages.rewards import Floats, by_row, sequences_with_returns
 from agentrl.algo.base import AdvantageEstimator, AdvantageInput, Advantages
-from agentrl.batch.sequences import SampledSequence
 
 
 class TurnLevel(AdvantageEstimator):
@@ -36,21 +36,41 @@ class TurnLevel(AdvantageEstimator):
 
     @override
     def advantages(self, inputs: AdvantageInput) -> Advantages:
-        agents: dict[tuple[int, str], list[tuple[SampledSequence, Floats]]] = defaultdict(list)
+        agents: dict[tuple[int, str], list[Floats]] = defaultdict(list)
         sequences = sequences_with_returns(inputs, self.options.gamma)
         for group, sequence, returns_K in sequences:
-            agents[group, sequence.rows[0].key.agent_id].append((sequence, returns_K))
-        tokens = []
-        for group, sequence, returns_K in sequences:
-            advantages_K = np.zeros(len(returns_K))
-            agent = agents[group, sequence.rows[0].key.agent_id]
-            rivals = [rival_K for rival, rival_K in agent if rival is not sequence]
-            last = max(map(len, rivals), default=0) - 1
-            for turn, turn_return in enumerate(returns_K):
-                compared = [rival_K[min(turn, last)] for rival_K in rivals if len(rival_K) > min(turn, last)]
-                if any(
-                    rival != turn_return for rival in compared
-                ):  # rounding in the mean of equal returns is no advantage
-                    advantages_K[turn] = turn_return - np.mean(compared)
-            tokens.append((sequence, advantages_K[sequence.turns_S]))
-        return by_row(tokens)
+            agents[group, sequence.rows[0].key.agent_id].append(returns_K)
+        turns = {agent: _Turns(returns) for agent, returns in agents.items()}
+        return by_row(
+            [
+                (sequence, turns[group, sequence.rows[0].key.agent_id].advantages_K(returns_K)[sequence.turns_S])
+                for group, sequence, returns_K in sequences
+            ]
+        )
+
+
+class _Turns:
+    """The returns of an agent's sequences in a group, by turn, as far as two sequences reach."""
+
+    def __init__(self, returns: Sequence[Floats]) -> None:
+        self.shared = sorted(map(len, returns))[-2] if len(returns) > 1 else 0
+        self.by_turn = [
+            np.array([returns_K[turn] for returns_K in returns if len(returns_K) > turn]) for turn in range(self.shared)
+        ]
+        self.means = [values.mean() for values in self.by_turn]
+        self.are_equal = [bool(np.ptp(values) == 0) for values in self.by_turn]
+
+    def advantages_K(self, returns_K: Floats) -> Floats:
+        """Return each turn's return minus the mean of the others'; exactly 0 if they are equal, whose mean would be rounded."""
+        advantages_K = np.zeros(len(returns_K))
+        for turn in range(min(len(returns_K), self.shared)):
+            if not self.are_equal[turn]:
+                count = len(self.by_turn[turn])
+                advantages_K[turn] = (returns_K[turn] - self.means[turn]) * count / (count - 1)
+        if 0 < self.shared < len(returns_K):  # no other sequence is as long
+            last = self.by_turn[-1]
+            others = np.delete(last, np.flatnonzero(last == returns_K[self.shared - 1])[:1])
+            later_K = returns_K[self.shared :]
+            equal_K = (later_K == others.min()) & (others.min() == others.max())
+            advantages_K[self.shared :] = np.where(equal_K, 0.0, later_K - others.mean())
+        return advantages_K

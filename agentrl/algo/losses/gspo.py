@@ -38,7 +38,7 @@ class Gspo(PolicyLoss):
         if log_ratio_N is None:
             log_ratio_N = inputs.sequence_mean(logprobs_N.detach() - old_N)
         return clip_loss(
-            log_ratio_N + logprobs_N - logprobs_N.detach(),
+            log_ratio_N + (logprobs_N - logprobs_N.detach()),
             inputs.advantages_N,
             self.options.clip_low,
             self.options.clip_high,

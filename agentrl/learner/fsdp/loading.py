@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -240,17 +241,21 @@ def _mixes_rows(model: PackedModel) -> bool:
 
 @torch.no_grad()
 def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
-    """Check that the model's logits are its head on its last hidden states, exactly.
+    """Check that the model's logits are its last hidden states times the head's weight, exactly.
 
     Raises:
-        ModelError: the architecture scales or caps hidden states or logits.
+        ModelError: the architecture scales or caps hidden states or logits, also in its head.
     """
     packed = _pack_rows(_PROBE_T, _OTHER_T)
     head_inputs: list[torch.Tensor] = []
+    head_is_linear: list[bool] = []
     fake_logits: list[torch.Tensor] = []
 
     def replace_logits(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         head_inputs.append(inputs[0])
+        head: Any = module
+        product = F.linear(inputs[0], head.weight, head.bias)
+        head_is_linear.append(output.dtype is product.dtype and torch.allclose(output, product, _ROUNDING, _ROUNDING))
         # Small integers, which every dtype represents: a cap or a factor changes them, however small the logits are.
         fake_logits.append((torch.arange(output.numel(), device=output.device) % 128 - 64).view_as(output).float())
         return fake_logits[-1]
@@ -264,9 +269,10 @@ def _check_head(policy: PolicyModel, folder: Path, key: str) -> None:
     finally:
         hook.remove()
         reshard(policy)
-    if not (head_inputs and torch.equal(head_inputs[0], hidden[0]) and torch.equal(logits.float(), fake_logits[0])):
+    same_inputs = bool(head_inputs) and torch.equal(head_inputs[0], hidden[0])
+    if not (same_inputs and all(head_is_linear) and torch.equal(logits.float(), fake_logits[0])):
         raise ModelError(
-            f"{key}={folder}: {type(policy.hf).__name__} changes logits after its head, which the fsdp learner lacks; "
+            f"{key}={folder}: {type(policy.hf).__name__} changes logits in or after its head, which the fsdp learner lacks; "
             "choose another"
         )
 

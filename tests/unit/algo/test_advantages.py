@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from time import process_time
 
 import numpy as np
 import pytest
@@ -397,3 +398,14 @@ def test_penalties_are_taken_off_before_advantages():
 def test_maxrl_refuses_negative_rewards():
     with pytest.raises(ConfigError, match=r"algo\.advantage\.name=maxrl"):
         RunEstimators(advantage_config("maxrl", {}).by_source).advantages("", AdvantageInput(make_ragged(0).groups))
+
+
+def test_twice_the_rollouts_of_a_group_take_about_twice_the_time():
+    def seconds(size: int) -> float:
+        groups = make_ragged(0, sizes=(size,), agents=1, dropped=0).groups
+        estimators = RunEstimators(advantage_config("turn_level", {}).by_source)
+        start = process_time()
+        estimators.advantages("", AdvantageInput(groups))
+        return process_time() - start
+
+    assert seconds(800) < 24 * seconds(100), "8 times the rollouts"

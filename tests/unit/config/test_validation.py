@@ -29,6 +29,8 @@ NUMBERS = {int, float}
         ("learner=5", "learner=5: this is a section and needs keys"),
         ("tools={null: {}}", "tools.None=null: this is text; put it in quotes"),
         ("run.dir=1.50", "run.dir=1.5: this is text; put it in quotes"),
+        ("sampler.temperature=1e-7", "sampler.temperature=1e-07: greedy samples of a group are all the same"),
+        ("reward.timeout_s=1e10", "reward.timeout_s=10000000000.0: Input should be less than or equal to 1000000000"),
         ("sampler.top_k=-7", "sampler.top_k=-7: -1 keeps all tokens, 1 and more keep so many"),
         ("train.steps.=3", "'train.steps.=3' is not a setting: 'train.steps.' has a name that is empty"),
     ],
@@ -67,9 +69,9 @@ def numeric_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterato
 def test_no_number_is_infinite_or_a_boolean_or_text() -> None:
     keys = [(key, kind) for key, kind in numeric_keys() if ".curriculum." not in key]
     assert len(keys) > 120
-    values: list[Any] = [float("inf"), float("-inf"), float("nan"), True, "1", 2**64 + 0.5]
+    values: list[Any] = [float("inf"), float("-inf"), float("nan"), True, "1", 1e300, 1e-300, 10**400, 2**64 + 0.5]
     for key, kind in keys:
-        for value in values[: 6 if kind is int else 5]:
+        for value in values[: 9 if kind is int else 8]:
             tree: Any = [value, value] if key.endswith("betas") else value
             for name in reversed(key.split(".")):
                 tree = {name: tree}

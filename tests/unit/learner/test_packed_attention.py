@@ -126,3 +126,17 @@ def test_an_architecture_that_changes_logits_after_the_head_is_refused(tmp_path,
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", scaled)
     with pytest.raises(ModelError, match="Qwen3ForCausalLM changes logits"):
         load_policy(folder, LearnerConfig(precision="float32"), torch.device("cpu"), None)
+
+
+def test_a_head_that_does_more_than_a_product_is_refused(tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "m")
+    full_init = Qwen3ForCausalLM.__init__
+
+    def with_scaled_head(self, config):
+        full_init(self, config)
+        product = self.lm_head.forward
+        self.lm_head.forward = lambda hidden: product(hidden) * 0.5
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_scaled_head)
+    with pytest.raises(ModelError, match="Qwen3ForCausalLM changes logits"):
+        load_policy(folder, LearnerConfig(precision="float32"), torch.device("cpu"), None)

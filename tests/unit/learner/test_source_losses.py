@@ -123,6 +123,26 @@ def test_each_loss_is_called_with_the_tokens_of_its_source(learners: Learners, f
     assert sizes == [(of_b,) * 4]
 
 
+def test_a_loss_sees_the_sequences_of_its_micro_batch_alone() -> None:
+    """Else each micro-batch would take as long as the batch is large."""
+    small = config("token_mean", {}, tokens_per_micro=8)
+    step = training_step(small, group_rollouts([rollout_of(script) for script in scripts()]))
+    batch, loss, counts = step.policy_batch(step.optimizer_steps()[0]), BatchLoss(small.algo, torch.device("cpu")), []
+
+    class Watched(Gspo):
+        def token_loss(self, logprobs_N, old_N, inputs):
+            counts.append(inputs.sequences)
+            return super().token_loss(logprobs_N, old_N, inputs)
+
+    loss.objective.policy_losses = [Watched()]
+    for micro in batch.micro[0]:
+        at_N = micro.mask_L.nonzero()[:, 0]
+        logprobs_N = micro.logprobs_L[at_N]
+        loss(batch, micro, at_N, (logprobs_N, None), reference_N=logprobs_N)
+    assert counts == [len({*micro.sequences}) for micro in batch.micro[0]]
+    assert sum(counts) < len(counts) * len(batch.sequence_sizes)
+
+
 def test_sources_with_one_loss_are_one_call() -> None:
     same = {name: algo | {"loss": {"name": "cispo"}} for name, algo in ALGORITHMS.items()}
     assert len(make_objective(config("token_mean", same).algo).policy_losses) == 1
