@@ -4,12 +4,10 @@ The names here are the public interface for environments, tools, tasks, rewards 
 `agentrl.testing` has the fakes and contract checks for their tests. `agentrl.algo.base` has the contracts of algorithms.
 """
 
-from agentrl.core.aec_env import AecAdapter
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env, Step
 from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
-from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, View
-from agentrl.core.player import Player, RandomPlayer
+from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, MultiStep, Player, RandomPlayer, View
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.tool import Tool, ToolService, tool

@@ -21,8 +21,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.launcher import EngineSpec, visible_gpus
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.base import LearnerGroup, WeightBucket
-from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.random_models import Shape, find_model_shape, parameter_shapes, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.weight_sync.base import TransportOptions

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from agentrl import Env, Message, Task, tool  # noqa: E402
-from agentrl.config.render import RenderConfig  # noqa: E402
+from agentrl.config.model import RenderConfig  # noqa: E402
 from agentrl.config.rollout import FailureConfig  # noqa: E402
 from agentrl.core.types import MaskReason, Provenance, Row, SamplingParams  # noqa: E402
 from agentrl.episode.context import EpisodeContext  # noqa: E402

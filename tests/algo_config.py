@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.algo.checks import algorithm_faults
+from agentrl.algo.registry import algorithm_faults
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.load import validate
 

@@ -14,8 +14,7 @@ from agentrl.batch.packing import PackOptions, RowSignals, StepPart, pack
 from agentrl.batch.sequences import RowValues
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout, Row, RowKey
-from agentrl.train.step_scores import StepScores
-from agentrl.train.step_settings import StepSettings, pack_options
+from agentrl.train.step_scores import StepScores, StepSettings, pack_options
 from agentrl.train.training_step import TrainingStep
 
 PAD = 0

@@ -21,7 +21,7 @@ import preloaded
 MODULES = (
     "torch.distributed.checkpoint",
     "agentrl.learner.fsdp.rank",
-    "agentrl.learner.export.exporter",
+    "agentrl.learner.export",
     "agentrl.inference.launch.launcher",
 )
 """What actors import."""

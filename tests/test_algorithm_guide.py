@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "how_to" / "algorithm.md"
 NAME = "best_of_group"
 SEEN = """
 import runpy
-from agentrl.algo.checks import algorithm_faults
+from agentrl.algo.registry import algorithm_faults
 from agentrl.algo.registry import compares_groups, make_estimator, needs_critic
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError

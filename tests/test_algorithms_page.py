@@ -8,8 +8,7 @@ import pytest
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.base import Algorithm
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.config.load import load_config
-from agentrl.config.shipped import shipped_folder
+from agentrl.config.load import load_config, shipped_folder
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 

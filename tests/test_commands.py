@@ -19,8 +19,8 @@ import pytest
 
 from agentrl.cli.main import COMMANDS, _parse, build_parser, main
 from agentrl.cli.options import resolve_config
+from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
-from agentrl.config.saved import save_config
 from agentrl.core.registry import model_folder
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.service import make_tools

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.algo.checks import algorithm_faults
+from agentrl.algo.registry import algorithm_faults
 from agentrl.cli.main import build_parser
 from agentrl.cli.options import config_layers
 from agentrl.config.layers import differences, load_layers
-from agentrl.config.load import dump, load_config, read_yaml, validate
+from agentrl.config.load import default_config, dump, find_config, load_config, read_yaml, shipped_folder, validate
 from agentrl.config.schema import Config
-from agentrl.config.shipped import default_config, find_config, shipped_folder
 from agentrl.config.validation import all_keys
 from agentrl.core.errors import ConfigError
 from agentrl.train.preflight import plan_run

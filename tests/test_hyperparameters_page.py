@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.load import load_config
+from agentrl.config.load import find_config, load_config
 from agentrl.config.schema import Config
-from agentrl.config.shipped import find_config
 from agentrl.models.learning_rates import usual_rates
 
 PAGE = (Path(__file__).parents[1] / "docs" / "hyperparameters.md").read_text()

@@ -9,8 +9,7 @@ from agentrl.cli.main import build_parser
 from agentrl.cli.options import config_layers
 from agentrl.config.engine_checks import check_placement
 from agentrl.config.layers import Layer, load_layers
-from agentrl.config.load import read_yaml
-from agentrl.config.shipped import default_config, shipped_folder
+from agentrl.config.load import default_config, read_yaml, shipped_folder
 from agentrl.learner.registry import make_backend
 from agentrl.models.shipped_architectures import shipped_architectures
 from agentrl.planner.engine import MACHINE, Gpus

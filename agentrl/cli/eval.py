@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.layers import merge_layers
+from agentrl.config.layers import CONFIG, merge_layers, saved_layers
 from agentrl.config.load import load_config
 from agentrl.config.merging import Tree, merge
-from agentrl.config.saved import CONFIG, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
@@ -33,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate a policy and print its metrics."""
+    from agentrl.evaluation.evaluate import flat_metrics, report
     from agentrl.evaluation.evaluate_policy import evaluate_policy
-    from agentrl.evaluation.result import flat_metrics, report
     from agentrl.evaluation.table import results_table
 
     console = make_console()

@@ -13,7 +13,7 @@ from rich.table import Table
 from agentrl.core.extras import install_command, is_installed
 from agentrl.obs.console import make_console
 from agentrl.self_play.games import POLICY, WinTable
-from agentrl.self_play.league_log import last_evaluation, read_league
+from agentrl.self_play.league import last_evaluation, read_league
 from agentrl.self_play.league_plot import plot_league, shown_players
 from agentrl.self_play.ratings import Ratings
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from agentrl.config.checks import Rule
 from agentrl.config.layers import Layer, load_layers
-from agentrl.config.load import parse_override, read_yaml
+from agentrl.config.load import default_config, find_config, is_recipe, parse_override, read_yaml, shipped_name
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
-from agentrl.config.shipped import default_config, find_config, is_recipe, shipped_name
 from agentrl.core.errors import UserError
 from agentrl.core.registry import env_class
 
@@ -71,7 +70,7 @@ def load_environment(layers: Sequence[Layer], rules: Sequence[Rule] = ()) -> Con
     Raises:
         ConfigError: as in `load_layers`, with lines of `algorithm_faults`, of environments that do not exist, and of ``rules``.
     """
-    from agentrl.algo.checks import algorithm_faults  # imports torch
+    from agentrl.algo.registry import algorithm_faults  # imports torch
 
     return load_layers(layers, [algorithm_faults, _environment_faults, *rules])
 

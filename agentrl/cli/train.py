@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
-from agentrl.config.layers import Layer, annotate, differences, load_layers, merge_layers
+from agentrl.config.layers import Layer, annotate, differences, load_layers, merge_layers, saved_layers
 from agentrl.config.recorded import recorded_keys
-from agentrl.config.saved import saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console, print_message

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from agentrl.learner.base import LearnerRank, RankOptions
-    from agentrl.learner.export.bucket import RankBucket
-    from agentrl.learner.export.exporter import WeightExporter
+    from agentrl.learner.export import RankBucket, WeightExporter
 
 BucketHead = tuple[tuple[TensorSpec, ...], bool]
 """The tensors of a bucket, and whether it is the last."""
@@ -69,9 +68,9 @@ class LearnerActor:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
-        from agentrl.distributed.network_interface import gloo_on
+        from agentrl.distributed.broadcast_group import gloo_on
         from agentrl.learner.device import collectives, pick_device
-        from agentrl.learner.export.exporter import WeightExporter
+        from agentrl.learner.export import WeightExporter
         from agentrl.learner.registry import make_backend
 
         if gpus:

@@ -25,7 +25,7 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.flat_bucket import views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
 from agentrl.learner.base import CriticGroup, LearnerGroup, RankOptions, RowLogprobs, RowScores, WeightBucket
-from agentrl.learner.export.bucket import RankBucket
+from agentrl.learner.export import RankBucket
 from agentrl.obs.waiting import waiting
 
 

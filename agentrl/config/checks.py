@@ -1,7 +1,7 @@
 """Rules between keys: what a configuration can get wrong although every value fits its own key.
 
 `check` holds for every command; `agentrl.config.engine_checks` has the rules of engines and weight sync,
-`agentrl.algo.checks` those of what algorithms declare, and transports have theirs (`Transport.faults`).
+`agentrl.algo.registry` those of what algorithms declare, and transports have theirs (`Transport.faults`).
 """
 
 from __future__ import annotations

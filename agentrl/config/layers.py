@@ -1,17 +1,26 @@
-"""Layers of a configuration: each value with its origin, and the differences between two configurations."""
+"""Layers of a configuration: each value with its origin, differences of two configurations, and the files of a run's folder.
+
+::
+
+    config.yaml     all keys, with `REDACTED` in place of secrets
+    secrets.yaml    the secrets alone, mode 0600; absent if there are none
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.checks import Rule
-from agentrl.config.load import validate
+from agentrl.config.load import read_yaml, validate
 from agentrl.config.merging import Key, Tree, merge, overlay, replaced_options
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact, secret_part
 from agentrl.config.yaml_text import dump_yaml
+from agentrl.core.atomic_files import write_atomically, write_private
+from agentrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +123,41 @@ def _text(value: object) -> str:
         if "\n" not in text:
             break
     return text
+
+
+CONFIG = "config.yaml"
+SECRETS = "secrets.yaml"
+
+
+def save_config(config: Config, folder: Path) -> None:
+    """Write the configuration of a run to its folder."""
+    tree = config.model_dump(mode="json")
+    secrets = secret_part(tree)
+    if secrets:
+        write_private(folder / SECRETS, dump_yaml(secrets))
+    else:
+        (folder / SECRETS).unlink(missing_ok=True)
+    with write_atomically(folder / CONFIG) as partial:
+        partial.write_text(dump_yaml(redact(tree)), encoding="utf-8")
+
+
+def saved_layers(folder: Path) -> list[Layer]:
+    """Return the configuration that `save_config` wrote.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    return [Layer(str(file), _values(file)) for file in config_files(folder)]
+
+
+def config_files(folder: Path) -> list[Path]:
+    """Return the files that `save_config` wrote, to be given to a command as ``--config``, in this order."""
+    secrets = folder / SECRETS
+    return [folder / CONFIG, *([secrets] if secrets.is_file() else [])]
+
+
+def _values(file: Path) -> Tree:
+    tree = read_yaml(file)
+    if not tree:
+        raise ConfigError(f"configuration {file}: the file is empty")
+    return tree

@@ -1,8 +1,9 @@
-"""The ``model`` section: the policy's weights."""
+"""The ``model`` section: the policy's weights; and the ``render`` section: its chat format."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -22,3 +23,45 @@ class ModelConfig(Section):
     with it, in ``warm_start/`` of the run's folder, and then trains the result. Done once; a resumed run starts from it."""
     warm_start_options: dict[str, Any] = Field(default_factory=dict)
     """Merged over that configuration, such as ``{sft: {minutes: 1}}``. Model, chat format and folders are the run's."""
+
+
+FormatName = Literal[
+    "auto", "template", "chatml", "smollm2", "qwen2.5", "qwen3", "qwen3-thinking", "qwen3-instruct", "llama3",
+    "llama3.1", "llama3.2", "deepseek-v3", "deepseek-r1", "glm-4", "glm-4.5", "kimi-k2", "renderers:minimax-m2",
+    "renderers:deepseek-v4", "renderers:kimi-k2.5", "renderers:gemma4", "renderers:hy3", "renderers:glm-5",
+    "renderers:glm-5.1", "renderers:qwen3.5", "renderers:qwen3.6", "renderers:qwen3.8", "renderers:nemotron-3",
+    "renderers:nemotron-3-ultra", "renderers:nemotron-3.5",
+]  # fmt: skip
+"""See `RenderConfig.format`."""
+
+ParserName = Literal[
+    "auto", "hermes", "llama3", "pythonic", "deepseek", "glm-4", "glm", "kimi", "qwen3-coder", "harmony", "minimax",
+    "dsml", "step3", "atem", "mistral", "gemma", "tool-code", "lfm2", "hunyuan", "cohere", "granite", "tags",
+]  # fmt: skip
+"""See `RenderConfig.tool_parser`."""
+
+
+class RenderConfig(Section):
+    """Chat format: messages to tokens and back."""
+
+    format: FormatName = "auto"
+    """The chat format. ``auto`` selects the format whose output equals that of the tokenizer's chat template on a set of
+    probe conversations, or ``template``, the template itself, if there is none. If the template does not render tools,
+    the format does. ``llama3.1`` (also for 3.3) and ``llama3.2`` differ in the date in the prompt: a fixed one, or the day
+    on which the run starts. ``renderers:`` and a name is a format of the package ``renderers`` (``pip install
+    'agentrl-framework[renderers]'``); ``auto`` never selects one, since a chat template that it equals can be used itself."""
+    chat_template: Path | None = None
+    """A Jinja file that replaces the tokenizer's own chat template."""
+    thinking: bool = True
+    """Whether a model with both modes reasons before it answers; the template's ``enable_thinking``."""
+    keep_thinking: bool = False
+    """Keep earlier reasoning although the chat format removes it (Qwen3, GLM, DeepSeek R1), so that an episode stays one
+    row; otherwise its trajectory forks there, with prompts as the model was trained on."""
+    escape_added_tokens: bool = False
+    """Keep the text of added tokens that are not special, such as Qwen's ``</think>`` and ``<tool_call>``, text in what the
+    policy reads, as that of special tokens always is. Chat templates of Hugging Face make tokens of it."""
+    tool_preamble: bool = False
+    """Describe the environment's tools and how they are called in the system message, for chat templates that have no place
+    for tools; the template then gets none. For calls of ``tool_parser`` ``hermes`` and ``tags``."""
+    tool_parser: ParserName = "auto"
+    """Format of the policy's tool calls; ``auto``: that of the chat format."""

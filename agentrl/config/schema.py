@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, SerializationInfo, field_serializer, field_validator, model_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
-from agentrl.config.batch import BatchConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
-from agentrl.config.model import ModelConfig
+from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.obs import ObsConfig
-from agentrl.config.placement import PlacementConfig
-from agentrl.config.render import RenderConfig
-from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.self_play import SelfPlayConfig
 from agentrl.config.sft import SftConfig
 from agentrl.config.sources import SourceConfig, put_source_on
-from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
-from agentrl.config.tools import ToolConfig
-from agentrl.config.train import AsyncConfig, RunConfig, TrainConfig
-from agentrl.config.weights import WeightsConfig
+from agentrl.config.tasks import DataConfig, EnvConfig, RewardConfig, TasksConfig
+from agentrl.config.toolserver import ToolConfig
+from agentrl.config.train import AsyncConfig, BatchConfig, RunConfig, TrainConfig, WeightsConfig
+
+Mode = Literal["separate", "colocate", "disaggregate"]
+"""See `PlacementConfig.mode`."""
+
+
+class PlacementConfig(Section):
+    """Where engines and learner run."""
+
+    mode: Mode = "separate"
+    """``separate``: the engines on the last GPUs of this machine, the learner's ranks where Ray places them, starting with
+    the first ones here; on a machine with one GPU both use it, and neither releases its memory. ``colocate``: the engines
+    share the learner's GPUs by time sharing; whichever is idle has released its memory. ``disaggregate``: the engines have
+    their own GPUs. ``colocate`` and ``disaggregate`` reserve their GPUs as a Ray placement group, on one machine or
+    several."""
+
+    @property
+    def reserves_gpus(self) -> bool:
+        """Whether learner and engines have a Ray placement group."""
+        return self.mode != "separate"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether learner and engines use the same GPUs in turns, and whichever is idle has released its memory."""
+        return self.mode == "colocate"
+
 
 _OF_SOURCES = ("env", "tasks", "data", "reward", "rollout", "algo")
 """Sections that differ among the sources of a mixed run."""

@@ -9,9 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
 from agentrl.config.base import Seconds, Section
 from agentrl.config.merging import Tree, overlay
-from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import ResetSeed
-from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
+from agentrl.config.tasks import DataConfig, EnvConfig, RewardConfig, TasksConfig
 
 
 class SourceRollout(Section):

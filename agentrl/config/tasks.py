@@ -1,9 +1,9 @@
-"""What a run plays: the ``env`` section, and the ``tasks`` section or the ``data`` section in its place."""
+"""What a run plays: the sections ``env``, ``reward``, and ``tasks`` or in its place ``data``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -146,3 +146,18 @@ class DataConfig(Section):
     """Leave out rows of ``path`` whose prompt has more tokens, in the chat format and without what the environment adds."""
     workers: int = Field(default=0, ge=0)
     """Processes that read and convert the rows of ``path``; 0: the process of the run. The order does not depend on it."""
+
+
+class RewardConfig(Section):
+    """A reward function in place of the environment's own. ``reward=F`` is short for ``reward.function=F``."""
+
+    function: str | None = None
+    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math, squad_exact_match, squad_f1."""
+    key: str | None = None
+    """The key of the reward if the function returns a mapping; the other keys become metrics."""
+    on_error: Literal["stop", "drop", "score"] = "stop"
+    """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
+    error_score: float = 0.0
+    """The reward of such a sample with ``on_error=score``."""
+    timeout_s: Seconds = 60.0
+    """Timeout of a call, seconds."""

@@ -1,21 +1,83 @@
-"""Environments of several agents: PettingZoo environments whose observations and actions are messages."""
+"""Environments of several agents: PettingZoo environments whose observations and actions are messages; their scripted players."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import gymnasium
 import numpy as np
 from gymnasium.utils import seeding
-from pettingzoo import ParallelEnv
+from pettingzoo import AECEnv, ParallelEnv
 
-from agentrl.core.env import EnvBase
-from agentrl.core.game_tree import GameTree
-from agentrl.core.player import PlayerFactory, RandomPlayer
-from agentrl.core.spaces import ActionSpace, MessageSpace
+from agentrl.core.env import ActionSpace, EnvBase, MessageSpace
 from agentrl.core.types import Info, Message, Rewrite, json_state
+
+S = TypeVar("S", bound=Hashable)
+CHANCE = -1
+"""The player of a state in which a random event follows."""
+
+
+class GameTree(Protocol[S]):
+    """A game with perfect recall. What follows a state depends on the state alone."""
+
+    def root(self) -> S:
+        """Return the first state."""
+        ...
+
+    def player(self, state: S) -> int | None:
+        """Return who moves: 0, 1 or `CHANCE`; None if the game is over."""
+        ...
+
+    def chances(self, state: S) -> Mapping[str, float]:
+        """Return the probability of each random event."""
+        ...
+
+    def actions(self, state: S) -> Sequence[str]:
+        """Return the legal actions."""
+        ...
+
+    def child(self, state: S, action: str) -> S:
+        """Return the state after an action or a random event."""
+        ...
+
+    def information_set(self, state: S) -> Hashable:
+        """Return what the player who moves knows: equal for states that this player cannot tell apart."""
+        ...
+
+    def payoff(self, state: S, player: int) -> float:
+        """Return a player's payoff at the end."""
+        ...
+
+
+class Player(Protocol):
+    """Plays one agent in one episode, without a model."""
+
+    def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
+        """Return the text of the agent's turn.
+
+        Args:
+            messages: added since its last turn.
+            legal_moves: ``legal_moves`` of the agent's ``info``; empty in an environment that lists none.
+        """
+        ...
+
+
+PlayerFactory = Callable[[np.random.Generator], Player]
+"""Makes the player of an episode; the generator is its only source of randomness."""
+
+
+class RandomPlayer:
+    """Takes each legal move with the same probability."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def act(self, messages: tuple[Message, ...], legal_moves: Sequence[str]) -> str:
+        """Return a legal move; an empty text if none is listed."""
+        return legal_moves[int(self._rng.integers(len(legal_moves)))] if legal_moves else ""
+
 
 View = dict[str, tuple[Message, ...] | Rewrite]
 """What an agent observes: ``{"messages": …}``, the messages added since its last step, or a `Rewrite`."""
@@ -165,3 +227,84 @@ def multi_agent_fault(env: MultiAgentEnv, returned: object, form: str) -> str:
     if env.agents and not env.acting:
         return "left no agent to act, although the episode is not over"
     return ""
+
+
+class AecAdapter(AECEnv[str, View, Message | None]):
+    """A `MultiAgentEnv` as an AEC environment: only agents in ``acting`` are selected, one after the other.
+
+    ``pettingzoo.utils.parallel_to_aec`` asks all agents for an action in each step, also those that do not act.
+
+    An agent observes all messages since its last action.
+    """
+
+    def __init__(self, env: MultiAgentEnv) -> None:
+        self.env = env
+        self.metadata = {**env.metadata, "is_parallelizable": False}
+        self.render_mode = env.render_mode
+        self.possible_agents = list(env.possible_agents)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Start an episode."""
+        views, infos = self.env.reset(seed=seed, options=options)
+        self.agents = list(self.env.agents)
+        self._views = {agent: views[agent] for agent in self.agents}
+        self.infos = {agent: infos[agent] for agent in self.agents}
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self._actions: dict[str, Message] = {}
+        self.agent_selection = self.env.acting[0]
+
+    def step(self, action: Message | None) -> None:
+        """Take the action of ``agent_selection``; the environment steps when all agents that act have acted."""
+        agent = self.agent_selection
+        if self.terminations[agent] or self.truncations[agent]:
+            self._was_dead_step(action)
+            return
+        assert action is not None, "a live agent takes an action"
+        self._cumulative_rewards[agent] = 0.0
+        self._clear_rewards()
+        self._views[agent] = {"messages": ()}
+        self._actions[agent] = action
+        waiting = [agent_id for agent_id in self.env.acting if agent_id not in self._actions]
+        if waiting:
+            self.agent_selection = waiting[0]
+            return
+        views, rewards, terminations, truncations, infos = self.env.step(self._actions)
+        self._actions = {}
+        for agent_id in self.agents:
+            self._views[agent_id] = _join_views(self._views[agent_id], views[agent_id])
+            self.rewards[agent_id] = rewards[agent_id]
+            self.terminations[agent_id], self.truncations[agent_id] = terminations[agent_id], truncations[agent_id]
+            self.infos[agent_id] = infos[agent_id]
+        self._accumulate_rewards()
+        if self.env.acting:
+            self.agent_selection = self.env.acting[0]
+        self._deads_step_first()
+
+    def observe(self, agent: str) -> View:
+        """Return the messages since the agent's last action."""
+        return self._views[agent]
+
+    def observation_space(self, agent: str) -> gymnasium.Space[Any]:
+        """Return the space of an agent's observations."""
+        return self.env.observation_space(agent)
+
+    def action_space(self, agent: str) -> gymnasium.Space[Any]:
+        """Return the space of an agent's actions."""
+        return self.env.action_space(agent)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+
+def _join_views(previous: View, new: View) -> View:
+    """Return two observations of an agent as one."""
+    first, second = previous["messages"], new["messages"]
+    if isinstance(second, Rewrite):
+        return new
+    if isinstance(first, Rewrite):
+        return {"messages": Rewrite((*first.messages, *second))}
+    return {"messages": (*first, *second)}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from agentrl.config.model import ModelConfig
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.tasks import DataConfig
 from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError

@@ -1,8 +1,9 @@
-"""Tasks of a run by source: a mixed run has several sources, any other has one, named ``""``."""
+"""Tasks of a run by source, with checksums of them: a mixed run has several sources, any other has one, named ``""``."""
 
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal
 
+import orjson
+
+from agentrl.config.recorded import CONTENT
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataSourceConfig
 from agentrl.core.data_source import DataSource
@@ -17,13 +21,12 @@ from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, UserError, unknown_name
 from agentrl.core.imports import is_reference, load_object
 from agentrl.core.registry import build, env_class, make_tasks
-from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name
+from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name, task_to_dict
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import get_tasks
 from agentrl.data.conversion import PromptLimit
-from agentrl.data.curriculum import Curriculum
 from agentrl.data.file_tasks import FileTasks, StreamOrder, TaskStream
-from agentrl.data.order import TaskOrder, same_ids
+from agentrl.data.order import Curriculum, TaskOrder, same_ids
 
 DATA_SOURCES: Mapping[str, type[DataSource]] = {"shuffled": TaskOrder, "curriculum": Curriculum}
 """The data sources of agentrl."""
@@ -291,3 +294,38 @@ def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> Data
     with calling(f"{key}={name}: {cls.__name__}'s constructor"):
         source: DataSource = build(cls, section.options, "tasks.data_source.options", tasks, seed)
     return source
+
+
+SAMPLED_TASKS = 64
+"""Tasks that are read of a split whose tasks are made on access, at even distances."""
+
+
+def split_contents(config: Config, splits: Mapping[str, Split]) -> dict[str, str]:
+    """Return number and CRC-32 of the tasks to train on, by ``content of KEY`` with the key that chooses them.
+
+    Of a split whose tasks are made on access (`MadeTasks`, ``data.streaming``) `SAMPLED_TASKS` are read, and of a file its size.
+    """
+    contents = {}
+    for name, source_config in config.by_source().items():
+        key = "tasks.train_split" if source_config.data.path is None else "data.path"
+        prefix = f"sources.{name}." if name else ""
+        contents[f"{CONTENT}{prefix}{key}"] = _describe(splits[name])
+    return contents
+
+
+def _describe(split: Split) -> str:
+    checksum, size = 0, split_size(split)
+    for task in _sample(split):
+        checksum = zlib.crc32(orjson.dumps(task_to_dict(task), option=orjson.OPT_SORT_KEYS), checksum)
+    count = "stream" if size is None else f"{size} tasks"
+    in_file = f", {split.path.stat().st_size} bytes" if isinstance(split, TaskStream) and split.path.is_file() else ""
+    return f"{count}{in_file}, crc32 {checksum:08x}"
+
+
+def _sample(split: Split) -> Iterator[Task]:
+    if isinstance(split, TaskStream):
+        yield from split.sample(SAMPLED_TASKS)
+    elif isinstance(split, MadeTasks):
+        yield from (split[index] for index in range(0, len(split), max(1, len(split) // SAMPLED_TASKS)))
+    else:
+        yield from split

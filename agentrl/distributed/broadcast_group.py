@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # its stubs leave them out
 from torch.distributed.distributed_c10d import Backend, BackendConfig
@@ -25,7 +27,36 @@ from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import EngineError
 from agentrl.distributed.base import WeightGroup
-from agentrl.distributed.network_interface import gloo_on
+
+NAME = "GLOO_SOCKET_IFNAME"
+
+
+@contextmanager
+def gloo_on(address: str) -> Iterator[None]:
+    """Let gloo groups that are created in this context use the network interface with ``address``.
+
+    By default gloo uses the address of the host name, which other machines may not be able to reach. An interface that is
+    already set in the environment is kept, as is the default if this machine does not have ``address``.
+    """
+    name = find_interface(address)
+    if name is None or NAME in os.environ or sys.platform != "linux":
+        yield
+        return
+    os.environ[NAME] = name
+    try:
+        yield
+    finally:
+        del os.environ[NAME]
+
+
+def find_interface(address: str) -> str | None:
+    """Return the network interface with ``address``, or None."""
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        (name for name, addresses in interfaces if address in [address_info.address for address_info in addresses]),
+        None,
+    )
+
 
 _CLOSE_S = 5.0
 """Time limit of leaving a group."""

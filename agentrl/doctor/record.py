@@ -12,8 +12,7 @@ from math import isnan
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.layers import load_layers
-from agentrl.config.saved import CONFIG, saved_layers
+from agentrl.config.layers import CONFIG, load_layers, saved_layers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import complete_checkpoints
@@ -21,7 +20,7 @@ from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.run_end import RunEnd, read_end
 from agentrl.obs.trace import read_trace, trace_files
-from agentrl.runtime.run_lock import LockHolder, lock_holder
+from agentrl.runtime.run_dir import LockHolder, lock_holder
 
 Severity = Literal["problem", "hint", "state"]
 """A problem ends or spoils the run, a hint is worth a look, a state is neither."""

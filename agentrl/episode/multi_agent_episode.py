@@ -10,8 +10,7 @@ from dataclasses import replace
 from agentrl.core.errors import AgentrlError, ConfigError, unknown_name
 from agentrl.core.imports import is_reference, load_object
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
-from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import MultiAgentEnv, PlayerFactory
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, Info, Message, Rollout, SeatRecord, StopReason
 from agentrl.episode.context import EpisodeContext

@@ -9,8 +9,7 @@ import numpy as np
 
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.lineup import EndpointSeat
-from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import MultiAgentEnv, PlayerFactory
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FinishReason, Info, Message, Rewrite, Rollout, StopReason, Turn, json_state
 from agentrl.episode.context import EpisodeContext

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.config.saved import CONFIG
+from agentrl.config.layers import CONFIG
 from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.learner.checkpoints import latest_checkpoint, older_checkpoint

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +14,9 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
-from agentrl.evaluation.evaluate import evaluate
-from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.saved_policies import open_saved
+from agentrl.evaluation.evaluate import SetResult, evaluate
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
+from agentrl.inference.base import EngineControl
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
@@ -23,8 +24,38 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_tools import check_tools
-from agentrl.runtime.services import Services
+from agentrl.runtime.services import Services, open_services
 from agentrl.self_play.game_scores import open_game_scores
+from agentrl.weight_sync.adapter import for_adapters, load_adapters
+
+
+@asynccontextmanager
+async def open_saved(config: Config, tasks: TaskSources, model: Path, folder: Path) -> AsyncIterator[Services]:
+    """Start the services of the policy in ``model``; several policies are read from the checkpoint that it is in.
+
+    Raises:
+        ConfigError, ModelError: the checkpoint has not all policies that ``env.roles`` names, or one is damaged.
+        EngineError, ToolServerError: see `open_services`.
+    """
+    names, policies = config.env.policies, model.parent / "policies"
+    for name in names:
+        if not (policies / name).is_dir():
+            raise ConfigError(
+                f"env.roles names the policies {', '.join(names)}, and model.path={model} is not of a checkpoint with them: "
+                f"there is no {policies / name}"
+            )
+
+    async def load(engine: EngineControl) -> int:
+        await load_adapters(engine, policies, names, 0)
+        return 0
+
+    if names:
+        config = await asyncio.to_thread(for_adapters, config, model)
+    async with open_services(config, tasks, model, folder, config.run.seed) as services:
+        if names:
+            services.fleet.set_weight_sync(load)
+            await asyncio.gather(*(load(engine) for engine in services.fleet.live))
+        yield services
 
 
 async def evaluate_policy(

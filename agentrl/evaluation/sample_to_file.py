@@ -21,9 +21,9 @@ from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import MixedOrder, Split, make_order, open_tasks, read_splits, split_size
+from agentrl.evaluation.evaluate import SetResult
+from agentrl.evaluation.evaluate_policy import open_saved
 from agentrl.evaluation.metrics import compute_metrics
-from agentrl.evaluation.result import SetResult
-from agentrl.evaluation.saved_policies import open_saved
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_table
 from agentrl.models.resolve import resolve_model

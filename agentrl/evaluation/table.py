@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.evaluation.evaluate import SetResult
 from agentrl.evaluation.intervals import Estimate
 from agentrl.evaluation.metrics import SetMetrics
-from agentrl.evaluation.result import SetResult
 
 
 def results_table(results: Sequence[SetResult], title: str) -> Table:

@@ -17,7 +17,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import CriticGroup, LearnerGroup, LearnerRank, RankGroup, RankOptions, RowLogprobs, RowScores
 from agentrl.learner.device import collectives, pick_device
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import WeightExporter
 from agentrl.learner.registry import make_backend
 
 if TYPE_CHECKING:

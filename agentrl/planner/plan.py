@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from agentrl.algo.checks import algorithm_faults
-from agentrl.algo.registry import needs_critic
+from agentrl.algo.registry import algorithm_faults, needs_critic
 from agentrl.config.engine_checks import check_context, check_placement
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConfigError
 from agentrl.models.load import load_tokenizer, read_end_ids
 from agentrl.render.formats.base import Format

@@ -10,9 +10,8 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.config.reward import RewardConfig
 from agentrl.config.schema import Config
-from agentrl.config.tasks import DataConfig
+from agentrl.config.tasks import DataConfig, RewardConfig
 from agentrl.core.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
 from agentrl.core.registry import REWARDS, names, reward_function
 from agentrl.core.task import Task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.batch.group_filters import GroupFilters
+from agentrl.batch.groups import GroupFilters
 from agentrl.cluster.placement_check import gpus_here
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
@@ -23,7 +23,7 @@ from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
 from agentrl.runtime.roles import check_roles, make_lineup
 from agentrl.runtime.run_tools import run_services
-from agentrl.self_play.check import check_self_play
+from agentrl.self_play.opponents import check_self_play
 
 
 def check_episodes(config: Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import Config
-from agentrl.config.tools import ToolConfig
+from agentrl.config.toolserver import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.registry import TOOLS, env_class, names, reference_paths

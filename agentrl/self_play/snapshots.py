@@ -17,7 +17,7 @@ from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import STATE, complete_checkpoints
 from agentrl.obs.waiting import waiting
-from agentrl.self_play.pool import snapshot_name, snapshot_step
+from agentrl.self_play.league import snapshot_name, snapshot_step
 from agentrl.weight_sync.adapter import load_adapters, write_adapters
 from agentrl.weight_sync.disk import write_weights
 

@@ -23,8 +23,7 @@ from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.learner.base import LearnerGroup
 from agentrl.self_play.game_scores import GameScores, PlayedStrategy
 from agentrl.self_play.games import POLICY, Game, games_report
-from agentrl.self_play.league import League
-from agentrl.self_play.league_log import LeagueLog
+from agentrl.self_play.league import League, LeagueLog
 from agentrl.self_play.opponents import Seating, fixed_seat, group_seatings
 from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
 from agentrl.weight_sync.disk import DiskSync

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.cluster.learner_group import start_learners
-from agentrl.config.render import RenderConfig
-from agentrl.config.saved import save_config
+from agentrl.config.layers import save_config
+from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.learner.base import LearnerGroup

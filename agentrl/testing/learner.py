@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentrl.core.types import RowKey
     from agentrl.distributed.base import WeightGroup
     from agentrl.learner.base import WeightBucket
-    from agentrl.learner.export.exporter import WeightExporter
+    from agentrl.learner.export import WeightExporter
 
 _FILE = "fake_learner.json"
 
@@ -111,8 +111,7 @@ class FakeLearner:
 
     def _weights(self) -> WeightExporter:
         if self._exporter is None:
-            from agentrl.learner.export.bucket import NamedTensors
-            from agentrl.learner.export.exporter import WeightExporter
+            from agentrl.learner.export import NamedTensors, WeightExporter
 
             self._exporter = WeightExporter(NamedTensors(self._named))
         return self._exporter

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.core.aec_env import AecAdapter
 from agentrl.core.errors import AgentrlError
 from agentrl.core.multi_agent_env import (
     MULTI_RESET_FORM,
     MULTI_STEP_FORM,
+    AecAdapter,
     MultiAgentEnv,
     MultiReset,
     MultiStep,

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.train import TrainConfig
 from agentrl.core.types import Rollout
-from agentrl.evaluation.evaluate import OnDone, evaluate
-from agentrl.evaluation.result import SetResult, flat_metrics
+from agentrl.evaluation.evaluate import OnDone, SetResult, evaluate, flat_metrics
 from agentrl.evaluation.sets import EvalTasks, check_goals_are_measured, reaches_goals
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.checkpoints import Checkpoints

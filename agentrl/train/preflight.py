@@ -18,7 +18,6 @@ from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.task import MadeTasks, Task
-from agentrl.data.contents import split_contents
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
 from agentrl.data.rows import check_file
@@ -29,6 +28,7 @@ from agentrl.data.task_sources import (
     make_order,
     open_tasks,
     read_splits,
+    split_contents,
     split_size,
 )
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks

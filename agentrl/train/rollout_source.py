@@ -1,4 +1,4 @@
-"""Interface between the trainer and its rollouts, which `agentrl.train.sampling` or `agentrl.train.replay` supplies."""
+"""The inputs of a run, and the interface between trainer and rollouts (`agentrl.train.sampling`, `agentrl.train.replay`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, ClassVar
 
+from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
@@ -111,3 +113,37 @@ class RolloutSource(ABC):
     def metrics(self) -> dict[str, float]:
         """Return sampling metrics for the row of a step, collected since the last call."""
         return {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What a run trains, and the state with which it starts."""
+
+    config: Config
+    folder: Path
+    """Of the run."""
+    model: Path
+    """The folder of the initial weights."""
+    state: Mapping[str, Any]
+    """The trainer's state in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`."""
+    resumed: bool
+    """Whether the folder is that of an earlier run."""
+    keys: Mapping[str, str]
+    """That rollouts are made with; see `agentrl.config.recorded`."""
+    discard: bool = False
+    """Whether nothing is used again that the journal has after the checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return int(self.state["step"])
+
+    @property
+    def resume_after(self) -> int | None:
+        """What was recorded after this step is deleted; None keeps all."""
+        return self.step if self.resumed else None
+
+    @property
+    def position(self) -> TaskPosition:
+        """The trained tasks of the task order."""
+        return TaskPosition(self.state["position"], tuple(self.state.get("trained_ahead", ())))

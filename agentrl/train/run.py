@@ -14,8 +14,8 @@ from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
 from agentrl.cluster.run_cluster import RunCluster
+from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
-from agentrl.config.saved import save_config
 from agentrl.config.schema import Config
 from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.checksums import check_checksums
@@ -35,12 +35,10 @@ from agentrl.self_play.game_scores import open_game_scores
 from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import open_replay
 from agentrl.train.resume import check_resume, resume_command, with_older
-from agentrl.train.rollout_source import RolloutSource
-from agentrl.train.run_inputs import RunInputs
-from agentrl.train.run_monitor import open_monitor
-from agentrl.train.run_outputs import draw_curve, open_metrics, print_summary
+from agentrl.train.rollout_source import RolloutSource, RunInputs
+from agentrl.train.run_outputs import draw_curve, open_metrics, open_monitor, print_summary
 from agentrl.train.sampling import Sampling, open_sampling
-from agentrl.train.step_settings import StepSettings, pack_options
+from agentrl.train.step_scores import StepSettings, pack_options
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
@@ -157,7 +155,7 @@ async def run_training(
         console: shows the progress.
         resumed: folder of the run that is continued, from its newest complete checkpoint; None starts a new run.
         replay: a file of rollouts or a run's folder to train on in place of sampling.
-        contents: checksums of the tasks; see `agentrl.data.contents`.
+        contents: checksums of the tasks; see `agentrl.data.task_sources`.
         discard: sample again what the journal has after the checkpoint.
 
     Raises:

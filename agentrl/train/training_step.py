@@ -36,8 +36,7 @@ from agentrl.train.step_metrics import (
     source_metrics,
     value_metrics,
 )
-from agentrl.train.step_scores import StepScores, score_rollouts
-from agentrl.train.step_settings import StepSettings
+from agentrl.train.step_scores import StepScores, StepSettings, score_rollouts
 from agentrl.train.teachers import Teachers
 
 _TRAINED = "batch/trained_tokens"

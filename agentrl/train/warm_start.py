@@ -13,14 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.algo.checks import algorithm_faults
-from agentrl.config.layers import merge_layers
-from agentrl.config.load import read_yaml, validate
+from agentrl.algo.registry import algorithm_faults
+from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
+from agentrl.config.load import find_config, read_yaml, validate
 from agentrl.config.merging import Tree, merge
-from agentrl.config.saved import config_files, save_config, saved_layers
 from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig
-from agentrl.config.shipped import find_config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
 from agentrl.models.learning_rates import with_rates

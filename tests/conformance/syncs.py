@@ -17,8 +17,7 @@ from agentrl.core.types import Generation, SamplingParams
 from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import WeightBucket
-from agentrl.learner.export.bucket import NamedTensors, RankBucket
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import NamedTensors, RankBucket, WeightExporter
 from agentrl.models.load import load_model
 from agentrl.weight_sync.base import TransportOptions
 from agentrl.weight_sync.registry import TRANSPORTS, make_transport

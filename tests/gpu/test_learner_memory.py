@@ -16,8 +16,7 @@ import torch
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
-from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import make_batch, make_model, tensors

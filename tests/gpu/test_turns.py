@@ -15,7 +15,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.obs.progress import Stopwatch
-from agentrl.train.gpu_time_sharing import GpuTimeSharing
+from agentrl.train.engine_weights import GpuTimeSharing
 from agentrl.weight_sync.base import TransportOptions
 from agentrl.weight_sync.registry import make_transport
 

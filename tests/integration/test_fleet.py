@@ -28,8 +28,7 @@ from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 from agentrl.models.load import read_vocab_size
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
-from agentrl.train.engine_weights import EngineWeights
-from agentrl.train.gpu_time_sharing import open_gpus
+from agentrl.train.engine_weights import EngineWeights, open_gpus
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.base import SyncedWeights
 

@@ -23,7 +23,7 @@ from agentrl.models.peft_folder import read_peft, write_peft
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.self_play.best_response import Strategy, exploitability, legal_actions
+from agentrl.self_play.game_scores import Strategy, exploitability, legal_actions
 
 pytestmark = requires("peft")
 WORDS = [

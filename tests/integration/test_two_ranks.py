@@ -25,8 +25,7 @@ from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.learner import LearnerConfig, LoraConfig
 from agentrl.config.load import validate
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.step_scores import StepScores
-from agentrl.train.step_settings import pack_options
+from agentrl.train.step_scores import StepScores, pack_options
 from tests.batches import training_step
 from tests.integration.rank_processes import run_ranks
 from tests.integration.two_ranks import CONFIG, Cases, Found, Work, compute

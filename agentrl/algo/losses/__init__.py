@@ -5,8 +5,7 @@ from __future__ import annotations
 from agentrl.algo.base import PolicyLoss
 from agentrl.algo.losses.cispo import Cispo
 from agentrl.algo.losses.dppo import Dppo
-from agentrl.algo.losses.gspo import Gspo
-from agentrl.algo.losses.gspo_token import GspoToken
+from agentrl.algo.losses.gspo import Gspo, GspoToken
 from agentrl.algo.losses.ppo_clip import PpoClip
 from agentrl.algo.losses.reinforce import Reinforce
 

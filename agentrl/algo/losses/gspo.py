@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation."""
+"""Group sequence policy optimisation, also with the gradient of each token."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ class Gspo(PolicyLoss):
             self.options.clip_low,
             self.options.clip_high,
         )
+
+
+class GspoToken(Gspo):
+    """The loss of ``gspo`` in which each token has its own advantage (arXiv:2507.18071, equation 13)."""
+
+    one_advantage_per_sequence = False

@@ -1,25 +1,37 @@
-"""Layers of Megatron-Core models without Transformer Engine: norm, rotary embedding and attention over packed rows.
+"""Layers of Megatron-Core models without Transformer Engine: norm, rotary embedding, attention over packed rows, linears, heads.
 
 Packed rows are passed as `PackedTokens`, with a position for each token, in the place of Megatron-Core's ``PackedSeqParams``.
-Its own ``thd`` format reads the rows' bounds on the host in every layer.
+Its own ``thd`` format reads the rows' bounds on the host in every layer. Its own linears wait for collectives and write to
+shared buffers within their autograd functions, around which a compiler would cut a layer into pieces.
 
-Legend: ``L`` tokens, ``H`` heads, ``D`` head size.
+Legend: ``L`` tokens that the rank has of a micro-batch, ``N`` tokens to score, ``T`` tokens of a tensor-parallel rank's part,
+``P`` tensor-parallel ranks, ``I`` inputs, ``O`` outputs of a linear, ``H`` heads (of a linear's or a head's input: the hidden
+size), ``D`` head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from agentrl.config.learner import Recompute
 from agentrl.learner.attention import DividedRows, PackedRows, packed_attention
+from agentrl.learner.context_parallel import all_gather, all_reduce, reduce_scatter, with_reduced_gradient
+from agentrl.learner.head import HeadOptions, VocabularyPart, token_scores, token_values
 from agentrl.learner.layers import prepare_forward
 
 
@@ -200,3 +212,100 @@ def _norm_before_add(norm: nn.Module, add: Callable[..., Callable[..., Any]]) ->
         return add_normalized
 
     return make
+
+
+class ValueHead(nn.Module):
+    """The weights of a linear layer from hidden states to values, initially zeros. Replaces Megatron-Core's output layer.
+
+    Args:
+        config: of Megatron-Core.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
+
+
+def logprobs_at(
+    chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities and entropies; see `token_scores`.
+
+    Args:
+        chunk: of the last stage, a ``GPTModel``.
+        hidden_L_H: with sequence parallelism a part of the tokens.
+        places_N: int64 indices of the hidden states before the tokens, among those of all tensor-parallel ranks.
+        targets_N: int64 token ids.
+        options: without ``part``.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    # Each rank has the gradient by its part of the vocabulary, which the ranks add up.
+    if chunk.config.sequence_parallel:
+        hidden_L_H = gather_from_sequence_parallel_region(hidden_L_H, tensor_parallel_output_grad=True)
+    elif group.size() > 1:
+        hidden_L_H = copy_to_tensor_model_parallel_region(hidden_L_H)
+    is_tied = chunk.share_embeddings_and_output_weights
+    weight_V_H = chunk.shared_embedding_or_output_weight() if is_tied else chunk.output_layer.weight
+    vocabulary_part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
+    hidden_N_H = hidden_L_H.index_select(0, places_N)
+    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, vocabulary_part=vocabulary_part))
+
+
+def values_at(chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+    """Return values ``[N]``, the same on all tensor-parallel ranks; arguments as of `logprobs_at`."""
+    if chunk.config.sequence_parallel:
+        # Each rank has the whole gradient, and takes that of its tokens.
+        hidden_L_H = gather_from_sequence_parallel_region(hidden_L_H, tensor_parallel_output_grad=False)
+    head = chunk.output_layer
+    return token_values(hidden_L_H.index_select(0, places_N), head.weight, head.bias)
+
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+"""The product, and the bias if the caller adds it."""
+
+
+class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A linear layer whose outputs are divided among ranks."""
+
+    def forward(self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: None = None) -> Result:
+        """Return ``[L, 1, O/P]`` from ``[L, 1, I]``, or with sequence parallelism from ``[T, 1, I]``."""
+        if self.is_divided:
+            if self.sequence_parallel:
+                hidden = all_gather(hidden, self.tensor_ranks, self.tensor_group)
+            else:
+                hidden = with_reduced_gradient(hidden, self.tensor_group)
+        separate = self.skip_bias_add
+        return F.linear(hidden, self.weight, None if separate else self.bias), self.bias if separate else None
+
+
+class RowLinear(RowParallelLinear):  # type: ignore[misc]
+    """A linear layer whose inputs are divided among ranks."""
+
+    def forward(self, hidden: torch.Tensor) -> Result:
+        """Return ``[L, 1, O]`` from ``[L, 1, I/P]``, or with sequence parallelism ``[T, 1, O]``."""
+        product = F.linear(hidden, self.weight)
+        if self.is_divided:
+            if self.sequence_parallel:
+                product = reduce_scatter(product, self.tensor_ranks, self.tensor_group)
+            else:
+                product = all_reduce(product, self.tensor_group)
+        if self.skip_bias_add:
+            return product, self.bias
+        return product if self.bias is None else product + self.bias, None
+
+
+def replace_linears(layers: nn.Module) -> None:
+    """Replace the linear layers of decoder layers, after they are made: Megatron-Core refuses other classes than its own."""
+    classes: dict[Any, Any] = {ColumnParallelLinear: ColumnLinear, RowParallelLinear: RowLinear}
+    for module in layers.modules():
+        if type(module) in classes:
+            module.__class__ = classes[type(module)]
+            _describe_ranks(module)
+
+
+def _describe_ranks(linear: Any) -> None:
+    """Set what a compiler can read of a process group. Experts need no collectives: dispatchers give them their tokens."""
+    linear.tensor_ranks, linear.tensor_group = linear.tp_group.size(), linear.tp_group.group_name
+    linear.is_divided = linear.tensor_ranks > 1 and not linear.explicit_expert_comm

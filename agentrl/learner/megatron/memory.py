@@ -14,9 +14,8 @@ from typing import Any
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
-from agentrl.learner.megatron.families.base import Family, Options, model_weights
+from agentrl.learner.megatron.families.base import Family, Options, Weight, model_weights
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
-from agentrl.learner.megatron.mapping import Weight
 from agentrl.learner.memory import LearnerMemory
 
 _FLOAT32 = 4

@@ -23,12 +23,10 @@ from agentrl.batch.microbatch import to_device
 from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.megatron.dispatch import PairDispatcher
-from agentrl.learner.megatron.experts import GroupedExperts
+from agentrl.learner.megatron.experts import GroupedExperts, PairDispatcher, RoutedLayer, prepare_routing
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import apply_fixes
-from agentrl.learner.megatron.heads import ValueHead
 from agentrl.learner.megatron.layers import (
     LatentNorm,
     PackedAttention,
@@ -36,11 +34,11 @@ from agentrl.learner.megatron.layers import (
     PackedTokens,
     PostNormLayer,
     RMSNorm,
+    ValueHead,
+    replace_linears,
 )
 from agentrl.learner.megatron.layout import Layout
-from agentrl.learner.megatron.linears import replace_linears
 from agentrl.learner.megatron.options import transformer_config
-from agentrl.learner.megatron.routing import RoutedLayer, prepare_routing
 from agentrl.learner.routing_replay import experts_by_layer
 
 

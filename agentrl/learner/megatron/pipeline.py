@@ -17,8 +17,7 @@ from torch import nn
 from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.batch.packing import MULTIPLE
 from agentrl.learner.head import HeadOptions
-from agentrl.learner.megatron.heads import logprobs_at, values_at
-from agentrl.learner.megatron.layers import PackedTokens
+from agentrl.learner.megatron.layers import PackedTokens, logprobs_at, values_at
 from agentrl.learner.megatron.model import MegatronModel, local_tokens, packed_tokens, rank_context
 
 Scores = tuple[torch.Tensor, torch.Tensor | None]

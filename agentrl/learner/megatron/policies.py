@@ -1,14 +1,23 @@
-"""The models of a rank: the policy or the critic that is trained, and the frozen reference policy."""
+"""The models of a rank and their training: the policy or the critic that is trained, and the frozen reference policy.
+
+Gradients are not divided: the weights of tokens include all denominators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import nn
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
@@ -18,14 +27,173 @@ from agentrl.learner.megatron.fixes import apply_fixes
 from agentrl.learner.megatron.layers import prepare_decoder
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model
-from agentrl.learner.megatron.options import recomputed_layers
+from agentrl.learner.megatron.options import data_parallel_config, optimizer_config, recomputed_layers
 from agentrl.learner.megatron.pipeline import Pipeline
-from agentrl.learner.megatron.training import Training
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
+from agentrl.learner.role_config import learning_rate
 from agentrl.models.freezing import KEY as FREEZE_KEY
 from agentrl.models.freezing import frozen_names
 from agentrl.models.reference_policy import CRITIC_KEY, check_reference
 from agentrl.models.reference_policy import KEY as REFERENCE_KEY
+
+_STATES = "_get_main_param_and_optimizer_states"
+"""Method of distributed optimizers that returns a weight's states on this rank."""
+
+
+class Training:
+    """Gradients and optimizer of a model, whose parameters move into Megatron-Core's buffers.
+
+    Args:
+        model: this rank's part, with its weights.
+        config: of the learner, with its optimizer without ``auto``.
+        options: the options ``learner.megatron``.
+
+    Raises:
+        ConfigError: see `select_options`.
+    """
+
+    def __init__(self, model: MegatronModel, config: LearnerConfig, options: Mapping[str, Any]) -> None:
+        self.config = config.optimizer
+        dtype = model.config.params_dtype
+        ddp = data_parallel_config(options)
+        self.chunks = [
+            DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(model.chunks)
+        ]
+        if ddp.overlap_param_gather:
+            for chunk in self.chunks:
+                _wait_before_layers(chunk)
+        if ddp.overlap_grad_reduce:
+            syncs = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+        self.optimizer: Any = get_megatron_optimizer(optimizer_config(config.optimizer, options, dtype), self.chunks)
+        for group in self._groups():
+            group["fused"] = True
+
+    def _optimizers(self) -> list[Any]:
+        """Return Megatron-Core's optimizers, for experts a separate one; those without a parameter are left out."""
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [optimizer for optimizer in optimizers if optimizer.optimizer is not None]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the groups of parameters of torch's optimizers."""
+        return [group for optimizer in self._optimizers() for group in optimizer.optimizer.param_groups]
+
+    def tensors(self, *, gathered: bool = True) -> list[torch.Tensor]:
+        """Return float32 weights and moments.
+
+        Args:
+            gathered: whether to include those that a checkpoint gathers from data-parallel ranks, and so copies.
+        """
+        tensors: list[torch.Tensor] = []
+        for optimizer in self._optimizers():
+            if hasattr(optimizer, _STATES) and not gathered:
+                continue
+            tensors += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
+            for state in optimizer.optimizer.state.values():
+                tensors += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
+        return tensors
+
+    def complete_weights(self) -> None:
+        """Get the weights that other data-parallel ranks have updated, if that waits for the next pass. Collective."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [
+            buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients, which are zeros between steps."""
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(0)
+
+    def restore_gradients(self) -> None:
+        """Allocate the memory of gradients."""
+        for gradients in self._gradients():
+            gradients.untyped_storage().resize_(gradients.nbytes)
+            gradients.zero_()
+
+    @contextmanager
+    def reading(self, readable: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Let the optimizers read their states through ``readable`` in the block, for a checkpoint of a rank that sleeps."""
+        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _STATES)]
+        for optimizer in readers:
+            read = getattr(optimizer, _STATES)
+            setattr(optimizer, _STATES, lambda weight, read=read: {k: readable(t) for k, t in read(weight).items()})
+        try:
+            yield
+        finally:
+            for optimizer in readers:
+                delattr(optimizer, _STATES)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""
+        configured = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        self.optimizer.load_state_dict(state)
+        for group, options in zip(self._groups(), configured, strict=True):
+            group.update(options)
+
+    def begin_pass(self, *, completes: bool) -> None:
+        """Choose whether the next pass ends with the reduction of gradients over ranks: only the last pass of an optimizer step.
+
+        Until then each rank has separate gradients: reduced ones must not be reduced again.
+        """
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = _finalize if completes else None
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the gradient."""
+        if factor != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(factor)
+
+    def zero_grad(self) -> None:
+        """Set gradients to zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def update(self, step: int, lr_scale: float) -> dict[str, float]:
+        """Clip the gradient and take an optimizer step; none if the gradient is not finite. Collective.
+
+        Args:
+            step: finished steps.
+            lr_scale: the schedule's factor.
+        """
+        rate = learning_rate(self.config, step, lr_scale)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            return {"train/nonfinite_gradients": 1.0, "train/lr": rate}
+        for group in self._groups():
+            group["lr"] = rate
+        for optimizer in self._optimizers():
+            clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
+        self.optimizer.step_with_ready_grads()
+        return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
+
+
+def _wait_before_layers(chunk: Any) -> None:
+    """Wait for all weights of a decoder layer before the layer: compiled code calls no hooks within it."""
+    for layer in chunk.module.decoder.layers:
+        modules, wait = [*layer.modules()], chunk._make_forward_pre_hook()
+        for module in modules:
+            chunk.remove_forward_pre_hook_handles.pop(module).remove()
+
+        def wait_for_all(layer: nn.Module, inputs: object, modules: Any = modules, wait: Any = wait) -> None:
+            for module in modules:
+                wait(module)
+
+        chunk.remove_forward_pre_hook_handles[layer] = layer.register_forward_pre_hook(wait_for_all)
+
+
+def _finalize(chunks: list[Any], tokens: torch.Tensor | None, **options: Any) -> None:
+    """Add up gradients over ranks, without Megatron-Core's division by a number of tokens."""
+    finalize_model_grads(chunks, None, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
 from agentrl.learner.megatron.state import Writers, load_state, start_saving
 from agentrl.learner.megatron.weights import GatherGroups
-from agentrl.learner.rank import BackendRank
-from agentrl.learner.scores import SequenceRatios, by_row, mask_positions, score_positions
+from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.step_metrics import StepMetrics
 
 

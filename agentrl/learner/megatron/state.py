@@ -32,11 +32,10 @@ from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.export.bucket import plan_buckets
+from agentrl.learner.export import plan_buckets
 from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles
 from agentrl.learner.megatron.fixes import SHARDING
-from agentrl.learner.megatron.policies import LoadedModel
-from agentrl.learner.megatron.training import Training
+from agentrl.learner.megatron.policies import LoadedModel, Training
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.random_states import rank_states, restore_rank
 from agentrl.models.export import copy_other_files

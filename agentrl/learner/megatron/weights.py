@@ -16,9 +16,8 @@ from megatron.core import parallel_state
 from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import views
-from agentrl.learner.export.bucket import BucketPlan, plan_buckets
-from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, model_weights
-from agentrl.learner.megatron.mapping import Weight, WeightSlice
+from agentrl.learner.export import BucketPlan, plan_buckets
+from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, Weight, WeightSlice, model_weights
 from agentrl.learner.megatron.model import MegatronModel, has_experts
 from agentrl.models.weight_files import WeightFiles
 

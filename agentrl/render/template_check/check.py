@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import ForkReason
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END

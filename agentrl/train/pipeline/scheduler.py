@@ -21,9 +21,8 @@ from agentrl.episode.runner import EpisodeRunner
 from agentrl.obs.journal import JournaledGroup
 from agentrl.obs.waiting import waiting
 from agentrl.self_play.training import SelfPlay
-from agentrl.train.pipeline.filtering import Filtering
+from agentrl.train.pipeline.filtering import Filtering, LengthBias
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.length_bias import LengthBias
 from agentrl.train.pipeline.staleness_bound import Admission
 from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import Consumer, TaskPosition

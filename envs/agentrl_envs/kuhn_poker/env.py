@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl import RandomPlayer, TurnGame
-from agentrl.core.game_tree import GameTree
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import GameTree, PlayerFactory
 
 from .players import NashPlayer
 from .rules import CARDS, move_texts, parse_move, payoffs, state_text

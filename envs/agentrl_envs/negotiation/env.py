@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from agentrl import ConfigError, Message, MultiStep, RandomPlayer, TurnGame
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import PlayerFactory
 
 from .players import GreedyPlayer
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, Task, View
-from agentrl.core.player import PlayerFactory, RandomPlayer
+from agentrl.core.multi_agent_env import PlayerFactory, RandomPlayer
 
 from .players import CarelessPlayer
 

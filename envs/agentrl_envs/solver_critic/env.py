@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, RandomPlayer, Task, View
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import PlayerFactory
 
 from .players import CarelessPlayer
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, Task, View, unknown_name
 from agentrl.core.extras import require
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import PlayerFactory
 
 from .players import RandomPlayer
 from .random_state import GlobalRandom

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl import RandomPlayer, TurnGame
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import PlayerFactory
 
 from .board import EMPTY, LINES, free_cells, opponent_mark, put, winner
 from .players import MinimaxPlayer

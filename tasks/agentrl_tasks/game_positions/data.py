@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, Rewrite, Task, TaskSet, unknown_name
-from agentrl.core.player import PlayerFactory
+from agentrl.core.multi_agent_env import PlayerFactory
 from agentrl.core.registry import make_any_env
 
 SPLITS = ("train", "eval")

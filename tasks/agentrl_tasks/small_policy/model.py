@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.core.file_modes import give_default_mode
+from agentrl.core.atomic_files import give_default_mode
 
 from .tokenizer import VOCABULARY, save_tokenizer
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from agentrl.algo.advantages.gae import Gae
 from agentrl.algo.advantages.rae import RoleBaseline
 from agentrl.algo.base import AdvantageInput
-from agentrl.algo.estimate import RunEstimators
-from agentrl.algo.overlong import overlong_penalty
+from agentrl.algo.estimate import RunEstimators, overlong_penalty
 from agentrl.config.algo import AlgoConfig, OverlongConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import RowKey

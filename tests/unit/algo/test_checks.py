@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.algo.checks import algorithm_faults
-from agentrl.algo.registry import compares_groups, make_estimator, needs_critic
+from agentrl.algo.registry import algorithm_faults, compares_groups, make_estimator, needs_critic
 from agentrl.config.load import load_config
 
 OWN = """

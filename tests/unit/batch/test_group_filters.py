@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.batch.group_filters import GroupFilters
+from agentrl.batch.groups import GroupFilters
 from agentrl.config.rollout import FilterGroupsConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout, StopReason

@@ -12,7 +12,7 @@ from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
-from agentrl.train.step_settings import pack_options
+from agentrl.train.step_scores import pack_options
 from tests.batches import training_step
 from tests.unit.algo.ragged import SampledTokens, make_ragged
 

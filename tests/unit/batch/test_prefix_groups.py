@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batch.balance import row_cost
-from agentrl.batch.prefix_groups import Division, divide_rows
+from agentrl.batch.prefix_groups import Division, divide_rows, row_cost
 from agentrl.batch.prefix_tree import prefix_tree
 from tests.batches import pack_rows
 from tests.unit.batch.test_packing import PAD, row

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from agentrl.cli import eval as command
 from agentrl.cli.main import main
-from agentrl.config.load import dump, load_config
+from agentrl.config.load import dump, find_config, load_config
 from agentrl.config.schema import Config
-from agentrl.config.shipped import find_config
 from agentrl.evaluation.checkpoint_model import checkpoint_model, find_run_folder
 
 

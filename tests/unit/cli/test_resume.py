@@ -11,14 +11,13 @@ import yaml
 
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.train import Loaded, load_run
+from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
-from agentrl.config.saved import save_config
 from agentrl.core.checksums import write_checksums
 from agentrl.core.errors import ConfigError
-from agentrl.data.contents import split_contents
-from agentrl.data.task_sources import open_tasks, read_splits
+from agentrl.data.task_sources import open_tasks, read_splits, split_contents
 from agentrl.obs.journal import read_journal
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import locked
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
 from tests.unit.core.test_atomic_files import full_disk_after

@@ -14,8 +14,7 @@ from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers, has_gpu
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.layers import Layer, annotate, differences, load_layers
-from agentrl.config.load import load_config
-from agentrl.config.shipped import shipped_folder
+from agentrl.config.load import load_config, shipped_folder
 from agentrl.core.errors import ConfigError
 
 RECIPES = [f"algo/{path.stem}" for path in sorted((shipped_folder() / "algo").glob("*.yaml"))]

@@ -10,13 +10,11 @@ import pytest
 import yaml
 
 from agentrl.cli.main import main
-from agentrl.config.layers import Layer, annotate, differences, load_layers
-from agentrl.config.load import load_config, parse_override
+from agentrl.config.layers import Layer, annotate, differences, load_layers, save_config, saved_layers
+from agentrl.config.load import load_config, parse_override, shipped_folder
 from agentrl.config.merging import merge
-from agentrl.config.saved import save_config, saved_layers
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, hide_secrets, secret_part
-from agentrl.config.shipped import shipped_folder
 from agentrl.core.errors import ConfigError
 
 SECRET = "s3cr3t"

@@ -12,9 +12,9 @@ import torch
 from agentrl_tasks.small_policy import save_policy
 from safetensors.torch import save_file
 
-from agentrl.core.file_modes import give_default_mode
+from agentrl.core.atomic_files import give_default_mode
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.export.bucket import BucketPlan, RankBucket
+from agentrl.learner.export import BucketPlan, RankBucket
 from agentrl.models.random_models import SHAPES, write_random_model
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,7 @@ def test_every_module_that_writes_weights_sees_to_their_mode() -> None:
             if saves:
                 writers.append(path.name)
                 assert "give_default_mode(" in text, path
-    assert {"bucket.py", "random_models.py", "smollm2.py", "model.py"} <= {*writers}
+    assert {"export.py", "random_models.py", "smollm2.py", "model.py"} <= {*writers}
 
 
 def test_files_of_packages_can_be_read_as_the_rest_of_the_repository() -> None:

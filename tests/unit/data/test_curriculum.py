@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl import ConfigError, DataSource, Message, Task
 from agentrl.config.tasks import DataSourceConfig
-from agentrl.data.curriculum import Curriculum
-from agentrl.data.order import TaskOrder
+from agentrl.data.order import Curriculum, TaskOrder
 from agentrl.data.task_sources import make_data_source
 
 SAMPLES = 8

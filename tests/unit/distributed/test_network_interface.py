@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from agentrl.distributed.network_interface import NAME, find_interface, gloo_on
+from agentrl.distributed.broadcast_group import NAME, find_interface, gloo_on
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the loopback has another name")

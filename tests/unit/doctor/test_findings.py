@@ -15,15 +15,14 @@ import pytest
 import agentrl
 from agentrl import Env, register_env, tool
 from agentrl.cli.main import main
+from agentrl.config.layers import save_config
 from agentrl.config.load import validate
-from agentrl.config.saved import save_config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.doctor.diagnose import diagnose
 from agentrl.obs.journal import JournalLog
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.run_end import read_end
-from agentrl.runtime.run_dir import run_folder
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import locked, run_folder
 from tests.unit.audit.good_rollout import good
 
 GOOD = {

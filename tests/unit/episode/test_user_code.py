@@ -18,12 +18,10 @@ from rich.console import Console
 
 from agentrl.algo.base import AdvantageEstimator, AdvantageInput
 from agentrl.algo.estimate import RunEstimators
-from agentrl.batch.group_filters import GroupFilters
-from agentrl.batch.groups import RolloutGroups
+from agentrl.batch.groups import GroupFilters, RolloutGroups
 from agentrl.cli import main as command
-from agentrl.config.reward import RewardConfig
 from agentrl.config.rollout import FailureConfig, FilterGroupsConfig
-from agentrl.config.tasks import DataConfig, DataSourceConfig, EnvConfig
+from agentrl.config.tasks import DataConfig, DataSourceConfig, EnvConfig, RewardConfig
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure

@@ -17,8 +17,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.evaluation.evaluate import evaluate, make_jobs
-from agentrl.evaluation.result import SetResult, flat_metrics
+from agentrl.evaluation.evaluate import SetResult, evaluate, flat_metrics, make_jobs
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.testing import RecordedRequest, ScriptedSampler
 

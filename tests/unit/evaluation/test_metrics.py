@@ -9,8 +9,8 @@ from rich.console import Console
 from agentrl import Message, Task
 from agentrl.config.evaluation import EvalSet
 from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
+from agentrl.evaluation.evaluate import SetResult, flat_metrics, report
 from agentrl.evaluation.metrics import compute_metrics, flat, metrics_to_dict
-from agentrl.evaluation.result import SetResult, flat_metrics, report
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_lines, results_table
 

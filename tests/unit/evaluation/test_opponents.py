@@ -19,15 +19,12 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.evaluation.evaluate import evaluate, make_jobs
+from agentrl.evaluation.evaluate import SetResult, evaluate, flat_metrics, make_jobs
 from agentrl.evaluation.metrics import compute_metrics
-from agentrl.evaluation.result import SetResult, flat_metrics
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
-from agentrl.self_play.check import check_self_play
 from agentrl.self_play.games import games_report
-from agentrl.self_play.league import League
-from agentrl.self_play.league_log import LeagueLog, last_evaluation, read_league
-from agentrl.self_play.opponents import eval_lineups
+from agentrl.self_play.league import League, LeagueLog, last_evaluation, read_league
+from agentrl.self_play.opponents import check_self_play, eval_lineups
 from agentrl.testing import ScriptedSampler
 from agentrl.train.run_outputs import curve_keys
 

@@ -11,8 +11,7 @@ from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed import flat_bucket
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.distributed.flat_bucket import total_bytes, views
-from agentrl.learner.export.bucket import NamedTensors
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import NamedTensors, WeightExporter
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 TIMEOUT_S = 60.0

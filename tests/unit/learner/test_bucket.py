@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.distributed.base import TensorSpec
 from agentrl.distributed.flat_bucket import ALIGNMENT, total_bytes, views
-from agentrl.learner.export.broadcaster import WeightBroadcaster
-from agentrl.learner.export.bucket import NamedTensors, joined_name, plan_buckets, rank_buckets
+from agentrl.learner.export import NamedTensors, WeightBroadcaster, joined_name, plan_buckets, rank_buckets
 from agentrl.learner.megatron.families.base import model_weights
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.models.shipped_architectures import shipped_architectures

@@ -19,8 +19,7 @@ from agentrl.core.errors import CheckpointError, LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.fsdp.rank import FsdpRank
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
-from agentrl.train.step_scores import StepScores
-from agentrl.train.step_settings import pack_options
+from agentrl.train.step_scores import StepScores, pack_options
 from tests.algo_config import make_algo
 from tests.batches import pack_rows, training_step
 from tests.unit.learner.learners import VOCAB, make_model, make_rows

@@ -14,8 +14,7 @@ from torch.storage import TypedStorage
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import tensor_spec
 from agentrl.distributed.flat_bucket import serialize, views
-from agentrl.learner.export.bucket import plan_buckets
-from agentrl.learner.export.cuda_ipc import SharedMemory, SharedTensor
+from agentrl.learner.export import SharedMemory, SharedTensor, plan_buckets
 
 WEIGHTS = {
     "a": torch.arange(5, dtype=torch.float32),

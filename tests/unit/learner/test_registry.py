@@ -12,7 +12,7 @@ from agentrl.core.errors import ConfigError, UnknownNameError
 from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.registry import make_backend
 from agentrl.train.preflight import plan_run
-from agentrl.train.step_settings import pack_options
+from agentrl.train.step_scores import pack_options
 
 BACKEND = """
 from agentrl.core.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.batch.microbatch import MicroBatch
-from agentrl.learner.scores import by_row, score_positions
+from agentrl.learner.rank import by_row, score_positions
 from tests.batches import pack_rows
 from tests.unit.batch.test_packing import row
 

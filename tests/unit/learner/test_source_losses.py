@@ -17,7 +17,7 @@ from agentrl.config.load import validate
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.learner.in_process import LocalLearnerGroup
-from agentrl.train.step_settings import pack_options
+from agentrl.train.step_scores import pack_options
 from tests.batches import training_step
 from tests.unit.learner.learners import Learners, make_model
 from tests.unit.learner.test_metamorphic import (

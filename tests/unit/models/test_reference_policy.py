@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.config.layers import Layer, load_layers
+from agentrl.config.layers import Layer, load_layers, save_config, saved_layers
 from agentrl.config.load import load_config
-from agentrl.config.saved import save_config, saved_layers
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.reference_policy import check_reference, pin_reference, resolve_reference
 

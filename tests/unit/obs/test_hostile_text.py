@@ -21,8 +21,8 @@ from agentrl.cli import main as command_line
 from agentrl.config.evaluation import EvalSet
 from agentrl.core.errors import AgentrlError, RunStopped, UserError
 from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, StopReason, Turn
+from agentrl.evaluation.evaluate import SetResult
 from agentrl.evaluation.metrics import compute_metrics
-from agentrl.evaluation.result import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.evaluation.table import results_lines, results_table
 from agentrl.obs.console import TitledBlock, log_to_stderr, make_console, print_error, print_message, printable

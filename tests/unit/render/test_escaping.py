@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import Message
 from agentrl.render.registry import make_renderer
 from tests.unit.render.tokenizers import qwen_tokenizer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from agentrl.batch.provenance import check_rows
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import ConversationError

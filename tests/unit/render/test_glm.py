@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.tool import tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.glm import Glm4, Glm45

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Fork, Message, ToolCall
 from agentrl.render.formats.base import tool_schema
 from agentrl.render.formats.kimi import KimiK2

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import tool, validate_call
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall

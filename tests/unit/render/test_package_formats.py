@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 import agentrl.core.extras
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.errors import MissingError, ModelError
 from agentrl.core.types import CallStatus, Fork, Message, ToolCall
 from agentrl.render.formats.package import PACKAGE_FORMATS, PREFIX

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Message, ToolCall
 from agentrl.render.parsers.base import drop_reasoning, reasoning_markers, split_markers
 from agentrl.render.parsers.registry import PARSERS

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.tool import tool
 from agentrl.core.types import CallStatus, Message, ToolCall
 from agentrl.render.registry import FORMATS, make_renderer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Message, ToolCall
 from agentrl.render.registry import make_renderer
 from tests.unit.render.oracles import template

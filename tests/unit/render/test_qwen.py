@@ -7,7 +7,7 @@ import tiktoken
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message
 from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render import tokenizers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from agentrl.config.render import FormatName, ParserName, RenderConfig
+from agentrl.config.model import FormatName, ParserName, RenderConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.registry import model_folder
 from agentrl.inference.embedded.model import Model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.tool import Tool, tool
 from agentrl.core.types import CallStatus, ToolCall
 from agentrl.render.parsers.base import Piece

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall

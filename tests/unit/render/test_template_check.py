@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config.render import RenderConfig
+from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.types import ForkReason
 from agentrl.render.template_check.check import Ending, Findings, check_template

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl import Sample
 from agentrl.config.load import load_config
-from agentrl.config.reward import RewardConfig
+from agentrl.config.tasks import RewardConfig
 from agentrl.core.errors import ConfigError, RunStopped, UnknownNameError
 from agentrl.core.types import FailureKind
 from agentrl.rewards.grader import THREADS, FunctionRunner, RewardGrader, check_reward, make_grader, takes_group

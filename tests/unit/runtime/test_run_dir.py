@@ -12,8 +12,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
-from agentrl.runtime.run_dir import check_new, folder_to_resume, new_folder
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import check_new, folder_to_resume, locked, new_folder
 
 
 def made(folder: Path, *, results: str | None = "metrics", checkpoint_ns: int | None = None) -> Path:
@@ -78,7 +77,7 @@ def test_a_start_that_failed_may_begin_again(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from agentrl.runtime.run_lock import locked
+from agentrl.runtime.run_dir import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ from agentrl_envs.kuhn_poker.tree import KuhnTree, nash_strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.self_play.best_response import (
+from agentrl.self_play.game_scores import (
     average_strategies,
     best_response_payoff,
     expected_payoff,

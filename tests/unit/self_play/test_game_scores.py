@@ -13,8 +13,7 @@ from agentrl_envs.kuhn_poker.tree import KuhnTree, nash_strategy
 from agentrl.config.load import load_config
 from agentrl.core.errors import EngineError
 from agentrl.core.types import Prompt
-from agentrl.self_play.best_response import exploitability
-from agentrl.self_play.game_scores import GameScores, PlayedStrategy, open_game_scores
+from agentrl.self_play.game_scores import GameScores, PlayedStrategy, exploitability, open_game_scores
 
 ENDS = {1: 0.75, 2: 0.25}
 """Probability of each end token."""

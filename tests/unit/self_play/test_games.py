@@ -5,8 +5,8 @@ import json
 import pytest
 
 from agentrl.config.self_play import AlarmConfig
-from agentrl.self_play.collapse import CollapseAlarm, StepPlay
 from agentrl.self_play.games import POLICY, Game, Record, WinTable
+from agentrl.self_play.league import CollapseAlarm, StepPlay
 
 GAMES = [
     Game("a", (POLICY, "random"), (1.0, -1.0)),

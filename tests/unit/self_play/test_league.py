@@ -12,11 +12,10 @@ from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.roles import check_roles
-from agentrl.self_play.check import check_self_play
 from agentrl.self_play.games import POLICY, Game, WinTable
-from agentrl.self_play.league import League
-from agentrl.self_play.league_log import LeagueLog, read_league
+from agentrl.self_play.league import League, LeagueLog, read_league
 from agentrl.self_play.league_plot import MOST_PLAYERS, plot_league, shown_players
+from agentrl.self_play.opponents import check_self_play
 from agentrl.self_play.ratings import Ratings
 
 CONFIG = SelfPlayConfig(mix={"mirror": 1, "past": 1, "fixed:random": 1}, pool=PoolConfig(snapshot_every=2, keep=3))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.self_play import PoolConfig
-from agentrl.self_play.pool import OpponentPool, snapshot_name
+from agentrl.self_play.league import OpponentPool, snapshot_name
 
 
 def pool(count=5, **options):

@@ -15,8 +15,7 @@ from agentrl.data.jobs import Job
 from agentrl.learner.checkpoints import STATE
 from agentrl.models.weight_files import WeightFiles
 from agentrl.self_play.game_scores import PlayedStrategy
-from agentrl.self_play.league import League
-from agentrl.self_play.league_log import LeagueLog, read_league
+from agentrl.self_play.league import League, LeagueLog, read_league
 from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeEngine, FakeLearner

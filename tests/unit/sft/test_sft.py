@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.config.load import load_config
-from agentrl.config.render import RenderConfig
+from agentrl.config.load import find_config, load_config
+from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
-from agentrl.config.shipped import find_config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service

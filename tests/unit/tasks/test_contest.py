@@ -17,8 +17,7 @@ from agentrl_tasks.contest.data import FAMILIES, Generated, is_held_out
 from agentrl_tasks.contest.problem import examples
 from agentrl_tasks.small_policy import save_tokenizer
 
-from agentrl.config.load import load_config
-from agentrl.config.shipped import find_config
+from agentrl.config.load import find_config, load_config
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
 from agentrl.core.registry import model_folder
 from agentrl.core.task import Task

@@ -40,15 +40,12 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
-from agentrl.train.engine_weights import EngineWeights, EvalEngines
+from agentrl.train.engine_weights import EngineWeights, EvalEngines, open_gpus
 from agentrl.train.evaluations import Evaluator
-from agentrl.train.gpu_time_sharing import open_gpus
 from agentrl.train.pipeline.journal import Journal
-from agentrl.train.pipeline.records import RunRecords
 from agentrl.train.pipeline.scheduler import open_scheduler
-from agentrl.train.rollout_source import StepRollouts, TaskPosition
-from agentrl.train.run_inputs import RunInputs
-from agentrl.train.sampling import Sampling
+from agentrl.train.rollout_source import RunInputs, StepRollouts, TaskPosition
+from agentrl.train.sampling import RunRecords, Sampling
 from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
 from agentrl.weight_sync.base import SyncedWeights

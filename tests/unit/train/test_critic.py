@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algo.checks import algorithm_faults
 from agentrl.algo.estimate import RowAdvantages
+from agentrl.algo.registry import algorithm_faults
 from agentrl.batch.groups import group_rollouts
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config

@@ -12,7 +12,7 @@ from agentrl.core.errors import LearnerError, RunStopped, SamplerError
 from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams, StopReason
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
-from agentrl.train.pipeline.length_bias import LengthBias
+from agentrl.train.pipeline.filtering import LengthBias
 from tests.unit.train.async_world import Engines, make_config, steps, train
 
 ZERO_VARIANCE = "rollout.filter_groups.filters=[zero_variance]"

@@ -18,8 +18,7 @@ from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
 from agentrl.testing.virtual_time import run_virtual
-from agentrl.train.engine_weights import EngineWeights
-from agentrl.train.gpu_time_sharing import open_gpus
+from agentrl.train.engine_weights import EngineWeights, open_gpus
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.base import SyncedWeights
 

@@ -20,13 +20,11 @@ from agentrl.learner.checkpoints import latest_checkpoint, read_state
 from agentrl.obs.journal import read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.self_play.games import POLICY
-from agentrl.self_play.league import League
-from agentrl.self_play.league_log import LeagueLog
-from agentrl.self_play.pool import snapshot_name
+from agentrl.self_play.league import League, LeagueLog, snapshot_name
 from agentrl.self_play.snapshots import OpponentEngine, SnapshotEngines, SnapshotFolder
 from agentrl.self_play.training import SelfPlay, players_by_seat
 from agentrl.testing import FakeLearner
-from agentrl.train.pipeline.records import RunRecords
+from agentrl.train.sampling import RunRecords
 from agentrl.train.trainer import Trainer
 from tests.unit.train.async_world import Engines, fleet_of, make_config, steps, train
 from tests.unit.train.test_journal import Killed, kill_at

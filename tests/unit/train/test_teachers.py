@@ -24,10 +24,8 @@ from agentrl.inference.client.scoring import ScoringClient
 from agentrl.learner.base import LearnerGroup
 from agentrl.rewards.sample import Sample
 from agentrl.testing import FakeLearner
-from agentrl.train.privileged import PrivilegedRows, load_context
-from agentrl.train.step_scores import StepScores
-from agentrl.train.step_settings import pack_options
-from agentrl.train.teachers import Teacher, Teachers, check_server
+from agentrl.train.step_scores import StepScores, pack_options
+from agentrl.train.teachers import PrivilegedRows, Teacher, Teachers, check_server, load_context
 from tests.batches import training_step
 from tests.test_readme import example
 from tests.unit.episode.conftest import CHATML, renderer_of

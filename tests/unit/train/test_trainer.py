@@ -25,7 +25,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError, RunStopped
 from agentrl.core.types import Failure, FailureKind, Rollout
 from agentrl.data.jobs import OnDone
-from agentrl.evaluation.result import SetResult
+from agentrl.evaluation.evaluate import SetResult
 from agentrl.evaluation.sets import EvalTasks
 from agentrl.learner.base import LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, complete_checkpoints, latest_checkpoint, read_state

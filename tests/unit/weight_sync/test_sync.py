@@ -20,8 +20,7 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.inference.embedded.weights import read_bucket
 from agentrl.learner.base import WeightBucket
-from agentrl.learner.export.bucket import NamedTensors, RankBucket
-from agentrl.learner.export.exporter import WeightExporter
+from agentrl.learner.export import NamedTensors, RankBucket, WeightExporter
 from agentrl.models.weight_checksum import fingerprint, tensor_checksum
 from agentrl.testing import FakeEngine
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions

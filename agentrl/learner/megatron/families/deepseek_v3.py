@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.core.errors import ModelError
-from agentrl.learner.megatron.families.base import Family, Options, at_layer, dense_options, norms, refuse
+from agentrl.learner.megatron.families.base import Family, Options, Weight, at_layer, dense_options, norms, refuse, same
 from agentrl.learner.megatron.families.experts import expert, sigmoid_layer, sigmoid_options
-from agentrl.learner.megatron.mapping import Weight, same
 
 
 def _options(hf: Any) -> Options:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.core.errors import ModelError
-from agentrl.learner.megatron.families.base import Options, at_layer, mlp
-from agentrl.learner.megatron.mapping import Weight, same
+from agentrl.learner.megatron.families.base import Options, Weight, at_layer, mlp, same
 
 
 def expert(hf: Any, layer: int, number: int) -> list[Weight]:

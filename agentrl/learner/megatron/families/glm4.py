@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.learner.megatron.families.base import Family, Options, at_layer, attention, dense_options, norms
-from agentrl.learner.megatron.mapping import Weight, fused_gate_up, same
+from agentrl.learner.megatron.families.base import (
+    Family,
+    Options,
+    Weight,
+    at_layer,
+    attention,
+    dense_options,
+    fused_gate_up,
+    norms,
+    same,
+)
 
 
 def _options(hf: Any) -> Options:

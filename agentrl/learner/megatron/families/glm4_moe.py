@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.learner.megatron.families.base import Family, Options, attention, dense_options, norms
+from agentrl.learner.megatron.families.base import Family, Options, Weight, attention, dense_options, norms
 from agentrl.learner.megatron.families.experts import expert, sigmoid_layer, sigmoid_options
-from agentrl.learner.megatron.mapping import Weight
 
 
 def _options(hf: Any) -> Options:

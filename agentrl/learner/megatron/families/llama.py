@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.learner.megatron.families.base import Family, Options, attention, dense_options, mlp, norms, refuse
-from agentrl.learner.megatron.mapping import Weight
+from agentrl.learner.megatron.families.base import Family, Options, Weight, attention, dense_options, mlp, norms, refuse
 
 
 def _options(hf: Any) -> Options:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.learner.megatron.families.base import Family, Options, attention, dense_options, mlp, norms, refuse
+from agentrl.learner.megatron.families.base import Family, Options, Weight, attention, dense_options, mlp, norms, refuse
 from agentrl.learner.megatron.families.experts import expert, router
-from agentrl.learner.megatron.mapping import Weight
 
 
 def _has_experts(hf: Any, layer: int) -> bool:

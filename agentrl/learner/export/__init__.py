@@ -1,1 +1,0 @@
-"""Export of a learner's weights in buckets."""
