@@ -1,1 +1,1 @@
-"""Model families of the Megatron-Core learner: one file each, with its options and its weights."""
+"""Model families of the Megatron-Core learner, with their options and weights."""

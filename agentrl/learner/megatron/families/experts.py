@@ -1,11 +1,22 @@
-"""Mixtures of experts: what families with them have in common."""
+"""Families with mixtures of experts, and what they have in common."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from agentrl.core.errors import ModelError
-from agentrl.learner.megatron.families.base import Options, Weight, at_layer, mlp, same
+from agentrl.learner.megatron.families.base import (
+    Family,
+    Options,
+    Weight,
+    at_layer,
+    attention,
+    dense_options,
+    mlp,
+    norms,
+    refuse,
+    same,
+)
 
 
 def expert(hf: Any, layer: int, number: int) -> list[Weight]:
@@ -62,3 +73,103 @@ def sigmoid_layer(hf: Any, layer: int) -> list[Weight]:
 
 def _shared_size(hf: Any) -> int:
     return int(hf.n_shared_experts or 0) * int(hf.moe_intermediate_size)
+
+
+def _has_experts(hf: Any, layer: int) -> bool:
+    return layer not in hf.mlp_only_layers and (layer + 1) % hf.decoder_sparse_step == 0
+
+
+def _qwen3_options(hf: Any) -> Options:
+    refuse(hf, "attention_bias")
+    return dense_options(
+        hf,
+        qk_layernorm=True,
+        num_moe_experts=hf.num_experts,
+        moe_layer_freq=[int(_has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
+        moe_ffn_hidden_size=hf.moe_intermediate_size,
+        moe_router_topk=hf.num_experts_per_tok,
+        # A softmax over the chosen experts is one over all, normalised.
+        moe_router_pre_softmax=not hf.norm_topk_prob,
+    )
+
+
+def _qwen3_layer(hf: Any, layer: int) -> list[Weight]:
+    experts = _has_experts(hf, layer)
+    last = router(hf, layer, hf.num_experts) if experts else mlp(hf, layer, hf.intermediate_size)
+    return [*norms(hf, layer), *attention(hf, layer, qk_norm=True), *last]
+
+
+QWEN3_MOE = Family("qwen3_moe", _qwen3_options, _qwen3_layer, expert)
+"""Qwen3 with mixtures of experts, such as Qwen3-30B-A3B."""
+
+
+def _glm4_options(hf: Any) -> Options:
+    return dense_options(hf, add_qkv_bias=hf.attention_bias, qk_layernorm=hf.use_qk_norm) | sigmoid_options(hf)
+
+
+def _glm4_layer(hf: Any, layer: int) -> list[Weight]:
+    heads = attention(hf, layer, bias=hf.attention_bias, qk_norm=hf.use_qk_norm)
+    return [*norms(hf, layer), *heads, *sigmoid_layer(hf, layer)]
+
+
+GLM4_MOE = Family("glm4_moe", _glm4_options, _glm4_layer, expert)
+"""GLM-4.5, 4.6 and 4.7: a sigmoid router, rotary embedding of half of each head."""
+
+
+def _deepseek_options(hf: Any) -> Options:
+    refuse(hf, "attention_bias")
+    if not hf.rope_interleave:
+        raise ModelError(
+            "rope_interleave=false in config.json: the megatron learner lacks it; set learner.backend=fsdp"
+        )
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "qk_layernorm": True,
+        # For the scale of the softmax; transformers computes the frequencies.
+        "rotary_scaling_factor": hf.rope_parameters.get("factor", 1.0),
+        "mscale_all_dim": hf.rope_parameters.get("mscale_all_dim", 0.0),
+    }
+    return dense_options(hf) | latent | sigmoid_options(hf)
+
+
+def _deepseek_layer(hf: Any, layer: int) -> list[Weight]:
+    return [*norms(hf, layer), *_latent_attention(hf, layer), *sigmoid_layer(hf, layer)]
+
+
+def _latent_attention(hf: Any, layer: int) -> list[Weight]:
+    """Return the projections to and from the latents. All are divided by rows, but the output."""
+    at, heads, hidden = at_layer(layer), hf.num_attention_heads, hf.hidden_size
+    queries, latent = heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim), hf.kv_lora_rank
+    shapes = {
+        "linear_kv_down_proj": ("kv_a_proj_with_mqa", latent + hf.qk_rope_head_dim, hidden),
+        "linear_kv_up_proj": ("kv_b_proj", heads * (hf.qk_nope_head_dim + hf.v_head_dim), latent),
+    }
+    norms = {"kv": latent}
+    if hf.q_lora_rank is None:
+        shapes["linear_q_proj"] = ("q_proj", queries, hidden)
+    else:
+        norms["q"] = hf.q_lora_rank
+        shapes["linear_q_down_proj"] = ("q_a_proj", hf.q_lora_rank, hidden)
+        shapes["linear_q_up_proj"] = ("q_b_proj", queries, hf.q_lora_rank)
+    return [
+        *(
+            same(f"self_attention.{name}.weight", at(f"self_attn.{hf_name}.weight", *shape), "rows")
+            for name, (hf_name, *shape) in shapes.items()
+        ),
+        *(
+            same(f"self_attention.{name}_layernorm.weight", at(f"self_attn.{name}_a_layernorm.weight", size))
+            for name, size in norms.items()
+        ),
+        same(
+            "self_attention.linear_proj.weight", at("self_attn.o_proj.weight", hidden, heads * hf.v_head_dim), "columns"
+        ),
+    ]
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", _deepseek_options, _deepseek_layer, expert)
+"""DeepSeek V3, V3.1 and R1, Kimi K2 and Moonlight: multi-head latent attention, a sigmoid router."""

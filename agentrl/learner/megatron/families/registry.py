@@ -7,18 +7,62 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.errors import ModelError
-from agentrl.learner.megatron.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
-from agentrl.learner.megatron.families.base import Family
+from agentrl.learner.megatron.families.base import (
+    Family,
+    Options,
+    Weight,
+    at_layer,
+    attention,
+    dense_options,
+    fused_gate_up,
+    mlp,
+    norms,
+    refuse,
+    same,
+)
+from agentrl.learner.megatron.families.experts import DEEPSEEK_V3, GLM4_MOE, QWEN3_MOE
+
+
+def _dense(hf_type: str, *refused: str, bias: bool = False, qk_norm: bool = False) -> Family:
+    """Return a family of plain decoders; its configurations may not set the fields ``refused``."""
+
+    def options(hf: Any) -> Options:
+        refuse(hf, *refused)
+        return dense_options(hf, add_qkv_bias=bias, qk_layernorm=qk_norm)
+
+    def weights(hf: Any, layer: int) -> list[Weight]:
+        heads = attention(hf, layer, bias=bias, qk_norm=qk_norm)
+        return [*norms(hf, layer), *heads, *mlp(hf, layer, hf.intermediate_size)]
+
+    return Family(hf_type, options, weights)
+
+
+def _glm4_layer(hf: Any, layer: int) -> list[Weight]:
+    at, hidden, size = at_layer(layer), hf.hidden_size, hf.intermediate_size
+    post_norms = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+    return [
+        *norms(hf, layer),
+        *(same(name, at(name, hidden)) for name in post_norms),
+        *attention(hf, layer, bias=hf.attention_bias),
+        fused_gate_up("mlp.linear_fc1.weight", at("mlp.gate_up_proj.weight", 2 * size, hidden)),
+        same("mlp.linear_fc2.weight", at("mlp.down_proj.weight", hidden, size), "columns"),
+    ]
+
+
+def _glm4_options(hf: Any) -> Options:
+    return dense_options(hf, add_qkv_bias=hf.attention_bias, rotary_interleaved=True)
+
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": deepseek_v3.FAMILY,
-    "glm4": glm4.FAMILY,
-    "glm4_moe": glm4_moe.FAMILY,
-    "kimi_k2": deepseek_v3.FAMILY,  # another name, no other model
-    "llama": llama.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "qwen3": qwen3.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
+    "deepseek_v3": DEEPSEEK_V3,
+    # GLM-4-0414 and GLM-Z1: norms after attention and MLP, rotary embedding of half of each head, in neighbouring pairs
+    "glm4": Family("glm4", _glm4_options, _glm4_layer, post_norms=True),
+    "glm4_moe": GLM4_MOE,
+    "kimi_k2": DEEPSEEK_V3,  # another name, no other model
+    "llama": _dense("llama", "attention_bias", "mlp_bias"),  # Llama 2 and 3, SmolLM2 and the like
+    "qwen2": _dense("qwen2", bias=True),  # and Qwen2.5
+    "qwen3": _dense("qwen3", "attention_bias", qk_norm=True),
+    "qwen3_moe": QWEN3_MOE,
 }
 """By ``model_type`` in ``config.json``."""
 

@@ -9,8 +9,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
-from agentrl.learner.megatron.families import llama, qwen3_moe
-from agentrl.learner.megatron.families.registry import read_family
+from agentrl.learner.megatron.families.registry import FAMILIES, read_family
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.memory import MegatronWork, in_flight, megatron_memory, stage_layers
 from agentrl.learner.memory import LearnerMemory
@@ -47,7 +46,7 @@ TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 def estimate(
     ranks: int = 1, tokens: int = 64, hf: Any = HF, bfloat16: bool = True, recompute: Recompute = "none", **options: Any
 ) -> LearnerMemory:
-    family = (qwen3_moe if hf is MOE else llama).FAMILY
+    family = FAMILIES["qwen3_moe" if hf is MOE else "llama"]
     return megatron_memory(family, hf, options, MegatronWork(ranks, tokens, 16, bfloat16, recompute=recompute))
 
 
