@@ -113,7 +113,7 @@ def _algo(algo: AlgoConfig, sampler: SamplerConfig) -> Iterator[str]:
             f"algo.correction.rollout_rs_threshold={correction.rollout_rs_threshold:g}: of k1 it is a ratio, and the lower limit "
             "its inverse; set it above 1"
         )
-    if algo.routing_replay and not sampler.router_kind.forwards_all_fields:
+    if algo.routing_replay and sampler.has_router_program:
         yield (
             "algo.routing_replay=true with sampler.router=sglang: that router drops the option of requests that return experts; "
             "set sampler.router=builtin"

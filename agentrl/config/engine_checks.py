@@ -56,7 +56,7 @@ def _sampling(sampler: SamplerConfig) -> Iterator[str]:
             "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or accept it with "
             "sampler.allow_unnormalised=true"
         )
-    if sampler.max_running == "auto" and sampler.router_kind.is_program:
+    if sampler.max_running == "auto" and sampler.has_router_program:
         yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
 
 
@@ -75,7 +75,7 @@ def _weights(config: Config) -> Iterator[str]:
         )
     if weights.prefix_cache != "drop":
         yield from _prefix_cache(config)
-    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.kind.keeps_cache_in_place:
+    elif weights.pause == "in_place" and weights.adapters == "merged" and sampler.uses_sglang:
         yield (
             "weights.pause=in_place with weights.prefix_cache=drop: SGLang cannot drop its cache while it keeps requests; "
             "set weights.prefix_cache=by_version"
@@ -89,7 +89,7 @@ def _prefix_cache(config: Config) -> Iterator[str]:
         yield f"{key} with placement.mode=colocate: engines release the memory of their cache; leave out weights.prefix_cache"
     if config.weights.adapters == "only":
         yield f"{key} with weights.adapters=only: each version is an adapter with its cache; leave out weights.prefix_cache"
-    if config.weights.prefix_cache == "by_version" and not config.sampler.router_kind.forwards_all_fields:
+    if config.weights.prefix_cache == "by_version" and config.sampler.has_router_program:
         yield f"{key} with sampler.router=sglang: requests through it have no key of their version; set sampler.router=builtin"
 
 
@@ -98,7 +98,7 @@ def _adapters(config: Config) -> Iterator[str]:
     sampler, key = config.sampler, "weights.adapters=only"
     if config.learner.lora is None:
         yield f"{key} without learner.lora: no adapters are trained; set learner.lora={{}}, or leave out weights.adapters"
-    if sampler.router_kind.is_program:
+    if sampler.has_router_program:
         yield (
             f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
             "sampler.router=builtin"
@@ -205,7 +205,7 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
         key=itemgetter(1),
     )
     key = f"sources.{source}.rollout.max_tokens" if source else "rollout.max_tokens"
-    if sampler.kind.takes_sglang_options:
+    if sampler.uses_sglang:
         context = sampler.context_length or max_positions
         max_tokens = None if context is None else context - _SGLANG_RESERVES
     if sampler.url is None and max_tokens is not None and tokens > max_tokens:
@@ -213,7 +213,7 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
             f"{key}={tokens} is more than the {max_tokens} tokens that an engine with this model "
             "takes: lower it, or raise sampler.sglang.context_length, or set model.path to a model with a longer context"
         )
-    if sampler.kind.takes_embedded_options and tokens > sampler.embedded.context:
+    if not sampler.uses_sglang and tokens > sampler.embedded.context:
         raise ConfigError(
             f"{key}={tokens} is more than the engine holds: raise sampler.embedded.context={sampler.embedded.context}"
         )
@@ -266,7 +266,7 @@ def check_placement(config: Config, learner_device: str) -> None:
             f"{staleness} and weights.pause={config.weights.pause}: engines keep no requests while the learner has their GPUs; "
             "set weights.pause=abort or restart"
         )
-    if config.asynchronous.max_staleness and sampler.router_kind.is_program:
+    if config.asynchronous.max_staleness and sampler.has_router_program:
         raise ConfigError(
             f"{staleness} and sampler.router=sglang: the router would send requests to engines without memory; leave out "
             "sampler.router"

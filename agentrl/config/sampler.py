@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,58 +14,6 @@ _TENSOR = ("tp", "tp_size", "tensor_parallel_size")
 _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
 _DATA = ("dp", "dp_size", "data_parallel_size")
 """Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """What distinguishes the engines of one ``sampler.backend``; how they start is in `agentrl.inference.launch.launcher`."""
-
-    on_gpus: bool
-    """They compute on GPUs, unless an option says otherwise."""
-    exact_logprobs: bool
-    """Their log-probabilities are the learner's up to rounding, so ``algo.old_logprobs=auto`` is ``sampler``."""
-    takes_sglang_options: bool
-    """They are started with the options in ``sampler.sglang``: parallel sizes, context, adapters, weight loaders."""
-    keeps_cache_in_place: bool
-    """They keep their prefix cache as long as a pause keeps requests (``weights.pause=in_place``)."""
-    takes_embedded_options: bool
-    """They are started with the options in ``sampler.embedded``: context, slots, threads."""
-
-
-ENGINES: Mapping[str, EngineKind] = {
-    "embedded": EngineKind(
-        on_gpus=False,
-        exact_logprobs=True,
-        takes_sglang_options=False,
-        keeps_cache_in_place=False,
-        takes_embedded_options=True,
-    ),
-    "sglang": EngineKind(
-        on_gpus=True,
-        exact_logprobs=False,
-        takes_sglang_options=True,
-        keeps_cache_in_place=True,
-        takes_embedded_options=False,
-    ),
-}
-"""By ``sampler.backend``."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterKind:
-    """What distinguishes the routers of one ``sampler.router``."""
-
-    is_program: bool
-    """It is a program between the run and the engines, and chooses the engine of a request."""
-    forwards_all_fields: bool
-    """Engines get every field of a request, such as the key of a version, or the option to return experts."""
-
-
-ROUTERS: Mapping[str, RouterKind] = {
-    "builtin": RouterKind(is_program=False, forwards_all_fields=True),
-    "sglang": RouterKind(is_program=True, forwards_all_fields=False),
-}
-"""By ``sampler.router``."""
 
 
 class EmbeddedConfig(Section):
@@ -159,14 +106,16 @@ class SamplerConfig(Section):
         return options
 
     @property
-    def kind(self) -> EngineKind:
-        """What distinguishes engines of this ``backend``."""
-        return ENGINES[self.backend]
+    def uses_sglang(self) -> bool:
+        """Whether engines are SGLang's, which take ``sglang``; else they take ``embedded``, and compute as the learner does."""
+        return self.backend == "sglang"
 
     @property
-    def router_kind(self) -> RouterKind:
-        """What distinguishes this ``router``."""
-        return ROUTERS[self.router]
+    def has_router_program(self) -> bool:
+        """Whether a program between the run and the engines chooses the engine of a request. It drops fields of requests, such as
+        the key of a version, or the option to return experts.
+        """
+        return self.router == "sglang"
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -186,7 +135,7 @@ class SamplerConfig(Section):
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Device of the engines that a run starts."""
-        gpu = self.kind.on_gpus and self.sglang_options.get("device", "cuda") != "cpu"
+        gpu = self.uses_sglang and self.sglang_options.get("device", "cuda") != "cpu"
         return "cuda" if gpu else "cpu"
 
     @property
@@ -198,7 +147,7 @@ class SamplerConfig(Section):
     @property
     def tensor_ranks(self) -> int:
         """Tensor parallel ranks of an engine."""
-        return int(_size(self.sglang, _TENSOR)) if self.kind.takes_sglang_options else 1
+        return int(_size(self.sglang, _TENSOR)) if self.uses_sglang else 1
 
     @property
     def engine_ranks(self) -> int:
@@ -207,7 +156,7 @@ class SamplerConfig(Section):
         The product of its tensor, pipeline and data parallel sizes. With ``enable_dp_attention`` SGLang divides the tensor
         parallel ranks among the data parallel ones, which then add none.
         """
-        if not self.kind.takes_sglang_options:
+        if not self.uses_sglang:
             return 1
         data = 1 if _normalised(self.sglang).get("enable_dp_attention") else int(_size(self.sglang, _DATA))
         return self.tensor_ranks * int(_size(self.sglang, _PIPELINE)) * data

@@ -145,7 +145,7 @@ class Config(Section):
         """Choose the ratio's denominator, and the correction, by the engine."""
         algo = self.algo
         if algo.old_logprobs == "auto":
-            algo.old_logprobs = "sampler" if self.sampler.kind.exact_logprobs else "learner"
+            algo.old_logprobs = "learner" if self.sampler.uses_sglang else "sampler"
         if algo.correction.rollout_is == "auto":
             algo.correction.rollout_is = "token" if algo.old_logprobs == "learner" else "none"
         return self

@@ -89,13 +89,13 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
         ConfigError: it holds fewer tokens than an episode may have, or has options of another engine.
     """
     sampler = config.sampler
-    if sampler.sglang and not sampler.kind.takes_sglang_options:
+    if sampler.sglang and not sampler.uses_sglang:
         options = ", ".join(f"sampler.sglang.{name}" for name in sampler.sglang)
         raise ConfigError(
             f"{options} with sampler.backend={sampler.backend}, whose engines take no options of SGLang; leave them out, or set "
             "sampler.backend=sglang"
         )
-    if sampler.kind.takes_sglang_options and sampler.url is None:
+    if sampler.uses_sglang and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
         gpu = sampler.device == "cpu" or on_cluster or gpus_here() > 0
         lacks += [] if gpu else ["there is no GPU here"]
@@ -104,7 +104,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
                 f"sampler.backend=sglang, but {' and '.join(lacks)}; set sampler.url to a running server, or "
                 "sampler.backend=embedded"
             )
-    if sampler.router_kind.is_program:
+    if sampler.has_router_program:
         require_router()
     check_context(config)
 

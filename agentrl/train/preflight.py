@@ -207,7 +207,7 @@ def check_quantization(config: Config, model: Path) -> None:
     Raises:
         ConfigError: the folder has quantised weights, with which engines would start, and they get others.
     """
-    if is_quantized(model) and config.sampler.backend == "sglang" and not config.sampler.urls:
+    if is_quantized(model) and config.sampler.uses_sglang and not config.sampler.urls:
         raise ConfigError(
             f"model.path={config.model.path}: its weights are quantised (quantization_config in config.json), SGLang would keep "
             "them so, and the learner sends bfloat16: write a copy with agentrl export FOLDER OUT, and set model.path=OUT"
@@ -310,7 +310,7 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> li
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
-        + (", behind sglang-router" if sampler.router_kind.is_program else ""),
+        + (", behind sglang-router" if sampler.has_router_program else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",

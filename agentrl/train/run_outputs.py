@@ -76,7 +76,7 @@ def engines_and_slots(config: Config) -> tuple[int, int]:
     slots = min(rollout.concurrency, groups * rollout.n_samples_per_prompt)
     if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
-    return (1 if sampler.router_kind.is_program else engines) + config.eval.engines, slots
+    return (1 if sampler.has_router_program else engines) + config.eval.engines, slots
 
 
 CURVE = ("reward", "exact_match")

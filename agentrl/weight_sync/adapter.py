@@ -115,7 +115,7 @@ async def load_adapters(engine: EngineControl, folder: Path, policies: Collectio
 def for_adapters(config: Config, model: Path) -> Config:
     """Return the configuration of a run whose engines hold adapters, if ``weights.adapters=only``; see `with_adapters`."""
     lora, sampler = config.learner.lora, config.sampler
-    if lora is None or config.weights.adapters != "only" or not sampler.kind.takes_sglang_options or sampler.urls:
+    if lora is None or config.weights.adapters != "only" or not sampler.uses_sglang or sampler.urls:
         return config
     return config.model_copy(update={"sampler": with_adapters(sampler, lora, model)})
 

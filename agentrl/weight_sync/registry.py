@@ -71,6 +71,6 @@ def for_transport(config: Config) -> Config:
 def with_engine_options(sampler: SamplerConfig, transport: str) -> SamplerConfig:
     """Return the configuration of engines that are started with the options that a transport needs."""
     options = transport_class(transport).engine_options
-    if not options or not sampler.kind.takes_sglang_options:
+    if not options or not sampler.uses_sglang:
         return sampler
     return sampler.model_copy(update={"sglang": sampler.sglang | dict(options)})

@@ -49,7 +49,7 @@ class Fleet:
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self._sglang_router = (
             SGLangRouter(self.sampler, config, logs / "router.log", vocabulary, knows_ages=prefix_cache == "keep")
-            if config.router_kind.is_program
+            if config.has_router_program
             else None
         )
         self._router: EngineRouter = self._sglang_router or self.sampler
