@@ -216,4 +216,3 @@ class Loss(Protocol):
 
     def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
         """Return ``Σ weight · loss`` over the mask, a scalar, and its metrics."""
-        ...

@@ -19,7 +19,6 @@ class ChatEndpoint(Protocol):
         Raises:
             SamplerError: the endpoint failed.
         """
-        ...
 
 
 MAIN = "main"

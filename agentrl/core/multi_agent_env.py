@@ -24,31 +24,24 @@ class GameTree(Protocol[S]):
 
     def root(self) -> S:
         """Return the first state."""
-        ...
 
     def player(self, state: S) -> int | None:
         """Return who moves: 0, 1 or `CHANCE`; None if the game is over."""
-        ...
 
     def chances(self, state: S) -> Mapping[str, float]:
         """Return the probability of each random event."""
-        ...
 
     def actions(self, state: S) -> Sequence[str]:
         """Return the legal actions."""
-        ...
 
     def child(self, state: S, action: str) -> S:
         """Return the state after an action or a random event."""
-        ...
 
     def information_set(self, state: S) -> Hashable:
         """Return what the player who moves knows: equal for states that this player cannot tell apart."""
-        ...
 
     def payoff(self, state: S, player: int) -> float:
         """Return a player's payoff at the end."""
-        ...
 
 
 class Player(Protocol):
@@ -61,7 +54,6 @@ class Player(Protocol):
             messages: added since its last turn.
             legal_moves: ``legal_moves`` of the agent's ``info``; empty in an environment that lists none.
         """
-        ...
 
 
 PlayerFactory = Callable[[np.random.Generator], Player]

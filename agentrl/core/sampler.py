@@ -18,12 +18,9 @@ class Sampler(Protocol):
         Raises:
             SamplerError: the engine refused, failed or could not be reached.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its `generate` returns the tokens so far with ``FinishReason.ABORT``."""
-        ...
 
     async def close_session(self, session_id: str) -> None:
         """End a session: no further turn of it comes."""
-        ...

@@ -166,7 +166,6 @@ class Demonstrator(Protocol):
 
     def act(self, observation: tuple[Message, ...]) -> str:
         """Return the expert's next message, without closing tag or end token's text only if the template adds it."""
-        ...
 
 
 class TaskSet(ABC):

@@ -55,15 +55,12 @@ class ToolClient(Protocol):
         Raises:
             ToolFailure: the server failed or could not be reached, after all retries.
         """
-        ...
 
     async def close_session(self, episode_id: str) -> None:
         """End the episode's session: it makes no further call."""
-        ...
 
     async def aclose(self) -> None:
         """Close connections."""
-        ...
 
 
 @runtime_checkable
@@ -73,7 +70,6 @@ class SessionlessClient(Protocol):
     @property
     def keeps_sessions(self) -> bool:
         """Whether it does keep something."""
-        ...
 
 
 @runtime_checkable
@@ -87,7 +83,6 @@ class SandboxImageClient(Protocol):
             TaskError: the server does not allow the image.
             ToolFailure: see `ToolClient.call`.
         """
-        ...
 
 
 CallTool = Callable[[str, Mapping[str, Any]], Awaitable[ToolResult]]

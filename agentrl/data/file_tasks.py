@@ -31,20 +31,16 @@ class StreamedRows(Protocol):
     @property
     def size(self) -> int | None:
         """Number of rows; None: not known."""
-        ...
 
     @property
     def table(self) -> RowTable | None:
         """Reads rows by number; None: pieces have the rows."""
-        ...
 
     def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
         """Return the rows after a state, without end; ``{"position": 0}`` is the first one."""
-        ...
 
     def sample(self, most: int) -> list[Row]:
         """Return rows for checks."""
-        ...
 
 
 class TableRows:

@@ -24,15 +24,12 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Return a row."""
-        ...
 
     def select_columns(self, column_names: list[str]) -> Dataset:
         """Return the dataset with these columns only."""
-        ...
 
 
 def is_dataset(path: Path) -> bool:
@@ -47,19 +44,15 @@ class DatasetStream(Protocol):
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """Read the rows, from the loaded state or from the first one."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row that was read, JSON-able."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Begin the next iteration at a state; None: at the first row."""
-        ...
 
     def select_columns(self, column_names: list[str]) -> DatasetStream:
         """Return the dataset with these columns only."""
-        ...
 
 
 def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -> tuple[Dataset, tuple[str, ...]]:

@@ -190,11 +190,9 @@ class RowTable(Protocol):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
 
     def __getitem__(self, index: int) -> Row:
         """Return a row; several threads may read."""
-        ...
 
 
 def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTable:

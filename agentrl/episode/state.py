@@ -163,12 +163,9 @@ class SavedStates(Protocol):
 
         It is called when an episode begins.
         """
-        ...
 
     def is_due(self, rollout_id: str) -> bool:
         """Return whether an episode is to be saved after its turn."""
-        ...
 
     def save(self, rollout_id: str, task_id: str, state: Callable[[], dict[str, Any]]) -> None:
         """Save the state of an episode."""
-        ...

@@ -39,15 +39,12 @@ class WeightSource(Protocol):
     @property
     def gathers_on(self) -> torch.device:
         """Device of the tensors that `gather` writes into; the CPU while the rank sleeps."""
-        ...
 
     def specs(self) -> Sequence[TensorSpec]:
         """Return the weights' Hugging Face names, dtypes and shapes, always in the same order; tied weights once."""
-        ...
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights, cast, into tensors on `gathers_on`. Collective: every rank must call it with the same names."""
-        ...
 
 
 class LearnerRank(WeightSource, Protocol):
@@ -59,17 +56,14 @@ class LearnerRank(WeightSource, Protocol):
     @property
     def adapters(self) -> Mapping[str, WeightSource]:
         """The trained LoRA adapters of each policy, by their names in a PEFT folder; empty without LoRA."""
-        ...
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of the micro-batches in `GlobalBatch.micro` that this rank computes, alone or with other ranks."""
-        ...
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether the rank takes micro-batches that share prefixes; see `RankGroup.shares_prefixes`."""
-        ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Add the gradient of ``batch``, and take an optimizer step if it completes one (`GlobalBatch.completes`).
@@ -87,7 +81,6 @@ class LearnerRank(WeightSource, Protocol):
         Raises:
             LearnerError: the rank sleeps.
         """
-        ...
 
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of the rows in ``batch.micro[0]``.
@@ -97,11 +90,9 @@ class LearnerRank(WeightSource, Protocol):
         Raises:
             LearnerError: no such policy is loaded.
         """
-        ...
 
     def update_reference(self) -> None:
         """Make the reference policy a copy of the policy; see `LearnerGroup.update_reference`."""
-        ...
 
     def values(self, batch: GlobalBatch) -> RowScores:
         """Return the values of the rows in ``batch.micro[0]``; see `CriticGroup.values`.
@@ -109,23 +100,18 @@ class LearnerRank(WeightSource, Protocol):
         Raises:
             LearnerError: the rank is not a critic's.
         """
-        ...
 
     def sleep(self) -> None:
         """Offload to the CPU and release the device's memory; see `RankGroup.sleep`."""
-        ...
 
     def wake(self) -> None:
         """Restore the device's memory."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Begin to write ``folder``; see `RankGroup.save`."""
-        ...
 
     def finish_save(self) -> None:
         """Wait until this rank has written its part, or raise why it could not. May be called from any thread."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote, on any number of ranks.
@@ -133,11 +119,9 @@ class LearnerRank(WeightSource, Protocol):
         Raises:
             CheckpointError: the folder is incomplete, or of another model or optimizer.
         """
-        ...
 
     def close(self) -> None:
         """Leave the process group."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +194,12 @@ class WeightBucket(Protocol):
 
     def fingerprint(self) -> int:
         """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
-        ...
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights on the CPU of the calling process, read-only."""
-        ...
 
     def save(self, file: Path) -> None:
         """Write the weights from rank 0 as safetensors."""
-        ...
 
     def changes(self, base: str | None, version: str) -> Changes:
         """Return how the weights differ from those of the call with ``version=base``, and keep a copy of them in rank 0's memory.
@@ -230,7 +211,6 @@ class WeightBucket(Protocol):
         Raises:
             LearnerError: the last call was not that with ``version=base``, or a changed weight is not finite.
         """
-        ...
 
     def broadcast(self) -> None:
         """Broadcast the weights from rank 0 in the group that `LearnerGroup.join_group` joined.
@@ -241,7 +221,6 @@ class WeightBucket(Protocol):
             EngineError: another process of the group died or is too slow, or `leave_group` was called.
             LearnerError: no group was joined, or the learner sleeps and the group uses NCCL.
         """
-        ...
 
     def ipc_handles(self) -> list[str]:
         """Return, by rank, handles that open the weights in another process on the same GPU.
@@ -251,7 +230,6 @@ class WeightBucket(Protocol):
         Raises:
             LearnerError: the weights are not on a GPU.
         """
-        ...
 
 
 class RankGroup(Protocol):
@@ -260,7 +238,6 @@ class RankGroup(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether batches may be packed with ``share_prefixes``: no layer mixes rows other than by attention. May block."""
-        ...
 
     def train_step(self, batch: GlobalBatch) -> dict[str, float]:
         """Take an optimizer step and return its metrics; none if ``batch`` does not complete it. See `LearnerRank.train_step`.
@@ -269,7 +246,6 @@ class RankGroup(Protocol):
             LearnerError: a rank failed.
             ProvenanceError: the batch would train on a token that no engine sampled; see `check_provenance`.
         """
-        ...
 
     def sleep(self) -> None:
         """Offload weights, optimizer and reference to the CPU, and release the device's memory. Idempotent.
@@ -277,7 +253,6 @@ class RankGroup(Protocol):
         A sleeping learner supports `LearnerGroup.buckets` (without ``ipc_handles`` and NCCL's ``broadcast``), `save` and
         `close`; all other calls raise `LearnerError`.
         """
-        ...
 
     def wake(self) -> None:
         """Restore the device's memory. Idempotent.
@@ -285,14 +260,12 @@ class RankGroup(Protocol):
         Raises:
             LearnerError: there is not enough memory; the learner stays offloaded.
         """
-        ...
 
     def save(self, folder: Path) -> None:
         """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
 
         When it returns, training may go on: the state has been copied. An earlier save is waited for.
         """
-        ...
 
     def finish_save(self) -> None:
         """Wait until all of the folder is written. May be called from any thread, while another trains.
@@ -300,7 +273,6 @@ class RankGroup(Protocol):
         Raises:
             LearnerError, OSError: it could not be written.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote, on any number of ranks.
@@ -308,11 +280,9 @@ class RankGroup(Protocol):
         Raises:
             CheckpointError: the folder is incomplete, or of another model.
         """
-        ...
 
     def close(self) -> None:
         """End the ranks."""
-        ...
 
 
 class WeightExport(Protocol):
@@ -325,7 +295,6 @@ class WeightExport(Protocol):
             bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
             dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype.
         """
-        ...
 
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return copies of a policy's LoRA adapters on the CPU, by their names in a PEFT folder; none without LoRA.
@@ -334,7 +303,6 @@ class WeightExport(Protocol):
             dtype: they are cast to it; None keeps the learner's dtype.
             policy: one of ``learner.lora.policies``.
         """
-        ...
 
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
         """Open, in rank 0's process, the store of a group, at an address that the engines at ``urls`` can reach.
@@ -345,7 +313,6 @@ class WeightExport(Protocol):
             backend: ``nccl`` or ``gloo``.
             timeout_s: time limit of joining, and later of each broadcast.
         """
-        ...
 
     def join_group(self, group: WeightGroup) -> None:
         """Let rank 0 join the group that `open_group` opened, as its rank 0; returns when all have joined.
@@ -353,11 +320,9 @@ class WeightExport(Protocol):
         Raises:
             EngineError: not all joined in time, or `leave_group` was called.
         """
-        ...
 
     def leave_group(self) -> None:
         """Leave the group, if there is one; pending joins and broadcasts fail. May be called from any thread at any time."""
-        ...
 
 
 class LearnerGroup(RankGroup, WeightExport, Protocol):
@@ -373,7 +338,6 @@ class LearnerGroup(RankGroup, WeightExport, Protocol):
         Raises:
             LearnerError: no such policy is loaded, or a rank failed.
         """
-        ...
 
     def update_reference(self) -> None:
         """Make the reference policy a copy of the policy. Checkpoints have it from then on.
@@ -381,7 +345,6 @@ class LearnerGroup(RankGroup, WeightExport, Protocol):
         Raises:
             LearnerError: there is no reference, or it is of another architecture.
         """
-        ...
 
 
 class CriticGroup(RankGroup, Protocol):
@@ -395,4 +358,3 @@ class CriticGroup(RankGroup, Protocol):
         Raises:
             LearnerError: a rank failed.
         """
-        ...

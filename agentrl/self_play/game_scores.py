@@ -175,7 +175,6 @@ class Scorer(Protocol):
 
     async def score(self, token_ids: Sequence[int], start: int, adapter: str | None) -> NDArray[np.float32]:
         """Return the log-probabilities of ``token_ids[start:]`` at temperature 1, with an adapter of this name."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

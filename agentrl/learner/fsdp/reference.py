@@ -29,16 +29,13 @@ class Reference(Protocol):
     @property
     def was_updated(self) -> bool:
         """Whether it was the policy of an earlier step (``algo.reference_steps``): checkpoints have `weights` then."""
-        ...
 
     @property
     def separates_rows(self) -> bool:
         """See `PackedModel.separates_rows`."""
-        ...
 
     def model(self) -> AbstractContextManager[PackedModel]:
         """Return a model that is the reference in the block, without gradients; its weights are sharded again at the end."""
-        ...
 
     def update(self) -> None:
         """Become the policy.
@@ -46,15 +43,12 @@ class Reference(Protocol):
         Raises:
             LearnerError: it is of another architecture.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Load `weights` that torch.distributed.checkpoint wrote. Collective."""
-        ...
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the sharded weights that it has in addition to the policy's, by name."""
-        ...
 
 
 def load_reference(

@@ -76,7 +76,6 @@ class SavedRank(Protocol):
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state on the CPU, in a copy that optimizer steps do not change."""
-        ...
 
 
 def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:

@@ -65,11 +65,9 @@ class SavedRank(Protocol):
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state in readable memory."""
-        ...
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the CPU copy of a tensor of the state, which no step changes; copy other tensors to the CPU."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
