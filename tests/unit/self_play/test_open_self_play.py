@@ -21,11 +21,11 @@ def started(monkeypatch):
     numbers = []
 
     class Launcher:
-        def __init__(self, spec):
-            self.spec = spec
+        def __init__(self, spec, first=0):
+            self.spec, self.first = spec, first
 
         def launch(self, number):
-            numbers.append(number)
+            numbers.append(self.first + number)
 
     async def start(fleet):
         for number in range(fleet._config.engines):
