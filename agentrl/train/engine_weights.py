@@ -171,7 +171,7 @@ class EngineWeights:
     _synced: int | None = field(default=None, init=False)
     """Policy version of the engines of training."""
     _last_sync: SyncedWeights | None = field(default=None, init=False)
-    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
     """Of the last sync."""
     _generating: int = field(default=0, init=False)
     """Open `generating` contexts."""
@@ -211,7 +211,7 @@ class EngineWeights:
         if synced is not None:
             unchanged = self._last_sync is not None and self._last_sync.fingerprint == synced.fingerprint
             self._last_sync = synced
-            self._metrics = {"sync/mib": synced.bytes / 2**20, "sync/unchanged": float(unchanged)}
+            self.metrics = {"sync/mib": synced.bytes / 2**20, "sync/unchanged": float(unchanged)}
         self._synced = self.version
         self.on_synced(self.version)
 
@@ -270,23 +270,13 @@ class EngineWeights:
         finally:
             await self.learner_lock.acquire()
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last sync."""
-        return self._metrics
-
 
 async def open_engine_weights(
     config: Config, folder: Path, model: Path, services: Services, dtype: str | None, exits: AsyncExitStack
 ) -> EngineWeights:
     """Return the weights of a run's engines, with the engines of ``eval.engines``, which are started; ``exits`` ends them.
 
-    Args:
-        config: of the run.
-        folder: of the run.
-        model: that the engines load first.
-        services: the engines of training.
-        dtype: in which weights are sent; see `sent_dtype`.
-        exits: gets what ends engines and syncs.
+    Engines load ``model`` first, and weights are sent in ``dtype``; see `sent_dtype`.
 
     Raises:
         EngineError: an engine does not start; the message has its last log lines.

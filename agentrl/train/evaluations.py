@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from agentrl.config.evaluation import EvalConfig
@@ -43,7 +43,7 @@ class Evaluator:
     """Opponents of the policy, if ``self_play`` is set."""
     game_scores: GameScores | None = None
     """Reads strategies, in a game with a tree."""
-    _standing: dict[str, float] = field(default_factory=dict, init=False)
+    standing: dict[str, float] = field(default_factory=dict, init=False)
     """Of the policy that is evaluated: its rating in self-play, and its exploitability."""
 
     @property
@@ -60,16 +60,12 @@ class Evaluator:
         """
         await self.weights.sync_for_evaluation()
         async with self.weights.learner_idle():
-            self._standing = {} if self.self_play is None else self.self_play.begin_evaluation()
+            self.standing = {} if self.self_play is None else self.self_play.begin_evaluation()
             if self.game_scores is not None:
                 engines = self.weights.eval_engines
                 fleet = self.services.fleet if engines is None else engines.fleet
                 async with self.interrupt.guard_episodes(self.services.check):
-                    self._standing |= self.game_scores.metrics(await self.game_scores.score_strategy(fleet))
-
-    def learner_idle(self) -> AbstractAsyncContextManager[None]:
-        """Let restarted engines use the learner in the body, which waits for `evaluate`."""
-        return self.weights.learner_idle()
+                    self.standing |= self.game_scores.metrics(await self.game_scores.score_strategy(fleet))
 
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         """Run the episodes of all sets after ``step``; ``on_done`` is called with every rollout.
@@ -91,17 +87,13 @@ class Evaluator:
                 runner = self.services.runner(sampler=None if engines is None else engines.fleet.sampler)
                 results = await evaluate(self.sets, runner, done)
                 if self.game_scores is not None and self.self_play is not None:
-                    self._standing |= await self.self_play.pool_metrics(self.game_scores)
+                    self.standing |= await self.self_play.pool_metrics(self.game_scores)
         if file is not None:
             await asyncio.to_thread(file.finish)
         if self.self_play is not None:
             games = {result.eval_set.full_name: result.rollouts for result in results if result.eval_set.lineups}
             self.self_play.on_evaluated(step, games)
         return results
-
-    def standing(self) -> dict[str, float]:
-        """Return the policy's rating, if there is self-play, and its exploitability, if the game has a tree."""
-        return self._standing
 
 
 @dataclass(slots=True)
@@ -149,10 +141,6 @@ class Evaluations:
 
     async def after(self, step: int, *, last: bool) -> bool:
         """Begin the evaluation after ``step``, if it is due, and log an earlier evaluation that has ended.
-
-        Args:
-            step: finished training steps.
-            last: no other step follows.
 
         Returns:
             Whether ``train.stop_at`` is reached. Then the policy after ``step`` has been evaluated too.
@@ -211,17 +199,13 @@ class Evaluations:
             self.view.phase(f"evaluate {running.done}/{running.total}")
 
     async def _finish(self, trained_step: int) -> bool:
-        """Wait for the evaluation that runs, log it, and return whether it reaches ``train.stop_at``.
-
-        Args:
-            trained_step: finished training steps.
-        """
+        """Wait for the evaluation that runs, log it, and return whether it reaches ``train.stop_at``."""
         running, task, plan = self._running, self._task, self.plan
         assert running is not None, "it was begun"
         assert task is not None, "it was begun"
         running.awaited = True
         self._show(running)
-        async with nullcontext() if self.evaluator is None else self.evaluator.learner_idle():
+        async with nullcontext() if self.evaluator is None else self.evaluator.weights.learner_idle():
             results = await task
         self._running = self._task = None
         self.step, self.results = running.step, self._log(running, results, trained_step)
@@ -240,7 +224,7 @@ class Evaluations:
         evaluator, step = self.evaluator, running.step
         if evaluator is None or not evaluator.sets:
             return {}
-        standing = evaluator.standing()
+        standing = evaluator.standing
         metrics = flat_metrics(results) | standing | {"time/eval_s": running.seconds}
         if self.config.background:
             metrics |= lag_metrics([rollout for result in results for rollout in result.rollouts], step)

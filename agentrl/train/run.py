@@ -32,7 +32,7 @@ from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
 from agentrl.self_play.game_scores import open_game_scores
-from agentrl.train.evaluations import Evaluator
+from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.replay import open_replay
 from agentrl.train.resume import check_resume, resume_command, with_older
 from agentrl.train.rollout_source import RolloutSource, RunInputs
@@ -67,7 +67,7 @@ class TrainingRun:
                 ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
             )
             view.phase("starting")
-            monitor = open_monitor(config, folder, view, step, exits)
+            traces, monitor = open_monitor(config, folder, view, step, exits)
             with waiting(PHASE, START):
                 teachers = await open_teachers(config, run.model, folder / "logs", exits)
                 source, evaluator, learner, critic = await self._open(interrupt, exits)
@@ -77,23 +77,23 @@ class TrainingRun:
             estimators = RunEstimators(config.algo.by_source)
             estimators.load_state(state["estimators"])
             view.total = source.steps
-            metrics = open_metrics(config, folder, view.note, run.resume_after, monitor.trackers)
+            metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, traces))
+            checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=self.checkpoint)
+            evaluated, score = state["evaluated"], state.get("score")
             trainer = Trainer(
                 StepTrainer(
                     StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
                 ),
-                checkpoints=Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=self.checkpoint),
-                metrics=exits.enter_context(metrics),
-                view=view,
+                checkpoints,
+                metrics,
+                view,
+                Evaluations(config.eval, config.train, evaluator, checkpoints, metrics, view, evaluated, score),
                 step=step,
                 position=run.position,
                 spent_s=state["spent_s"],
-                evaluator=evaluator,
-                evaluated=state["evaluated"],
-                score=state.get("score"),
                 saved=step if self.checkpoint else -1,
                 keys=run.keys,
-                monitor=monitor.metrics,
+                monitor=monitor,
             )
             begin_random(state, config.run.seed)  # starting services has drawn from the generators
             await trainer.run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -24,34 +23,14 @@ from agentrl.obs.trackers import Tracker, open_tensorboard, open_wandb
 from agentrl.obs.watchdog import Watchdog
 
 
-@dataclass(frozen=True, slots=True)
-class RunMonitor:
-    """What watches a run; opened by `open_monitor`."""
+def open_monitor(
+    config: Config, folder: Path, view: ProgressView, step: int, exits: AsyncExitStack
+) -> tuple[list[Tracker], Callable[[], dict[str, float]]]:
+    """Watch the waits of this context and of tasks started in it, until ``exits`` end it, in a run with ``step`` finished steps.
 
-    traces: tuple[TraceFiles | OtlpSpans, ...]
-    """Receive the run's spans."""
-    idle_time: IdleTime
-    host_memory: HostMemory
-
-    @property
-    def trackers(self) -> list[Tracker]:
-        """What receives the run's metrics: traces draw some of them."""
-        return list(self.traces)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of a training step: idle time, and host memory by kind of process."""
-        return self.idle_time.metrics() | self.host_memory.metrics()
-
-
-def open_monitor(config: Config, folder: Path, view: ProgressView, step: int, exits: AsyncExitStack) -> RunMonitor:
-    """Watch the waits of this context and of tasks started in it, until ``exits`` end it.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        view: shows reports and warnings, and the progress of the start.
-        step: finished steps.
-        exits: gets what ends the threads.
+    Returns:
+        traces, which draw some of the run's metrics, and what returns the metrics of a step: idle time, and host memory by
+        kind of process.
     """
     obs, print_text = config.obs, view.print_text
     traces: list[TraceFiles | OtlpSpans] = []
@@ -65,7 +44,7 @@ def open_monitor(config: Config, folder: Path, view: ProgressView, step: int, ex
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
     exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, *view.listeners)))
-    return RunMonitor(tuple(traces), idle_time, memory)
+    return [*traces], lambda: idle_time.metrics() | memory.metrics()
 
 
 def engines_and_slots(config: Config) -> tuple[int, int]:

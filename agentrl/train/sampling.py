@@ -110,17 +110,12 @@ class RunRecords:
 async def open_sampling(
     run: RunInputs, cluster: RunCluster, tasks: TaskSources, interrupt: Interrupt, exits: AsyncExitStack
 ) -> Sampling:
-    """Start engines and tool servers, which ``exits`` ends, and return their rollout source.
-
-    Args:
-        run: what is trained, and from which state.
-        cluster: starts the engines, and knows whether the learner's processes live.
-        tasks: of the run.
-        interrupt: ends sampling.
-        exits: gets what ends the services.
-    """
+    """Start engines, by ``cluster``, and tool servers, which ``exits`` ends, and return their rollout source."""
     config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.model))
-    services = await _open_services(config, run, cluster, tasks, exits)
+    launcher = await cluster.engine_launcher()
+    opening = open_services(config, tasks, run.model, run.folder, config.run.seed, launcher=launcher)
+    services = await exits.enter_async_context(opening)
+    services.check_learner = cluster.check
     dtype = await sent_dtype(config.weights, services.fleet)
     if config.placement.shares_gpus:  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
@@ -140,16 +135,6 @@ async def open_sampling(
     if run.state["source"]:
         jobs.buffer.load_state(run.state["source"]["data"])
     return sampling
-
-
-async def _open_services(
-    config: Config, run: RunInputs, cluster: RunCluster, tasks: TaskSources, exits: AsyncExitStack
-) -> Services:
-    launcher = await cluster.engine_launcher()
-    opening = open_services(config, tasks, run.model, run.folder, config.run.seed, launcher=launcher)
-    services = await exits.enter_async_context(opening)
-    services.check_learner = cluster.check
-    return services
 
 
 @dataclass(slots=True)
@@ -292,7 +277,7 @@ class Sampling(RolloutSource):
 
     @override
     def metrics(self) -> dict[str, float]:
-        metrics = self.services.fleet.metrics() | self.weights.metrics() | self.tasks.buffer.metrics()
+        metrics = self.services.fleet.metrics() | self.weights.metrics | self.tasks.buffer.metrics()
         metrics |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics())
         return metrics | ({} if self._scheduler is None else self._scheduler.metrics())
 

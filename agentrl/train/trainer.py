@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
@@ -15,7 +15,7 @@ from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.waiting import PHASE, waiting
-from agentrl.train.evaluations import Evaluations, Evaluator
+from agentrl.train.evaluations import Evaluations
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.training_step import StepTrainer, TrainingStep
 
@@ -43,6 +43,7 @@ class Trainer:
     checkpoints: Checkpoints
     metrics: MetricsLog
     view: ProgressView
+    evaluations: Evaluations
     step: int = 0
     """Finished steps, each of one batch of rollouts; also the policy version."""
     position: TaskPosition = field(default_factory=TaskPosition)
@@ -51,25 +52,11 @@ class Trainer:
     """The step of the newest checkpoint."""
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
-    evaluator: InitVar[Evaluator | None] = None
-    """Runs the evaluations; None: nothing is evaluated."""
-    evaluated: InitVar[int] = -1
-    """The step of the newest evaluation."""
-    score: InitVar[float | None] = None
-    """The metric ``train.keep_best`` of that evaluation."""
-    evaluations: Evaluations = field(init=False)
     keys: Mapping[str, str] = field(default_factory=dict)
     """That the run's rollouts are made with; see `agentrl.config.recorded`."""
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     _warned: set[str] = field(default_factory=set, init=False)
-
-    def __post_init__(self, evaluator: Evaluator | None, evaluated: int, score: float | None) -> None:
-        """Resume the evaluations of the run."""
-        eval_config, train_config = self.config.eval, self.config.train
-        self.evaluations = Evaluations(
-            eval_config, train_config, evaluator, self.checkpoints, self.metrics, self.view, evaluated, score
-        )
 
     @property
     def config(self) -> Config:

@@ -31,7 +31,8 @@ class Filtering:
         """Of these groups."""
         self._rewards: list[float] = []
         """Of the rollouts that ended since the step before, without those that the failure policy dropped."""
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        """Of the groups that were taken last."""
 
     @property
     def filtered(self) -> list[Rollout]:
@@ -83,17 +84,13 @@ class Filtering:
         lengths = [float(rollout.sampled_tokens) for rollout in self.filtered]
         self._groups, self._reasons, self._rewards, self._count = {}, Counter(), [], 0
         if self._config.filter_groups.filters:
-            self._metrics = {
+            self.metrics = {
                 "rollout/filtered_groups": float(len(groups)),
                 "rollout/filtered_tokens": mean(lengths),
                 "rollout/unfiltered_reward": mean(rewards),
                 **{f"rollout/filtered/{name}": float(count) for name, count in reasons.items()},
             }
         return groups
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the groups that were taken last."""
-        return self._metrics
 
 
 @dataclass(slots=True)

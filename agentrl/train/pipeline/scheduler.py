@@ -187,7 +187,7 @@ class GroupScheduler:
         """Measure the rollouts that were taken, and mask their old tokens; ``tokens`` were sampled, filtered ones included."""
         clock, last_take = asyncio.get_running_loop().time(), self._last_take
         self._last_take, version = clock, self.admission.step - 1
-        self._metrics = self.filtering.metrics() | self._length_metrics()
+        self._metrics = self.filtering.metrics | self._length_metrics()
         self._metrics["time/tokens_per_s"] = tokens / max(clock - last_take, 1e-6)
         self._metrics |= self._age_metrics(rollouts, version)
         if self.mask_older_than is not None:
@@ -332,7 +332,7 @@ class SynchronousScheduler(GroupScheduler):
 
     @override
     def _length_metrics(self) -> dict[str, float]:
-        return super()._length_metrics() if self.filtering.metrics() else {}
+        return super()._length_metrics() if self.filtering.metrics else {}
 
     @override
     def _age_metrics(self, rollouts: list[Rollout], version: int) -> dict[str, float]:
@@ -353,16 +353,7 @@ def open_scheduler(  # everything that the scheduler of a run needs
 ) -> GroupScheduler:
     """Return the scheduler of a run that has finished ``step`` steps, and whose engines have the policy of that step.
 
-    Args:
-        config: of the run.
-        step: finished training steps.
-        position: of the tasks that were trained.
-        journal: of the run.
-        runner: of the episodes.
-        group_jobs: the episodes of the group at a position.
-        guard: the context in which episodes run.
-        on_done: called with each rollout when it has its reward.
-        self_play: chooses who plays in a group.
+    The tasks before ``position`` were trained. See `GroupScheduler` for the other arguments.
     """
     rollout, asynchronous = config.rollout, config.asynchronous
     pending = [group for group in journal.pending if group.position not in position]

@@ -35,13 +35,7 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
 
 
 def mask_stale(rollouts: Iterable[Rollout], version: int, limit: int) -> float:
-    """Set the loss mask of tokens to 0 that are older than ``limit`` policy versions; return their share of the trained ones.
-
-    Args:
-        rollouts: of a step; their rows are changed.
-        version: the policy that the step trains.
-        limit: ``async.mask_older_than``.
-    """
+    """Set the loss mask of tokens to 0 that are older than ``limit`` policy versions; return their share of the trained ones."""
     masked = trained = 0
     for row in (row for rollout in rollouts for row in rollout.rows):
         stale_T = (row.mask == 1) & (version - row.versions > limit)

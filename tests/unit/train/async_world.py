@@ -41,7 +41,7 @@ from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
 from agentrl.train.engine_weights import EngineWeights, EvalEngines, open_gpus
-from agentrl.train.evaluations import Evaluator
+from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import open_scheduler
 from agentrl.train.rollout_source import RunInputs, StepRollouts, TaskPosition
@@ -259,9 +259,10 @@ def train(
         learner_group = learner or FakeLearner()
         settings, evaluating = step_settings(config), make_evaluator(evaluator, source)
         steps = StepTrainer(settings, source, learner_group, estimators, view)
-        run = Trainer(steps, checkpoints, log, view, evaluator=evaluating)
+        evaluated, score = state["evaluated"], state.get("score")
+        evaluations = Evaluations(config.eval, config.train, evaluating, checkpoints, log, view, evaluated, score)
+        run = Trainer(steps, checkpoints, log, view, evaluations)
         run.keys = inputs.keys
-        run.evaluations.step, run.evaluations.score = state["evaluated"], state.get("score")
         run.step, run.position = inputs.step, inputs.position
         run.saved = state["step"] if checkpoint else -1
         try:

@@ -44,7 +44,7 @@ class Scripted(Evaluator):
         self.begun: list[int] = []
         self.ended = 0.0
         """When the last has ended, on the loop's clock."""
-        self._rating = 0.0
+        self.standing = {"eval/rating": 0.0}
 
     def of_run(self, *arguments: Any) -> Evaluator:
         """Return it with the weights of a run."""
@@ -62,12 +62,8 @@ class Scripted(Evaluator):
         rating = self.ratings.get(step, 0.0)
         if isinstance(rating, Exception):
             raise rating
-        self._rating, self.ended = rating, asyncio.get_running_loop().time()
+        self.standing, self.ended = {"eval/rating": rating}, asyncio.get_running_loop().time()
         return []
-
-    def standing(self) -> dict[str, float]:
-        """Return the rating."""
-        return {"eval/rating": self._rating}
 
 
 def scripted(folder: Path, config: Config, evaluator: Scripted, learner: FakeLearner | None = None) -> Trainer:

@@ -20,6 +20,7 @@ from agentrl.obs.progress import ProgressView
 from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
+from agentrl.train.evaluations import Evaluations
 from agentrl.train.replay import RecordedRollouts, Replay, SampleCheck, check_replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
@@ -79,7 +80,9 @@ async def train(
             interrupt,
         )
         steps = StepTrainer(step_settings(run_config), source, learner, RunEstimators(run_config.algo.by_source), view)
-        trainer = Trainer(steps, Checkpoints(folder / "checkpoints", keep=3), metrics, view)
+        checkpoints = Checkpoints(folder / "checkpoints", keep=3)
+        evaluations = Evaluations(run_config.eval, run_config.train, None, checkpoints, metrics, view)
+        trainer = Trainer(steps, checkpoints, metrics, view, evaluations)
         if state:
             trainer.step, trainer.position = int(state["step"]), TaskPosition(int(state["position"]))
         await trainer.run()

@@ -33,7 +33,7 @@ from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.testing import FakeLearner
-from agentrl.train.evaluations import Evaluator
+from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.replay import RecordedRollouts, Replay
 from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.trainer import Trainer
@@ -75,6 +75,10 @@ class Engines(Replay):
 
     episodes = 0
 
+    @property
+    def weights(self) -> "Engines":
+        return self
+
     def learner_idle(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
@@ -82,6 +86,7 @@ class Engines(Replay):
     def sets(self) -> Sequence[EvalTasks]:
         return [EvalTasks("", EvalSet(), [], "nothing")]
 
+    @property
     def standing(self) -> dict[str, float]:
         return {"eval/rating": self.ratings.pop(0)} if self.ratings else {}
 
@@ -113,7 +118,8 @@ def trainer(
     metrics = MetricsLog(folder / "run", resume_after=resume_after)
     estimators, evaluator = RunEstimators(run_config.algo.by_source), cast("Evaluator", source)
     steps = StepTrainer(step_settings(run_config), source, learner, estimators, view)
-    return Trainer(steps, checkpoints, metrics, view, evaluator=evaluator)
+    evaluations = Evaluations(run_config.eval, run_config.train, evaluator, checkpoints, metrics, view)
+    return Trainer(steps, checkpoints, metrics, view, evaluations)
 
 
 def resumed(folder: Path, run_config: Config) -> Trainer:
