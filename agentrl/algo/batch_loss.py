@@ -20,12 +20,7 @@ from agentrl.config.algo import AlgoConfig
 
 
 class BatchLoss:
-    """The losses of ``rl``, ``sft`` and ``value`` batches.
-
-    Args:
-        algo: configures the loss of ``rl`` batches.
-        device: of the scores.
-    """
+    """The losses of ``rl``, ``sft`` and ``value`` batches."""
 
     def __init__(self, algo: AlgoConfig, device: torch.device) -> None:
         self.algo = algo
@@ -42,12 +37,7 @@ class BatchLoss:
         return batch.kind == "rl" and self.algo.has_kl and self.algo.kl_in != "reward"
 
     def needs_ratios(self, batch: GlobalBatch, *, divides_rows: bool = False) -> bool:
-        """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks.
-
-        Args:
-            batch: whose micro-batches may divide sequences.
-            divides_rows: whether ranks score parts of rows.
-        """
+        """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks."""
         return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and needs_whole_sequences(self.algo)
 
     def __call__(

@@ -34,11 +34,6 @@ from agentrl.core.types import Row
 def packed_experts(rows: Sequence[Experts | None], slices: Sequence[slice], length: int) -> torch.Tensor | None:
     """Return the experts ``[L, layers, K]`` of packed rows, also where they are not known.
 
-    Args:
-        rows: experts of each row, or None.
-        slices: where each row is in the micro-batch.
-        length: tokens of the micro-batch.
-
     Returns:
         None if no row has any.
     """

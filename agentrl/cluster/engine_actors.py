@@ -120,13 +120,7 @@ class RayLauncher(Launcher):
     """Starts the engines of a run in its `ReservedPlacement`."""
 
     def __init__(self, spec: EngineSpec, placement: ReservedPlacement, ranks: Sequence[ActorLocation]) -> None:
-        """Prepare to start engines.
-
-        Args:
-            spec: of the engines.
-            placement: contains the engines.
-            ranks: locations of the learner's ranks, by rank.
-        """
+        """Prepare to start engines; ``ranks`` has the locations of the learner's ranks, by rank."""
         self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
         self._placement = placement
         self._ranks = ranks

@@ -222,10 +222,6 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
 def check_placement(config: Config, learner_device: str) -> None:
     """Check that ``placement.mode`` fits the engines and the learner.
 
-    Args:
-        config: of a training run.
-        learner_device: ``cpu`` or ``cuda``.
-
     Raises:
         ConfigError: it does not; the message says what to set.
     """

@@ -204,12 +204,7 @@ class AsyncEnv(Env):
 
 
 def returned_fault(returned: object, form: str) -> str:
-    """Return what is wrong with what an environment returned, in one line, such as ``returned the info None, …``.
-
-    Args:
-        returned: by `Env.reset` or `Env.step`.
-        form: `RESET_FORM` or `STEP_FORM`.
-    """
+    """Return what is wrong with what an environment returned, in one line, such as ``returned the info None, …``."""
     if not isinstance(returned, tuple) or len(returned) != form.count(",") + 1:
         return f"must return {form}, it returned {returned!r:.160}"
     if fault := observation_fault(returned[0]):

@@ -190,13 +190,7 @@ def view_fault(view: object) -> str:
 
 
 def multi_agent_fault(env: MultiAgentEnv, returned: object, form: str) -> str:
-    """Return what is wrong with what `reset` or `step` returned, in one line; empty if nothing is.
-
-    Args:
-        env: after the call.
-        returned: by the call.
-        form: `MULTI_RESET_FORM` or `MULTI_STEP_FORM`.
-    """
+    """Return what is wrong with what `reset` or `step` returned, in one line; empty if nothing is."""
     names = form.strip("()").split(", ")
     if not isinstance(returned, tuple) or len(returned) != len(names):
         return f"must return {form}, it returned {returned!r:.160}"

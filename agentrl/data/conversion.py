@@ -52,12 +52,7 @@ class PromptLimit:
 
 
 class RowConversion:
-    """Makes a task of a row, or leaves the row out. Worker processes get a copy.
-
-    Args:
-        data: the ``data`` section.
-        limit: on the tokens of a prompt.
-    """
+    """Makes a task of a row, or leaves out one whose prompt has more tokens than ``limit``. Worker processes get a copy."""
 
     def __init__(self, data: DataConfig, limit: PromptLimit | None = None) -> None:
         self._data = data

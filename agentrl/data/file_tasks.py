@@ -236,13 +236,7 @@ def _convert_all(
 
 
 class TaskStream:
-    """The training tasks of ``data.path`` with ``data.streaming``: their rows are read and converted as they are taken.
-
-    Args:
-        path: ``data.path``.
-        data: the ``data`` section.
-        convert: from row to task.
-    """
+    """The training tasks of ``data.path`` with ``data.streaming``: their rows are read and converted as they are taken."""
 
     def __init__(self, path: Path, data: DataConfig, convert: RowConversion) -> None:
         self.path = path

@@ -128,10 +128,6 @@ class MixedOrder(DataSource):
     Every task that is taken is of one source, which is a function of the weights and of the number of tasks before it. A
     source's tasks are those of its data source alone. Any stretch of tasks, such as a step, has each source's share of it:
     exactly if all shares are whole numbers; of two sources within one task.
-
-    Args:
-        orders: the data source of each source.
-        weights: of each source, positive.
     """
 
     def __init__(self, orders: Mapping[str, DataSource], weights: Mapping[str, float]) -> None:

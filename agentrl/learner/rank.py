@@ -29,12 +29,7 @@ from agentrl.models.weight_files import WeightFiles, float32_weights
 
 
 class SequenceRatios:
-    """The mean log-ratio of each sequence, which losses cannot compute where its parts are on other ranks.
-
-    Args:
-        batch: with divided sequences.
-        device: of the log-ratios.
-    """
+    """The mean log-ratio of each sequence, which losses cannot compute where its parts are on other ranks."""
 
     def __init__(self, batch: GlobalBatch, device: torch.device) -> None:
         self._sizes_S = to_device(torch.tensor(batch.sequence_sizes), device)

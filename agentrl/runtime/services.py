@@ -225,11 +225,7 @@ class Services:
     """Raises if a process of the learner of a training run was lost."""
 
     def runner(self, *, sampler: Sampler | None = None) -> EpisodeRunner:
-        """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
-
-        Args:
-            sampler: in place of the engines.
-        """
+        """Return a runner with the sampling parameters of training, for the engines or another ``sampler``."""
         sources = self.config.by_source()
         settings = {name: self._episode_settings(name, config, sampler) for name, config in sources.items()}
         rollout = next(iter(sources.values())).rollout

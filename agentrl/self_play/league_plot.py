@@ -18,12 +18,7 @@ WINDOW = 10
 
 
 def plot_league(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
-    """Plot the league of a run to the PNG ``out``; return its path.
-
-    Args:
-        rows: of `read_league`.
-        out: the file.
-    """
+    """Plot the league of a run to the PNG ``out``; return its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

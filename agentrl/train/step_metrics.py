@@ -65,12 +65,7 @@ def _role_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def policy_metrics(policies: Sequence[str], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the learner's metrics of each policy of several, such as ``train/grad_norm/policy=first``.
-
-    Args:
-        policies: that each optimizer step trained.
-        steps: metrics of the optimizer steps.
-    """
+    """Return the learner's metrics of each policy of several, such as ``train/grad_norm/policy=first``."""
     metrics: dict[str, float] = {}
     names = sorted(set(policies))
     for name in names if len(names) > 1 else ():

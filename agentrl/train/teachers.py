@@ -39,10 +39,6 @@ MakeContext = Callable[[Sample], Sequence[Message]]
 def load_context(text: str, key: str) -> MakeContext:
     """Return the function that ``algo.distillation.teachers.NAME.context`` names, or that fills in its template.
 
-    Args:
-        text: the template or the import path.
-        key: that holds it, for messages.
-
     Raises:
         ConfigError: there is no such function.
     """
@@ -150,12 +146,7 @@ class Teacher:
 
 
 class Teachers:
-    """The teachers of a run, opened by `open_teachers`.
-
-    Args:
-        config: of distillation.
-        teachers: by name.
-    """
+    """The teachers of a run, opened by `open_teachers`."""
 
     def __init__(self, config: DistillationConfig, teachers: Mapping[str, Teacher]) -> None:
         self._config = config
@@ -266,13 +257,7 @@ def check_teachers(config: DistillationConfig, model: Path, *, fetch: bool) -> N
 
 
 async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExitStack) -> Teachers | None:
-    """Return the teachers of a run, None if it has none. Engines are started, and servers checked.
-
-    Args:
-        config: of the run.
-        model: the policy's folder.
-        logs: folder for the logs of engines, ``teacher-NAME``.
-        exits: gets what ends engines and closes connections.
+    """Return the teachers of a run, None if it has none. Engines are started, with logs ``teacher-NAME``, and servers checked.
 
     Raises:
         ConfigError: a server does not answer, takes too few tokens, or has other tokens than the policy.

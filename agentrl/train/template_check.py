@@ -22,11 +22,6 @@ TRIED = 32
 def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> str:
     """Return one line on what the model's chat template does to sampled tokens.
 
-    Args:
-        config: of the run.
-        model: folder of the tokenizer.
-        tasks: to train on.
-
     Raises:
         ConfigError: the template refuses the first prompts, or leaves out something that the environment needs.
         ModelError: there is no template, and the prompts need one.

@@ -345,11 +345,6 @@ class StepTrainer:
     ) -> tuple[TrainingStep, StepRollouts, dict[str, float]]:
         """Take the optimizer steps of a training step; `finish` follows.
 
-        Args:
-            step: training steps that were finished before.
-            position: of the tasks that were trained before.
-            watch: gets the seconds.
-
         Returns:
             the step, its rollouts as the source supplied them, and metrics of the optimizer steps.
         """

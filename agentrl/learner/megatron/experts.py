@@ -298,13 +298,7 @@ class GroupedLinear(nn.Module):
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
-    """The gated MLPs of a rank's experts. Replaces Megatron-Core's ``SequentialMLP``.
-
-    Args:
-        count: experts of this rank.
-        config: of Megatron-Core.
-        pg_collection: its process groups.
-    """
+    """The gated MLPs of a rank's experts. Replaces Megatron-Core's ``SequentialMLP``."""
 
     def __init__(self, count: int, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config)

@@ -55,13 +55,7 @@ class PackedTokens:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, computed in float32. The weight is cast to the input's dtype.
-
-    Args:
-        config: of Megatron-Core.
-        hidden_size: of the last dimension.
-        eps: added to the mean square.
-    """
+    """Root mean square norm, computed in float32. The weight is cast to the input's dtype."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **options: Any) -> None:
         super().__init__()
@@ -215,11 +209,7 @@ def _norm_before_add(norm: nn.Module, add: Callable[..., Callable[..., Any]]) ->
 
 
 class ValueHead(nn.Module):
-    """The weights of a linear layer from hidden states to values, initially zeros. Replaces Megatron-Core's output layer.
-
-    Args:
-        config: of Megatron-Core.
-    """
+    """The weights of a linear layer from hidden states to values, initially zeros. Replaces Megatron-Core's output layer."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -58,12 +58,6 @@ class MegatronWork:
 def megatron_memory(family: Family, hf: Any, options: Mapping[str, Any], work: MegatronWork) -> LearnerMemory:
     """Return the memory of a rank of the pipeline stage that needs most. Tokens are routed to experts evenly.
 
-    Args:
-        family: of the model.
-        hf: its configuration in transformers.
-        options: the options ``learner.megatron``.
-        work: micro-batch, precision and ranks.
-
     Raises:
         ConfigError: the layout does not divide the model or the ranks, or an option is not supported here.
     """

@@ -158,12 +158,7 @@ class Training:
 
     @torch.no_grad()
     def update(self, step: int, lr_scale: float) -> dict[str, float]:
-        """Clip the gradient and take an optimizer step; none if the gradient is not finite. Collective.
-
-        Args:
-            step: finished steps.
-            lr_scale: the schedule's factor.
-        """
+        """Clip the gradient and take an optimizer step; none if the gradient is not finite. Collective."""
         rate = learning_rate(self.config, step, lr_scale)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())

@@ -64,11 +64,7 @@ class GatherGroups:
 
 
 class ModelWeights:
-    """The weights of a model by Hugging Face name.
-
-    Args:
-        model: this rank's part.
-    """
+    """The weights of a model by Hugging Face name."""
 
     def __init__(self, model: MegatronModel) -> None:
         self.model = model
