@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        print_error(errors, "error", f"{error.filename or 'writing a file'}: {error.strerror}")
+        print_error(errors, "error", f"{error.filename2 or error.filename or 'writing a file'}: {error.strerror}")
         return FAILED
     except ModuleNotFoundError as error:
         if (missing := missing_extra_error(error, f"agentrl {command}")) is None:

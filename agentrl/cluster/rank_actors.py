@@ -18,6 +18,7 @@ from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.placement_group import ActorLocation, actor_location
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, kill_actor, raylet_ended
+from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.learner.base import RankGroup, RankOptions, RowScores
@@ -253,7 +254,7 @@ class RankActors(RankGroup):
                     raise self._failure(error, refs.index(done[0]), pending, phase) from None
             return list(ray.get(list(refs)))
 
-    def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError:
+    def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError | OSError:
         """Return the error to raise for a failed rank, and end the other ranks if they cannot go on without it."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         text = str(cause).strip().splitlines()
@@ -265,7 +266,7 @@ class RankActors(RankGroup):
         # A rank may notice that another has died before Ray does.
         if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):
             self._end(f"rank {rank} failed in {phase}: {summary}")
-        if isinstance(cause, AgentrlError):
+        if isinstance(cause, AgentrlError) or (isinstance(cause, OSError) and cause.errno in DISK_ERRORS):
             return cause
         return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
-from agentrl.cluster.start_watch import ended_servers, ended_without_gcs, find_agents, kill_raylets
+from agentrl.cluster.ray_watch import ended_servers, kill_raylets, watched
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
@@ -74,23 +74,28 @@ class RayRuntime:
     def _hold(self) -> None:
         # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+        if self._options["address"] != "local":
+            if self._connected():
+                self._end.wait()
+                ray.shutdown()
+            return
+        with watched() as started:
+            with _listen_on_loopback():
+                connected = self._connected()
+            if connected:
+                started()
+                self._end.wait()
+                _kill_without_grace()
+                ray.shutdown()
+
+    def _connected(self) -> bool:
         try:
-            if self._options["address"] == "local":
-                with ended_without_gcs(), _listen_on_loopback():
-                    ray.init(**self._options)
-            else:
-                ray.init(**self._options)
+            ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread
             self._fault = error
         finally:
             self._up.set()
-        if self._fault is None:
-            agents = find_agents(psutil.Process())
-            self._end.wait()
-            if self._options["address"] == "local":
-                _end_own_ray(agents)
-            else:
-                ray.shutdown()
+        return self._fault is None
 
 
 def check_ray() -> None:
@@ -132,21 +137,12 @@ def store_bytes(model: Path) -> int:
     return max(_STORE_BYTES, 4 * sum(file.stat().st_size for file in model.glob("*.safetensors")))
 
 
-def _end_own_ray(agents: list[psutil.Process]) -> None:
-    """Disconnect, and kill the processes of the Ray that was started here: they block the SIGTERM with which Ray ends them.
-
-    Args:
-        agents: those of the raylet, which may have ended before.
-    """
+def _kill_without_grace() -> None:
+    """Let Ray kill its processes as it shuts down: they block the SIGTERM with which it would end them."""
     node = _node()
     if node is not None:
         kill_all = node.kill_all_processes
         node.kill_all_processes = lambda **options: kill_all(**options | {"allow_graceful": False})
-    agents = [*agents, *find_agents(psutil.Process())]
-    ray.shutdown()
-    for agent in agents:  # they would notice only after seconds that their raylet is gone
-        with suppress(psutil.NoSuchProcess):
-            agent.kill()
 
 
 @contextmanager

@@ -14,19 +14,27 @@ from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of a path that is being written, or was left by a killed process."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-"""Faults of the disk that the user can mend: full, over its quota, read-only, a limit on the size of files."""
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+"""Faults of the disk that the user can mend: full, over its quota, read-only, a limit on the size of files, no permission, a
+device or a server of files that fails."""
 
 
 @contextmanager
 def names_file(path: Path) -> Iterator[None]:
-    """Put ``path`` into an OSError of the body that names no file, such as that of a write to a full disk."""
+    """Put ``path`` into an OSError of the body that names no file, such as that of a write to a full disk.
+
+    Torch's writers put a RuntimeError in its place, without its words; the OSError is raised again.
+    """
     try:
         yield
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
         raise
+    except RuntimeError as error:
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
 
 
 def partial_path(folder: Path) -> Path:

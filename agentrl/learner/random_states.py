@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from agentrl.core.atomic_files import names_file
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 
@@ -44,8 +46,15 @@ def rank_states(device: torch.device) -> dict[str, Any]:
     return random_states() | {"cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None}
 
 
+def save_rank_states(states: dict[str, Any], folder: Path) -> None:
+    """Write what `rank_states` returned; see `restore_rank`."""
+    file = folder / f"rank_{dist.get_rank():05d}.pt"
+    with names_file(file), file.open("wb") as stream:
+        torch.save(states, stream)
+
+
 def restore_rank(file: Path, device: torch.device) -> None:
-    """Restore what `rank_states` returned and ``torch.save`` wrote; a rank that the saved run did not have keeps its own.
+    """Restore what `save_rank_states` has written; a rank that the saved run did not have keeps its own.
 
     Raises:
         CheckpointError: the file cannot be read.

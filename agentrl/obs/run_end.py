@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,13 +32,28 @@ class RunEnd:
 
 
 @contextmanager
-def recorded_end(folder: Path) -> Iterator[None]:
-    """Record how what is inside ends; the record of an earlier end is removed first."""
-    (folder / END).unlink(missing_ok=True)
+def recorded_end(folder: Path, *, resumed: bool = False) -> Iterator[Callable[[], None]]:
+    """Record how what is inside ends; the record of an earlier end is removed first.
+
+    Args:
+        folder: of the run.
+        resumed: record nothing, and keep the earlier record, until the function that is yielded is called: a resume that is
+            refused changes nothing.
+    """
+    has_begun = False
+
+    def begin() -> None:
+        nonlocal has_begun
+        has_begun = True
+        (folder / END).unlink(missing_ok=True)
+
+    if not resumed:
+        begin()
     try:
-        yield
+        yield begin
     except BaseException as error:
-        _write(folder, RunEnd(type(error).__name__, hide_secrets(str(error)), time.time()))
+        if has_begun:
+            _write(folder, RunEnd(type(error).__name__, hide_secrets(str(error)), time.time()))
         raise
     _write(folder, RunEnd("", "", time.time()))
 

@@ -18,7 +18,6 @@ from agentrl.core.atomic_files import names_file
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
 from agentrl.obs.journal import has_journal
-from agentrl.obs.run_end import recorded_end
 
 LOCK = "lock"
 """File in the run's folder that the running process has locked; it names the process."""
@@ -117,8 +116,7 @@ def run_folder(config: Config, resumed: Path | None = None) -> Iterator[Path]:
     with locked(folder):
         if resumed is None:
             check_new(folder)
-        with recorded_end(folder):
-            yield folder
+        yield folder
 
 
 def folder_to_resume(run_dir: str | None, env: str | None) -> Path:

@@ -20,6 +20,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.export import export_model
 from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.run_end import recorded_end
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
@@ -43,7 +44,7 @@ def sft(config: Config, *, note: Callable[[str], None]) -> Path:
     """
     resolved, model, lines = prepare_sft(config)
     data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
-    with run_folder(config) as folder:
+    with run_folder(config) as folder, recorded_end(folder):
         save_config(config, folder)
         for line in lines:
             note(line)

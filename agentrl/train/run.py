@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
+from agentrl.obs.run_end import recorded_end
 from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import with_recompute
 from agentrl.runtime.interrupt import Interrupt
@@ -55,8 +56,8 @@ class TrainingRun:
     """The checkpoint from which the run resumes; None starts at step 0."""
     replay: Path | None
     """Recorded rollouts to train on in place of sampling."""
-    saved_config: Config
-    """What a resume starts from: written to the folder once everything is loaded."""
+    on_loaded: Callable[[], None]
+    """Called once everything is loaded: what was there before is changed only then."""
 
     async def train(self, interrupt: Interrupt) -> Trainer:
         """Start the services, train to the end, end the services, and return the finished trainer."""
@@ -71,7 +72,7 @@ class TrainingRun:
             with waiting(PHASE, START):
                 teachers = await open_teachers(config, run.model, folder / "logs", exits)
                 source, evaluator, learner, critic = await self._open(interrupt, exits)
-            save_config(self.saved_config, folder)
+            self.on_loaded()
             models = (learner,) if critic is None else (learner, critic)
             packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
             estimators = RunEstimators(config.algo.by_source)
@@ -167,7 +168,7 @@ async def run_training(
     if resumed is not None:  # before anything of the run is changed
         keys = {**recorded_keys(config), **contents}
         reuse = check_resume(resumed, keys, samples=replay is None, discard=discard)
-    with run_folder(config, resumed) as folder:
+    with run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
         checkpoint = latest_checkpoint(folder / "checkpoints")
         start = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
         print_message(console, f"run {folder}{start}")
@@ -192,7 +193,12 @@ async def run_training(
                     print_message(console, line)
                 keys = {**recorded_keys(saved_config), **contents}
                 inputs = RunInputs(config, folder, model, state, resumed is not None, keys, discard)
-                trainer = await TrainingRun(inputs, console, checkpoint, replay, saved_config).train(interrupt)
+
+                def on_loaded() -> None:
+                    begin()
+                    save_config(saved_config, folder)
+
+                trainer = await TrainingRun(inputs, console, checkpoint, replay, on_loaded).train(interrupt)
         except CheckpointError as error:
             raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:
@@ -205,7 +211,7 @@ async def run_training(
         except OSError as error:
             if error.errno in DISK_ERRORS:
                 print_message(
-                    console, f"the run is in {folder}; make room, then resume it with: {resume_command(folder, replay)}"
+                    console, f"the run is in {folder}; mend this, then resume it with: {resume_command(folder, replay)}"
                 )
             raise
         finally:

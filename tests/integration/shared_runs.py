@@ -197,21 +197,10 @@ class Running:
         self._log.close()
 
 
-def gone(processes: list[psutil.Process], timeout: float = 30) -> list[psutil.Process]:
-    """Wait for processes to end and return those that have not.
-
-    Ray's two agents are left out: after a kill of their driver they end by themselves, but only after a minute.
-    """
-    agents = {process.pid for process in processes if _is_ray_agent(process)}
-    _, alive = psutil.wait_procs([process for process in processes if process.pid not in agents], timeout=timeout)
+def gone(processes: list[psutil.Process], timeout: float = 5) -> list[psutil.Process]:
+    """Wait for processes to end and return those that have not."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
     return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def _is_ray_agent(process: psutil.Process) -> bool:
-    try:
-        return any(word.endswith("Agent") for word in process.cmdline()[:1])
-    except psutil.Error:
-        return False
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

@@ -313,6 +313,23 @@ def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
     assert {asyncio.run(call(rank)) for rank in processes(group)} == {"0", "1"}
 
 
+def test_a_full_disk_on_a_rank_is_the_error_of_the_disk_with_the_file(group, tmp_path):
+    def save() -> None:
+        group.save(tmp_path / "full")
+        group.finish_save()
+
+    for rank in processes(group):
+        limits = rank.rlimit(psutil.RLIMIT_FSIZE)
+        rank.rlimit(psutil.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as error:
+                save()
+        finally:
+            rank.rlimit(psutil.RLIMIT_FSIZE, limits)
+        assert Path(error.value.filename).is_relative_to(tmp_path / "full")
+    assert group.train_step(one(2, 0))["train/grad_norm"] > 0
+
+
 def test_a_killed_rank_is_an_error_and_no_hang(group):
     victims = processes(group)
     assert len(victims) == 2

@@ -37,7 +37,7 @@ from chaos_processes import KINDS, RunProcesses, left_in_cgroups
 BATCH, SAMPLES = 2, 2
 STALL_S = 120.0
 """``obs.stall_warning_s`` of the runs: without progress for so long, the watchdog reports a hang."""
-GONE_S = 20.0
+GONE_S = 5.0
 """Seconds that processes may outlive the run."""
 _POLL_S = 0.1
 _LOOK_S = 1.0
@@ -299,8 +299,8 @@ class ChaosRun:
         self._open = []
 
     def _check_gone(self) -> None:
-        """Check that all processes of the run have ended, but for Ray's agents, which are checked at the end."""
-        if leftovers := self._processes.left(GONE_S, agents=False):
+        """Check that all processes of the run have ended."""
+        if leftovers := self._processes.left(GONE_S):
             self._fault(f"left {GONE_S:g} s after the end: {leftovers}; killed: {[kill.kind for kill in self._open]}")
             self._processes.end()
 
@@ -319,12 +319,6 @@ class ChaosRun:
             self._totals.ended.append(self)
         if leftovers := left_in_cgroups(self._processes.servers):
             self._fault(f"sandboxes left: {leftovers}")
-
-    def check_agents(self) -> None:
-        """Check at the end of all lanes that Ray's agents have ended too: they outlive a killed run by a minute."""
-        if leftovers := self._processes.left(GONE_S, agents=True):
-            self._fault(f"left at the end: {leftovers}")
-            self._processes.end()
 
     def _fault(self, words: str) -> None:
         with self._totals.lock:
@@ -436,8 +430,6 @@ def main(words: Sequence[str] | None = None) -> int:
         each.start()
     for each in lanes:
         each.join()
-    for run in totals.ended:
-        run.check_agents()
     summary = report(totals, time.monotonic() - begun, sandbox)
     text = json.dumps(summary, indent=1)
     (options.out / "report.json").write_text(text)

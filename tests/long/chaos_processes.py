@@ -44,9 +44,6 @@ _BY_WORDS = (
 )  # fmt: skip
 """Words of a command line, and the kind of its process; the first that match count."""
 
-AGENT_S = 90.0
-"""Ray's agents notice the end of their driver only after a minute."""
-
 
 def kind_of(process: psutil.Process, parents: dict[int, str]) -> str:
     """Return the kind of a descendant; that of its parent if its command line does not tell."""
@@ -93,12 +90,11 @@ class RunProcesses:
         """Process ids of the run's tool servers."""
         return [process.pid for process, kind in self._seen.items() if kind == "tool server"]
 
-    def left(self, timeout_s: float, *, agents: bool) -> list[str]:
-        """Wait until all processes have ended, and return those that have not; Ray's agents count only with ``agents``."""
+    def left(self, timeout_s: float) -> list[str]:
+        """Wait until all processes have ended, and return those that have not."""
         begun = time.monotonic()
-        limit = max(timeout_s, AGENT_S) if agents else timeout_s
-        while leftovers := [one for one in self._living() if agents or self._seen.get(one) != "ray agent"]:
-            if time.monotonic() > begun + limit:
+        while leftovers := self._living():
+            if time.monotonic() > begun + timeout_s:
                 return [_describe(process) for process in leftovers]
             time.sleep(0.2)
         return []

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
@@ -43,8 +43,9 @@ from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
+from agentrl.learner.fsdp.sharded_checkpoint import save_sharded
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
-from agentrl.learner.random_states import rank_states, restore_rank
+from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
 from agentrl.models.weight_files import WeightFiles
@@ -97,11 +98,12 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     writer = WeightWriter(folder / "model", [*specs, *(drafts.specs if drafts else ())])
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        (folder / "random").mkdir(parents=True)
-        (folder / "model").mkdir()
-        _copy_files(rank, folder / "model")
-        writer.create()
-        (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
+        with names_file(folder):
+            (folder / "random").mkdir(parents=True)
+            (folder / "model").mkdir()
+            _copy_files(rank, folder / "model")
+            writer.create()
+            (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     stepped = [name for name, optimizer in rank.optimizers.items() if optimizer.state]
     sharded = {"optimizer": _optimizer_states(rank, stepped)} if stepped else {}
     if reference := _reference(rank):
@@ -117,7 +119,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
 
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
-            save_sharded(state, checkpoint_id=folder / name, process_group=rank.writers)
+            save_sharded(state, folder / name, rank.writers)
         for tensor in tensors:
             weight = staged[tensor.weight]
             if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
@@ -125,7 +127,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         adapters.write()
         if drafts is not None and dist.get_rank() == 0:
             drafts.write(writer)
-        torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+        save_rank_states(states, folder / "random")
 
     return run_in_daemon_thread(write, "checkpoint")
 

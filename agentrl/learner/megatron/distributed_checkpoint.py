@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from agentrl.core.atomic_files import names_file
 from agentrl.core.errors import LearnerError, ModelError
 from agentrl.learner.megatron.model import MegatronModel
 
@@ -79,7 +80,8 @@ class ShardedFiles:
         fault: Exception | None = None
         written: list[Any] = []
         try:
-            written = self._write_part()
+            with names_file(self._folder):
+                written = self._write_part()
         except Exception as error:
             fault = error
         rank_outcomes: list[Any] = [None] * dist.get_world_size()
@@ -88,8 +90,9 @@ class ShardedFiles:
         faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rank_outcomes) if text] if is_first else []
         if is_first and not faults:
             try:
-                self._writer.finish(self._metadata, [results for results, _ in rank_outcomes])
-                save_config(_FORMAT, str(self._folder))
+                with names_file(self._folder):
+                    self._writer.finish(self._metadata, [results for results, _ in rank_outcomes])
+                    save_config(_FORMAT, str(self._folder))
             except Exception as error:
                 fault, faults = error, [f"rank 0: {error}"]
         outcome = [faults]

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
@@ -37,7 +38,7 @@ from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.policies import LoadedModel, Training
 from agentrl.learner.megatron.weights import GatherGroups
-from agentrl.learner.random_states import rank_states, restore_rank
+from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.weight_writer import DraftLayers, WeightWriter
@@ -94,12 +95,13 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     first = dist.get_rank() == 0
     if first:
         shutil.rmtree(folder, ignore_errors=True)
-        for name in ("model", "megatron", "random"):
-            (folder / name).mkdir(parents=True)
-        copy_other_files(rank.model_folder, folder / "model")
-        _copy_config(rank, folder / "model")
-        writer.create()
-        (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
+        with names_file(folder):
+            for name in ("model", "megatron", "random"):
+                (folder / name).mkdir(parents=True)
+            copy_other_files(rank.model_folder, folder / "model")
+            _copy_config(rank, folder / "model")
+            writer.create()
+            (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
     dist.barrier()
     with rank.training.reading(rank.readable):
         state = _sharded_state(rank, loading=False)
@@ -112,7 +114,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         _write_model(rank, writer)
         if drafts is not None and first:
             drafts.write(writer)
-        torch.save(states, folder / "random" / f"rank_{dist.get_rank():05d}.pt")
+        save_rank_states(states, folder / "random")
 
     return run_in_daemon_thread(write, "checkpoint")
 

@@ -259,7 +259,7 @@ def test_a_full_disk_is_named_with_its_file_and_the_command_that_resumes(
         assert main(["train", *words, f"run.dir={folder}", "sampler.backend=embedded", "learner.device=cpu"]) == 1
     shown = capsys.readouterr()
     assert f"{folder / 'config.yaml'}: File too large" in shown.err
-    assert f"make room, then resume it with: agentrl train --resume run.dir={folder}" in shown.out
+    assert f"mend this, then resume it with: agentrl train --resume run.dir={folder}" in shown.out
 
 
 def test_resample_without_resume_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,12 @@ from agentrl import Env, register_env, tool
 from agentrl.cli.main import main
 from agentrl.config.layers import save_config
 from agentrl.config.load import validate
-from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.errors import CheckpointError, ConfigError, RunStopped
 from agentrl.doctor.diagnose import diagnose
 from agentrl.obs.journal import JournalLog
 from agentrl.obs.rollouts import RolloutFile
-from agentrl.obs.run_end import read_end
-from agentrl.runtime.run_dir import locked, run_folder
+from agentrl.obs.run_end import END, read_end, recorded_end
+from agentrl.runtime.run_dir import locked
 from tests.unit.audit.good_rollout import good
 
 GOOD = {
@@ -147,9 +147,8 @@ def test_a_folder_that_no_process_used(run):
     ],
 )
 def test_how_a_run_ended_is_recorded(run, error, title, line):
-    config = validate({"run": {"dir": str(run.folder)}, "train": {"steps": 60}})
     try:
-        with run_folder(config):
+        with recorded_end(run.folder):
             assert read_end(run.folder) is None
             if error is not None:
                 raise error
@@ -158,8 +157,21 @@ def test_how_a_run_ended_is_recorded(run, error, title, line):
     [finding] = run.found().values()
     assert finding.title == title
     assert any(line in evidence for evidence in finding.evidence)
-    with run_folder(config):
+    with recorded_end(run.folder):
         assert read_end(run.folder) is None, "the record is that of the newest process"
+
+
+def test_a_resume_that_is_refused_while_it_loads_leaves_the_record_of_the_earlier_end(run) -> None:
+    with pytest.raises(RunStopped), recorded_end(run.folder):
+        raise RunStopped("a signal")
+    record = (run.folder / END).read_bytes()
+    with pytest.raises(CheckpointError), recorded_end(run.folder, resumed=True):
+        raise CheckpointError("written with another optimizer")
+    assert (run.folder / END).read_bytes() == record
+    with recorded_end(run.folder, resumed=True) as begin:
+        begin()
+        assert read_end(run.folder) is None
+    assert read_end(run.folder).error == ""
 
 
 STALL = """{time} nothing has ended for 2m00s

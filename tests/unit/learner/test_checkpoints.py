@@ -19,6 +19,9 @@ from preloaded import Forked, Request
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.learner.checkpoints import Checkpoints, begin_random, complete_checkpoints, latest_checkpoint, read_state
+from agentrl.learner.random_states import rank_states, save_rank_states
+from tests.unit.core.test_atomic_files import full_disk_after
+from tests.unit.learner.learners import Learners, make_batch
 
 
 class FolderLearner:
@@ -255,3 +258,24 @@ def test_sigkill_at_any_moment_leaves_the_last_checkpoint_whole(tmp_path):
                 for file_part in path.iterdir():
                     file_part.unlink()
                 path.rmdir()
+
+
+def test_a_full_disk_names_the_file_wherever_the_learner_meets_it(learners: Learners, tmp_path: Path) -> None:
+    """Description, weights and the optimizer's shards, which differ in size; and random states, which are smaller."""
+    learner, folder = learners.open("adamw"), tmp_path / "full"
+
+    def save() -> None:
+        learner.save(folder)
+        learner.finish_save()
+
+    learner.train_step(make_batch([30, 20]))
+    save()
+    sizes = {path.stat().st_size - 1 for path in folder.rglob("*") if path.is_file()}
+    writes = [(size, save) for size in sorted(sizes - {-1})]
+    writes.append((1000, lambda: save_rank_states(rank_states(torch.device("cpu")), folder / "random")))
+    named = set()
+    for size, write in writes:
+        with full_disk_after(size), pytest.raises(OSError, match="File too large") as error:
+            write()
+        named.add(Path(error.value.filename2 or error.value.filename).relative_to(folder).parts[:1])
+    assert named >= {("model",), ("optimizer",), ("random",)}
