@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from ray._private.node import Node
 
 from agentrl.cluster.ray_address import running_address
-from agentrl.cluster.ray_watch import ended_servers, kill_raylets, watched
+from agentrl.cluster.ray_watch import ended_servers, kill_raylets, watch_ray
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
 
@@ -75,20 +75,20 @@ class RayRuntime:
         # Ray's processes inherit this: a signal to all processes of a run must not end the learner before it has saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         if self._options["address"] != "local":
-            if self._connected():
+            if self._connect():
                 self._end.wait()
                 ray.shutdown()
             return
-        with watched() as started:
+        with watch_ray() as report_start:
             with _listen_on_loopback():
-                connected = self._connected()
+                connected = self._connect()
             if connected:
-                started()
+                report_start()
                 self._end.wait()
                 _kill_without_grace()
                 ray.shutdown()
 
-    def _connected(self) -> bool:
+    def _connect(self) -> bool:
         try:
             ray.init(**self._options)
         except Exception as error:  # raised by `start` in the calling thread

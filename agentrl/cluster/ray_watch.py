@@ -29,7 +29,7 @@ _GRACE_S = 3.0
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Callable[[], None]]:
+def watch_ray() -> Iterator[Callable[[], None]]:
     """Kill what is left of the Ray that is started in this context at its end, and at the end of this process.
 
     If the GCS ends and blocks this process, it is ended with status 1 and a message.
@@ -44,11 +44,11 @@ def watched() -> Iterator[Callable[[], None]]:
         assert watch.stdin is not None
         pipe = watch.stdin
 
-        def started() -> None:
+        def report_start() -> None:
             pipe.write(b"\n")
 
         try:
-            yield started
+            yield report_start
         finally:
             pipe.close()
 

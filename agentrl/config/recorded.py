@@ -10,7 +10,8 @@ from agentrl.config.layers import Difference, leaf_texts
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import is_reference, source_file
+from agentrl.core.imports import imported_files, is_reference, source_file
+from agentrl.core.registry import ENVS, REWARDS, TASKS, TOOLS, plugin_code
 
 CODE, CONTENT = "code of ", "content of "
 """Begin the names of checksums: of a file with the user's code, and of tasks or a template."""
@@ -85,6 +86,8 @@ TRAINED = (
 
 _UNIMPORTANT = ("url", "port", "start_timeout_s", "max_restarts")
 """Keys of a tool server that do not change its results."""
+_REGISTERED = {"env.name": ENVS, "tasks.name": TASKS, "reward.function": REWARDS}
+"""Groups of entry points by the keys that name one of them."""
 _OBJECTS = ("name", "function", "generate", "convert", "player")
 """Last words of keys whose value may name code of the user."""
 
@@ -92,7 +95,8 @@ _OBJECTS = ("name", "function", "generate", "convert", "player")
 def recorded_keys(config: Config) -> dict[str, str]:
     """Return the keys that a run's rollouts are made with, and their values as text; no secrets, and no null.
 
-    A checksum of each file of code that a key names is ``code of KEY``, that of a chat template ``content of KEY``.
+    A checksum of each file of code that a key names is ``code of KEY``, of each module of the project that it imports ``code of
+    FILE``, and that of a chat template ``content of KEY``. The distribution of a plugin and its version are ``code of KEY`` too.
     """
     texts = leaf_texts(redact(config.model_dump(mode="json")))
     keys = {
@@ -101,17 +105,33 @@ def recorded_keys(config: Config) -> dict[str, str]:
         if _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED)) and REDACTED not in text
     }
     keys["sources"] = ", ".join(config.sources) or "none"
-    return keys | dict(_checksums(keys))
+    tools = {f"tools.{name}": name for name in config.tools}
+    return keys | dict(_checksums(keys | tools))
 
 
 def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for key, text in keys.items():
+        name = key.rpartition(".")[2]
+        group = TOOLS if text == key.removeprefix("tools.") else _REGISTERED.get(".".join(key.split(".")[-2:]))
         if _is_among(key, TRAINED):
             continue
         if key.endswith("render.chat_template"):
             yield CONTENT + key, file_checksum(Path(text))
-        elif key.rpartition(".")[2] in _OBJECTS and is_reference(text) and (file := source_file(text)) is not None:
-            yield CODE + key, file_checksum(file)
+        elif is_reference(text) and (group is not None or name in _OBJECTS):
+            if (file := source_file(text)) is not None:
+                yield from _code_checksums(file, key)
+        elif group is not None:
+            version, files = plugin_code(group, text)
+            if version:
+                yield CODE + key, version
+            for file in files:
+                yield from _code_checksums(file)
+
+
+def _code_checksums(file: Path, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the checksum of a file, which ``key`` names, and of those that it imports."""
+    for name, path in imported_files(file).items():
+        yield CODE + (key if key and path == file.resolve() else name), file_checksum(path)
 
 
 def file_checksum(path: Path) -> str:

@@ -8,13 +8,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl.core.errors import ConfigError
-from agentrl.core.user_code import describe, user_code
+from agentrl.core.user_code import describe, is_library, user_code
 
 _FILE_MODULES = "agentrl_user_"
 """Prefix of the names of modules that are loaded from files."""
@@ -60,6 +61,55 @@ def source_file(reference: str) -> Path | None:
     except (ImportError, ValueError, AttributeError):
         return None
     return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+def imported_files(file: Path) -> dict[str, Path]:
+    """Return a source file, and the modules of its project that it imports, also indirectly, by their paths in the project.
+
+    The project is the folder of the file, the one around its outermost package, and the current directory. Installed packages
+    and Python's own modules are left out. Statements are read and nothing is imported, so that a module whose name the code
+    computes is not among the files.
+    """
+    file = file.resolve()
+    package = file.parent
+    while (package / "__init__.py").is_file():
+        package = package.parent
+    folders = list(dict.fromkeys((package, file.parent, Path.cwd())))
+    files, pending = {str(file.relative_to(package)): file}, [file]
+    while pending:
+        path = pending.pop()
+        for folder, module in _project_imports(path, folders):
+            for source in _sources(folder, module):
+                if source not in files.values() and not is_library(str(source)):
+                    home = next((folder for folder in folders if source.is_relative_to(folder)), source.parent)
+                    files[str(source.relative_to(home))] = source
+                    pending.append(source)
+    return files
+
+
+def _project_imports(path: Path, folders: list[Path]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder and the parts of a module's name that a file may import from it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # its import reports it
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules, starts = [alias.name for alias in node.names], folders
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            modules = [f"{module}.{alias.name}".strip(".") for alias in node.names]
+            starts = [path.parents[node.level - 1]] if node.level else folders
+        else:
+            continue
+        yield from ((folder, name.split(".")) for name in modules for folder in starts)
+
+
+def _sources(folder: Path, module: list[str]) -> Iterator[Path]:
+    """Yield the files of a module and of the packages around it. The last part may be a name in a module."""
+    for count in range(1, len(module) + 1):
+        path = folder.joinpath(*module[:count])
+        yield from (source for source in (path.with_name(f"{path.name}.py"), path / "__init__.py") if source.is_file())
 
 
 def load_module(location: str, setting: str) -> ModuleType:

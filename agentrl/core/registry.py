@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 from agentrl.core.env import AsyncEnv, Env, EnvBase
 from agentrl.core.errors import ConfigError, UnknownNameError, unknown_name
-from agentrl.core.extras import missing_extra_error
+from agentrl.core.extras import DISTRIBUTION, missing_extra_error
 from agentrl.core.imports import importing, is_loaded_file, is_reference, load_object
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
-from agentrl.core.user_code import calling
+from agentrl.core.user_code import calling, is_library
 
 E = TypeVar("E", bound=type[EnvBase])
 T = TypeVar("T", bound=Tool | type[ToolService])
@@ -126,6 +126,22 @@ def reference_paths(reference: str) -> set[Path]:
     """Return where the object of ``path/to/file.py:name`` or ``module:name`` is defined; see `definition_paths`."""
     location = reference.partition(":")[0]
     return _source_paths(Path(location).expanduser()) if location.endswith(".py") else _module_paths(location)
+
+
+def plugin_code(group: str, name: str) -> tuple[str, list[Path]]:
+    """Return the distribution with its version that registers a name, and the source files of an object's package.
+
+    Files of an installed package are left out: the version stands for them. Both are empty for what agentrl registers.
+    """
+    point = _entry_points(group).get(name)
+    if name in _registered[group] or point is None or point.dist is None:
+        file = getattr(sys.modules.get(getattr(_registered[group].get(name), "__module__", "")), "__file__", None)
+        return "", [Path(file)] if file is not None else []
+    if point.dist.name == DISTRIBUTION:
+        return "", []
+    paths = sorted(path for path in _module_paths(point.module) if not is_library(f"{path}{os.sep}"))
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return f"{point.dist.name} {point.dist.version}", [file for file in files if file.suffix == ".py"]
 
 
 def _module_paths(module: str) -> set[Path]:

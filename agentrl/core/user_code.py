@@ -196,11 +196,12 @@ def error_location(error: BaseException) -> tuple[str, int]:
         return error.filename, error.lineno or 0
     frames = traceback.extract_tb(error.__traceback__)
     frame = next(
-        (frame for frame in reversed(frames) if not _is_library(frame.filename)), frames[-1] if frames else None
+        (frame for frame in reversed(frames) if not is_library(frame.filename)), frames[-1] if frames else None
     )
     return (frame.filename, frame.lineno or 0) if frame is not None else ("", 0)
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Return whether a file is of agentrl, of Python, or of an installed package."""
     installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     return bool(installed) or file.startswith(("<", *_LIBRARIES))

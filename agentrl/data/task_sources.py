@@ -16,6 +16,7 @@ import orjson
 from agentrl.config.recorded import CONTENT
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataSourceConfig
+from agentrl.core.checksums import sampled_checksum
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, UserError, unknown_name
@@ -299,7 +300,8 @@ SAMPLED_TASKS = 64
 def split_contents(config: Config, splits: Mapping[str, Split]) -> dict[str, str]:
     """Return number and CRC-32 of the tasks to train on, by ``content of KEY`` with the key that chooses them.
 
-    Of a split whose tasks are made on access (`MadeTasks`, ``data.streaming``) `SAMPLED_TASKS` are read, and of a file its size.
+    Of a split whose tasks are made on access (`MadeTasks`, ``data.streaming``) `SAMPLED_TASKS` are read, and of a file that is
+    streamed a checksum (`sampled_checksum`).
     """
     contents = {}
     for name, source_config in config.by_source().items():
@@ -314,8 +316,11 @@ def _describe(split: Split) -> str:
     for task in _sample(split):
         checksum = zlib.crc32(orjson.dumps(task_to_dict(task), option=orjson.OPT_SORT_KEYS), checksum)
     count = "stream" if size is None else f"{size} tasks"
-    in_file = f", {split.path.stat().st_size} bytes" if isinstance(split, TaskStream) and split.path.is_file() else ""
-    return f"{count}{in_file}, crc32 {checksum:08x}"
+    in_files = ""
+    if isinstance(split, TaskStream):
+        files = [split.path] if split.path.is_file() else sorted(split.path.rglob("*"))
+        in_files = "".join(f", {sampled_checksum(file)}" for file in files if file.is_file())
+    return f"{count}{in_files}, crc32 {checksum:08x}"
 
 
 def _sample(split: Split) -> Iterator[Task]:

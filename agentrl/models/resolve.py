@@ -6,11 +6,14 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from agentrl.config.recorded import CONTENT
+from agentrl.core.checksums import sampled_checksum
 from agentrl.core.errors import MissingError, ModelError
 from agentrl.core.reading import reading
 from agentrl.core.registry import MODELS, model_folder, names
@@ -41,6 +44,15 @@ def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> 
     if not _HUB_ID.fullmatch(path):
         raise ModelError(f"{key}={path}: there is no such folder. Registered models: {_model_names()}")
     return _require_config(_from_hub(path, key) if fetch else _from_cache(path, key), path, key)
+
+
+def model_contents(folder: Path) -> dict[str, str]:
+    """Return checksums of the files of a model's folder, of its weights together, by ``content of model.path (FILE)``."""
+    files = sorted({file for pattern in (*_FILES, "*.py") for file in folder.glob(pattern)})
+    contents = {file.name: sampled_checksum(file) for file in files}
+    weights = [f"{name} {contents.pop(name)}" for name in [*contents] if name.endswith(".safetensors")]
+    contents["weights"] = f"{len(weights)} files, crc32 {zlib.crc32('; '.join(weights).encode()):08x}"
+    return {f"{CONTENT}model.path ({name})": text for name, text in contents.items()}
 
 
 def has_chat_template(folder: Path) -> bool:

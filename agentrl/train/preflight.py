@@ -37,7 +37,7 @@ from agentrl.models.float8 import is_quantized
 from agentrl.models.learning_rates import LORA_FACTOR, count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_routing
 from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_reference, resolve_critic, resolve_reference
-from agentrl.models.resolve import has_chat_template, resolve_model
+from agentrl.models.resolve import has_chat_template, model_contents, resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
 from agentrl.models.weight_files import WeightFiles
 from agentrl.planner.training_summary import describe_memory, describe_training
@@ -64,7 +64,7 @@ class Plan:
     template: str = ""
     """One line on the chat template's effect on training; empty if the model is missing."""
     contents: dict[str, str] = field(default_factory=dict)
-    """Checksums of the tasks; empty if their data is missing."""
+    """Checksums of the tasks and the model; empty if one is missing."""
 
 
 def check_run(config: Config) -> Plan:
@@ -136,7 +136,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     ]
     if warm is not None:
         lines.append(f"{'warm start':<13}{config.model.warm_start}: {describe(warm.sft)}")
-    contents = split_contents(config, train) if train else {}
+    contents = split_contents(config, train) | model_contents(model) if train and model is not None else {}
     return Plan(lines, unmet, warnings, [model_line, *training], template, contents)
 
 

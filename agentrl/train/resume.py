@@ -49,7 +49,7 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
 
     Args:
         folder: of the run.
-        keys: of the resumed run, with checksums of its tasks.
+        keys: of the resumed run, with checksums of its tasks and its model.
         samples: whether it samples; a replay uses the checkpoint alone.
         discard: use nothing that the journal has after the checkpoint (``--resample``).
 
@@ -65,7 +65,7 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
         contents = {key: value for key, value in keys.items() if key.startswith(CONTENT) and key in progress.keys}
         recorded = {key: progress.keys[key] for key in contents}
         if samples and not discard:
-            check_sampled(recorded, contents, f"the order of tasks in {progress.checkpoint}")
+            check_sampled(recorded, contents, f"the steps of {progress.checkpoint}")
     if not samples:
         return text
     step, position = (0, TaskPosition()) if progress is None else (progress.step, progress.position)

@@ -156,7 +156,7 @@ async def run_training(
         console: shows the progress.
         resumed: folder of the run that is continued, from its newest complete checkpoint; None starts a new run.
         replay: a file of rollouts or a run's folder to train on in place of sampling.
-        contents: checksums of the tasks; see `agentrl.data.task_sources`.
+        contents: checksums of the tasks and the model; see `agentrl.data.task_sources` and `agentrl.models.resolve`.
         discard: sample again what the journal has after the checkpoint.
 
     Raises:

@@ -16,26 +16,31 @@ Every rank writes and reads its shards alone. A checkpoint loads on any number o
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
-from agentrl.core.errors import CheckpointError
+from agentrl.core.errors import CheckpointError, LearnerError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
@@ -43,7 +48,6 @@ from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
-from agentrl.learner.fsdp.sharded_checkpoint import save_sharded
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
@@ -119,7 +123,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
 
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
-            save_sharded(state, folder / name, rank.writers)
+            _save_sharded(state, folder / name, rank.writers)
         for tensor in tensors:
             weight = staged[tensor.weight]
             if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
@@ -130,6 +134,33 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         save_rank_states(states, folder / "random")
 
     return run_in_daemon_thread(write, "checkpoint")
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with names_file(Path(path)), super().create_stream(path, mode) as stream:
+            yield stream
+
+
+def _save_sharded(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
+    """Write a state, each rank its shards; fails on all ranks of ``group`` together. Collective.
+
+    Raises:
+        OSError: a rank could not write a file, which is named.
+        LearnerError: a rank failed otherwise.
+    """
+    writer = FileSystemWriter(folder)
+    writer.fs = _Files()
+    try:
+        save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:  # no Exception
+        faults = {rank: fault for rank, (fault, _) in error.failures.items()}
+        for fault in faults.values():
+            if isinstance(fault, OSError):
+                raise fault from None
+        rank, fault = next(iter(faults.items()))
+        raise LearnerError(f"{folder} could not be written by rank {rank}: {type(fault).__name__}: {fault}") from error
 
 
 def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:

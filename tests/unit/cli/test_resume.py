@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from agentrl.config.recorded import recorded_keys
 from agentrl.core.checksums import write_checksums
 from agentrl.core.errors import ConfigError
 from agentrl.data.task_sources import open_tasks, read_splits, split_contents
+from agentrl.models.resolve import model_contents, resolve_model
 from agentrl.obs.journal import read_journal
 from agentrl.runtime.run_dir import locked
 from agentrl.train.pipeline.journal import Journal
@@ -104,7 +106,10 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of a file of rows without a checkpoint: step 1 was taken, a finished group waits, and one goes on."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "label": "{number}"}}\n' for number in range(8)))
-    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
+    Path("package").mkdir()
+    Path("package/inner.py").write_text("ONE = 1.0\n")
+    Path("helper.py").write_text("from package import inner\n")
+    Path("mine.py").write_text("def score(sample):\n    import helper\n\n    return helper.inner.ONE\n")
     words = ("--env", "single_turn", "data.path=rows.jsonl", "data.label_key=label", "reward=mine.py:score")
     config = loaded(*words, "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "sampler.backend=embedded").config
     folder = tmp_path / "runs" / "recorded"
@@ -112,7 +117,12 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "rollouts" / "step_000001.jsonl").write_text("")
     save_config(config, folder)
     journal = Journal(
-        folder, keys=recorded_keys(config) | split_contents(config, read_splits(config, open_tasks(config)))
+        folder,
+        keys={
+            **recorded_keys(config),
+            **split_contents(config, read_splits(config, open_tasks(config))),
+            **model_contents(resolve_model(config.model.path)),
+        },
     )
     journal.begin()
     for position in range(4):
@@ -190,11 +200,33 @@ def test_other_data_and_another_reward_in_the_same_file_are_noticed(
     assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
     assert "content of data.path: 8 tasks, crc32 " in capsys.readouterr().err
     Path("rows.jsonl").write_text(rows)
-    Path("mine.py").write_text("def score(sample):\n    return 0.0\n")
-    assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
-    assert "code of reward.function: mine.py " in capsys.readouterr().err
+    for name in ("mine.py", "helper.py", "package/inner.py"):
+        code = Path(name).read_text()
+        Path(name).write_text(f"{code}# changed\n")
+        assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
+        key = "reward.function" if name == "mine.py" else name
+        assert f"code of {key}: {Path(name).name} " in capsys.readouterr().err
+        Path(name).write_text(code)
+    assert resume(recorded) == 0
+    Path("helper.py").write_text("ONE = 2.0\n")
     assert files_of(recorded) == before
     assert resume(recorded, "--resample") == 0
+
+
+def test_another_model_in_the_same_folder_is_noticed(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = loaded("--resume", f"run.dir={recorded}").config
+    model = shutil.copytree(resolve_model(config.model.path), recorded / "model")
+    before = model_contents(model)
+    assert model_contents(resolve_model(config.model.path)) == before
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    (model / "tokenizer.json").write_text("{}")
+    (model / "notes.md").write_text("no part of a model")
+    after = model_contents(model)
+    names = {key for key in before if before[key] != after[key]}
+    assert names == {"content of model.path (weights)", "content of model.path (tokenizer.json)"}
 
 
 def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
@@ -212,7 +244,7 @@ def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
     )
     Path("rows.jsonl").write_text(Path("rows.jsonl").read_text() + '{"prompt": "8", "label": "8"}\n')
     assert resume(recorded) == 2
-    assert f"the order of tasks in {checkpoint} were made with other values" in capsys.readouterr().err
+    assert f"the steps of {checkpoint} were made with other values" in capsys.readouterr().err
     assert resume(recorded, "--resample") == 0
 
 

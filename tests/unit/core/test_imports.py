@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.load import validate
+from agentrl.config.recorded import recorded_keys
+from agentrl.core import registry
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import load_object
+from agentrl.core.imports import imported_files, load_object
+from agentrl.core.registry import ENVS, plugin_code
 
 
 @pytest.fixture
@@ -87,3 +91,50 @@ def test_faults_within_a_module_are_its_own(folder: Path) -> None:
     (folder / "syntax.py").write_text("def score(:\n")
     with pytest.raises(ConfigError, match=r"SyntaxError: .* \(syntax\.py:1\)"):
         load_object("syntax.py:score", "k")
+
+
+def test_the_files_of_a_project_that_a_file_imports(folder: Path) -> None:
+    """In functions, relatively, by packages and from a folder without __init__; not installed ones, and no cycle hangs."""
+    codes = {
+        "mine.py": "import pack.deep.leaf, torch, json\nfrom plain.low import NAME\ndef f():\n    import lazy\n",
+        "lazy.py": "import mine, absent\n",
+        "plain/low.py": "NAME = 1\n",
+        "pack/__init__.py": "",
+        "pack/deep/__init__.py": "from . import sibling\n",
+        "pack/deep/leaf.py": "from ..base import *\n",
+        "pack/deep/sibling.py": "",
+        "pack/base.py": "this is no Python\n",
+        "pack/unused.py": "",
+    }
+    for name, code in codes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(code)
+    assert sorted(imported_files(folder / "mine.py")) == sorted({*codes} - {"pack/unused.py"})
+    assert sorted(imported_files(folder / "pack/deep/leaf.py")) == ["pack/base.py", "pack/deep/leaf.py"]
+
+
+@pytest.mark.parametrize("site", ["site-packages", "sources"])
+def test_the_code_of_a_plugin_is_its_version_or_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str
+) -> None:
+    """Installed: the version; from a project's own folder, as of an editable installation: its files too."""
+    root, info = tmp_path / site, tmp_path / site / "coins-2.5.dist-info"
+    (root / "coins_package").mkdir(parents=True)
+    (root / "coins_package" / "__init__.py").write_text("")
+    (root / "coins_package" / "env.py").write_text("class Coins: ...\n")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coins\nVersion: 2.5\n")
+    (info / "entry_points.txt").write_text(f"[{ENVS}]\ncoins = coins_package.env:Coins\n")
+    monkeypatch.syspath_prepend(root)
+    registry._entry_points.cache_clear()
+    try:
+        version, files = plugin_code(ENVS, "coins")
+        keys = recorded_keys(validate({"env": {"name": "coins"}}))
+    finally:
+        registry._entry_points.cache_clear()
+    assert version == keys["code of env.name"] == "coins 2.5"
+    expected = ["__init__.py", "env.py"] if site == "sources" else []
+    assert [file.name for file in files] == expected
+    assert [key for key in keys if key.startswith("code of coins_package")] == [
+        f"code of coins_package/{name}" for name in expected
+    ]

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from agentrl.config.load import validate
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.data import rows
 from agentrl.data.file_tasks import FileTasks, read_tasks
 from agentrl.data.order import TaskOrder
 from agentrl.data.rows import JsonlTable, open_table, read_rows
-from agentrl.data.task_sources import read_split
+from agentrl.data.task_sources import open_tasks, read_split, read_splits, split_contents
 
 ROWS = [
     {"prompt": f"{n} + 1?", "label": str(n + 1), "facts": {"n": n}, "name": f"r{n}", "more": "x" * n}
@@ -134,6 +135,17 @@ def test_lines_are_found_wherever_chunks_end(
         table = JsonlTable(path, "data.path")
         actual = [table[index] for index in range(len(table))]
     assert actual == [*read_rows(path, "data.path")]
+
+
+def test_a_change_of_any_row_of_a_streamed_file_is_noticed(tmp_path: Path) -> None:
+    """Also beyond the rows that are compared one by one, in a file of the same size."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n:04d}", "label": "0"}}\n' for n in range(400)))
+    config = validate({"env": {"name": "single_turn"}, "data": {"path": str(path), "streaming": True}})
+    splits = read_splits(config, open_tasks(config))
+    before = split_contents(config, splits)
+    path.write_text(path.read_text().replace('"0301", "label": "0"', '"0301", "label": "1"'))
+    assert split_contents(config, splits) != before
 
 
 def test_faults_of_streamed_rows_are_said_when_they_are_taken(tmp_path: Path) -> None:
