@@ -8,13 +8,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from agentrl.rewards.characters import plain_characters
 from agentrl.rewards.numbers import whole_number
 
 _SQUAD_ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_SAME_CHARACTERS = str.maketrans("−‘’“”\u00a0", "-''\"\" ")
-_QUOTED = re.compile(r"\s*([\"'])(.*)\1\s*", re.DOTALL)
-_CHOICE = re.compile(r"\(?([^\W\d_])\)?[.:)]?")
+_QUOTED = re.compile(r"\s*([\"'`]|\*{1,2})(.*)\1\.?\s*", re.DOTALL)
+"""Quotes and Markdown's emphasis around all of a text."""
+_THOUSANDS = re.compile(r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3})")
+_CHOICE = re.compile(r"[(\[]?([^\W\d_])[)\]]?[.:)]?")
 _AFTER_LETTERS = re.compile(r"\w[^\W\d_][!\"]+\Z")
 """Marks at the end of a word that are punctuation there; ``5!`` and ``6"`` are something else."""
 
@@ -23,11 +25,11 @@ def normalize(text: str) -> str:
     """Return ``text`` so that different spellings of one answer are equal, and different answers stay different.
 
     A text that is one number becomes its value, one that is one letter (``(B)``, ``b.``) that letter. Of other texts the case,
-    the Unicode normal form, quotes, punctuation at the ends of words, and articles before a word do not count. Signs, decimal
-    points, brackets and all other characters do.
+    the Unicode normal form, the width of characters, quotes and Markdown's emphasis around the text, punctuation at the ends of
+    words, and articles before a word do not count. Signs, decimal points, brackets and all other characters do.
     Example: ``normalize("The  Eiffel Tower!") == "eiffel tower"``.
     """
-    text = unicodedata.normalize("NFC", text).translate(_SAME_CHARACTERS).strip()
+    text = plain_characters(_THOUSANDS.sub("", text)).strip()
     quoted = _QUOTED.fullmatch(text)
     text = quoted[2] if quoted and quoted[1] not in quoted[2] else text
     letter, number = choice_letter(text), whole_number(text)

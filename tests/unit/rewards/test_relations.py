@@ -80,6 +80,35 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], Pairs]] = {
     "names with one letter": (TEXT, pairs(LETTER, "vitamin {}".format, lambda letter: "vitamin")),
     "names with signs": (TEXT, st.permutations(["C", "C++", "C#", "C--"]).map(lambda order: (order[0], order[1]))),
     "times": (TEXT, pairs(st.integers(10, 23), "{}:30".format, "{}30".format)),
+    "powers of a number": (ALL, pairs(st.integers(2, 9), str, "{}²".format)),
+    "thousands and millions": (NUMBERS, pairs(WHOLE, "{} thousand".format, r"{}\text{{ million}}".format)),
+    "small numbers": (NUMBERS, pairs(DIGIT, "0.0000000{}".format, "0.0000000{}1".format)),
+    "large fractions": (NUMBERS, pairs(st.integers(10**8, 10**9), str, "{} 1/7".format)),
+    "fractions of a character": (ALL, pairs(DIGIT, "{}".format, "{}½".format)),
+    "numbers with another sign": (("numeric",), pairs(WHOLE, str, "negative {}".format)),
+    "percent of a variable": (("math",), pairs(WHOLE, str, "x = {}%".format)),
+    "a number and alternatives": (
+        ("math",),
+        pairs(
+            st.tuples(WHOLE, st.sampled_from([r"{}\lor {}", r"{} \vee {}", "{} | {}"])),
+            "{0[0]}".format,
+            lambda n: n[1].format(n[0] - 1, n[0]),
+        ),
+    ),
+    "a number and a relation": (
+        ("math",),
+        pairs(
+            st.tuples(WHOLE, st.sampled_from([r"\ne {}", r"\geq {}", "≠{}", r"\le {}"])),
+            "{0[0]}".format,
+            lambda n: n[1].format(n[0]),
+        ),
+    ),
+    "currencies": (("math",), pairs(WHOLE, r"\${}".format, "{} cents".format)),
+    "degrees and radians": (("math",), pairs(WHOLE, r"{}^\circ".format, "{} rad".format)),
+    "speeds": (("math",), pairs(WHOLE, r"{}\text{{ km/h}}".format, r"{}\text{{ m/s}}".format)),
+    "halves of a day": (("math",), pairs(st.integers(1, 12), "{}:00 am".format, "{}:00 pm".format)),
+    "dates of one difference": (NO_NUMERIC, pairs(st.integers(2, 9), "2023-01-0{}".format, "2023-0{}-01".format)),
+    "no and on": (NO_NUMERIC, st.just(("no", "on"))),
     "factorials": (NO_NUMERIC, pairs(st.integers(3, 9), str, "{}!".format)),
 }
 """These must not be equal: exact match 0, F1 below 1."""
@@ -92,6 +121,42 @@ EQUAL: dict[str, tuple[tuple[str, ...], Pairs]] = {
     "plus signs": (ALL, pairs(WHOLE, str, "+{}".format)),
     "minus signs": (ALL, pairs(WHOLE, "-{}".format, "−{}".format)),
     "a sign apart": (ALL, pairs(WHOLE, "-{}".format, "- {}".format)),
+    "full width": (ALL, pairs(WHOLE, str, lambda n: str(n).translate({48 + i: 0xFF10 + i for i in range(10)}) + "。")),
+    "thin spaces": (ALL, pairs(st.integers(1000, 10**9), str, lambda n: f"{n:,}".replace(",", "\u202f"))),
+    "emphasis": (ALL, pairs(WHOLE, str, "**{}**".format)),
+    "thousands in other countries": (
+        NUMBERS,
+        pairs(
+            st.tuples(st.integers(10**6, 10**9), st.sampled_from(".' ")),
+            "{0[0]}".format,
+            lambda n: f"{n[0]:,}".replace(",", n[1]),
+        ),
+    ),
+    "mixed numbers": (
+        NUMBERS,
+        pairs(
+            st.tuples(DIGIT, st.sampled_from([" 1/4", "¼", r"\frac14", r"\,\frac{1}{4}"])),
+            "{0[0]}.25".format,
+            "{0[0]}{0[1]}".format,
+        ),
+    ),
+    "scientific notation": (
+        NUMBERS,
+        pairs(
+            st.tuples(DIGIT, st.sampled_from(["{}e3", "{} × 10³", r"{}\times10^{{3}}", "{} thousand", "{} x 10^3"])),
+            "{0[0]}000".format,
+            lambda n: n[1].format(n[0]),
+        ),
+    ),
+    "powers": (NUMBERS, pairs(st.integers(2, 99), lambda n: str(n**2), "{}²".format)),
+    "percent in words": (NUMBERS, pairs(WHOLE, "{}%".format, "{} percent".format)),
+    "percent of a variable": (("math",), pairs(WHOLE, "{}%".format, "x = {}%".format)),
+    "repeating decimals": (("math",), pairs(DIGIT, "{}/9".format, r"0.\overline{{{}}}".format)),
+    "roots": (("math",), pairs(st.integers(2, 9), r"\sqrt{{{}}}".format, "√{}".format)),
+    "infinity": (("math",), pairs(WHOLE, r"({},\infty)".format, "({}, ∞)".format)),
+    "degrees": (("math",), pairs(WHOLE, r"{}^\circ".format, "{}°".format)),
+    "amounts": (("math",), pairs(WHOLE, "{} dollars".format, r"\${}.00".format)),
+    "speeds": (("math",), pairs(WHOLE, "{} m/s".format, r"{}\text{{ m/s}}".format)),
     "percent and hundredths": (NUMBERS, pairs(st.integers(1, 99), lambda n: str(n / 100), "{}%".format)),
     "fractions and decimals": (NUMBERS, pairs(DIGIT, lambda n: str(n / 8), "{}/8".format)),
     "fractions in LaTeX": (
