@@ -24,10 +24,13 @@ from agentrl.core.tool_arguments import (
     Schema,
     arguments_fault,
     conversion,
+    definition,
+    function_name,
     function_schema,
     schema_problem,
     with_integers,
 )
+from agentrl.core.tool_docs import tool_description
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.core.user_code import (
     TimeLimitExceeded,
@@ -212,7 +215,7 @@ def tool(
     name: str | None = None,
     parameters: Schema | None = None,
 ) -> Tool | Callable[[Function], Tool]:
-    """Turn a function into a `Tool`; the JSON Schema comes from its type hints, or from ``parameters``.
+    """Turn a function into a `Tool`; the JSON Schema comes from its type hints and docstring, or from ``parameters``.
 
     Arguments reach the function as the types that it names: models, dataclasses, enums. A plain function runs in a thread,
     a coroutine that awaits in the event loop, which it must not block.
@@ -231,19 +234,20 @@ def tool(
     """
 
     def wrap(function: Function) -> Tool:
-        if not callable(function):
+        if not callable(function) or inspect.isclass(function):
             raise TypeError(f"@tool wants a function, not {function!r:.100}; settings are keywords")
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
-            raise TypeError(f"@tool wants a function that returns its result, {function.__name__} yields")
+            raise TypeError(f"@tool wants a function that returns its result, {function_name(function)} yields")
         if parameters is None:
             schema, convert = function_schema(function)
         else:
             schema, convert = dict(parameters), conversion(function)
+        function_label = function_name(function)
         if problem := schema_problem(schema):
-            raise TypeError(f"{function.__name__}: {problem}")
+            raise TypeError(f"{function_label}: {problem}")
         _check_names(function, schema)
-        doc = inspect.getdoc(function) or ""
-        return Tool(name or function.__name__, doc.split("\n\n")[0], schema, function, timeout_s, convert=convert)
+        description = tool_description(inspect.getdoc(definition(function)) or "")
+        return Tool(name or function_label, description, schema, function, timeout_s, convert=convert)
 
     return wrap if function is None else wrap(function)
 
@@ -253,14 +257,14 @@ def _check_names(function: Function, schema: Schema) -> None:
     try:
         inspect.signature(function).bind(**dict.fromkeys(schema.get("properties", {})))
     except TypeError as error:
-        raise TypeError(f"{function.__name__}: its parameters are not those of its JSON Schema: {error}") from None
+        raise TypeError(
+            f"{function_name(function)}: its parameters are not those of its JSON Schema: {error}"
+        ) from None
 
 
 def _coroutine_function(function: Function) -> Function | None:
     """Return the ``async def`` behind a tool's function; None if it is a plain one."""
-    while isinstance(function, partial):
-        function = function.func
-    function = function if inspect.isroutine(function) else type(function).__call__
+    function = definition(function)
     return function if inspect.iscoroutinefunction(function) else None
 
 

@@ -7,21 +7,25 @@ import json
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Annotated, Any, Unpack
 
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend, validator_for
-from pydantic import PydanticUserError, TypeAdapter
+from pydantic import Field, PydanticUserError, TypeAdapter
 from pydantic import ValidationError as ConversionError
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+from pydantic_core import PydanticSerializationError
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 from typing_extensions import override
 
+from agentrl.core.tool_docs import parameter_descriptions
 from agentrl.core.user_code import describe, user_error
 
 MAX_NESTING = 100
@@ -40,11 +44,22 @@ Convert = Callable[[Arguments], Values]
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """Leaves out the titles of fields, which repeat their names."""
+    """Leaves out the titles of fields, which repeat their names, and defaults that JSON cannot say."""
+
+    ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
     @override
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
+
+    @override
+    def encode_default(self, dft: Any) -> Any:
+        value = super().encode_default(dft)
+        try:
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise PydanticSerializationError(str(error)) from error
+        return value
 
 
 def function_schema(function: Function) -> tuple[Schema, Convert]:
@@ -57,24 +72,44 @@ def function_schema(function: Function) -> tuple[Schema, Convert]:
     try:
         schema = adapter.json_schema(schema_generator=_WithoutTitles)
     except PydanticUserError as error:
-        raise TypeError(f"{function.__name__}: JSON cannot say its arguments: {_first_line(error)}") from error
+        raise TypeError(f"{function_name(function)}: JSON cannot say its arguments: {_first_line(error)}") from error
     defaults = {"type": "object", "properties": {}, "required": []}  # in the order in which the policy reads them
-    return defaults | schema, _converter(adapter)
+    schema = defaults | schema
+    for name, description in parameter_descriptions(inspect.getdoc(definition(function)) or "").items():
+        if name in schema["properties"]:
+            schema["properties"][name].setdefault("description", description)
+    return schema, _converter(adapter, function)
+
+
+def definition(function: Function) -> Function:
+    """Return what has the name, the docstring and the types of a callable: the function of a partial, a method of an object."""
+    while isinstance(function, partial):
+        function = function.func
+    return function if inspect.isroutine(function) or hasattr(function, "__wrapped__") else type(function).__call__
+
+
+def function_name(function: Function) -> str:
+    """Return the name of a function, or of the class of an object with ``__call__``."""
+    name = definition(function).__name__
+    return name if name != "__call__" else type(function).__name__
 
 
 def conversion(function: Function) -> Convert:
     """Return the conversion to the types of a function's parameters; without type hints, arguments stay as they are."""
     try:
-        return _converter(_arguments_adapter(function))
+        return _converter(_arguments_adapter(function), function)
     except TypeError:
         return dict
 
 
 def _arguments_adapter(function: Function) -> TypeAdapter[Values]:
     """Return what validates a function's keyword arguments and returns them."""
-    name = function.__name__
+    name, defined = function_name(function), definition(function)
+    annotations = getattr(defined, "__annotations__", {}).copy()
+    annotations.pop("return", None)  # may be a name that only type checkers import
+    names = getattr(inspect.unwrap(defined), "__globals__", None)
     try:
-        hints = typing.get_type_hints(function, include_extras=True)
+        hints = typing.get_type_hints(SimpleNamespace(__annotations__=annotations), names, include_extras=True)
     except (NameError, AttributeError, SyntaxError) as error:
         raise TypeError(
             f"{name}: a type hint cannot be resolved: {error}; types must be defined in the module"
@@ -88,7 +123,14 @@ def _arguments_adapter(function: Function) -> TypeAdapter[Values]:
         if parameter.name not in hints:
             raise TypeError(f"{name}: parameter {parameter.name!r} has no type hint")
         kind = parameter.kind if parameter.kind is parameter.VAR_KEYWORD else parameter.KEYWORD_ONLY
-        parameters.append(parameter.replace(annotation=hints[parameter.name], kind=kind))
+        hint = hints[parameter.name]
+        if typing.get_origin(hint) is Unpack:
+            raise TypeError(f"{name}: parameter {parameter.name!r} must have its keys as parameters, not in Unpack")
+        for description in (note for note in getattr(hint, "__metadata__", ()) if isinstance(note, str)):
+            hint = Annotated[hint, Field(description=description)]
+        if parameter.default is None and not _accepts_null(hint):
+            hint = hint | None
+        parameters.append(parameter.replace(annotation=hint, kind=kind))
 
     def collect(**arguments: object) -> dict[str, object]:
         return arguments
@@ -101,11 +143,22 @@ def _arguments_adapter(function: Function) -> TypeAdapter[Values]:
         raise TypeError(f"{name}: {_first_line(error)}") from error
 
 
+def _accepts_null(hint: Any) -> bool:
+    try:
+        TypeAdapter(hint).validate_json("null")
+    except (ConversionError, PydanticSchemaGenerationError, PydanticUserError):
+        return False
+    return True
+
+
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
-def _converter(adapter: TypeAdapter[Values]) -> Convert:
+def _converter(adapter: TypeAdapter[Values], function: Function) -> Convert:
+    parameters = inspect.signature(function).parameters.values()
+    fields = [parameter.name for parameter in parameters if isinstance(parameter.default, FieldInfo)]
+
     def convert(arguments: Arguments) -> Values:
         try:
             values = adapter.validate_json(json.dumps(dict(arguments)))
@@ -115,7 +168,7 @@ def _converter(adapter: TypeAdapter[Values]) -> Convert:
             raise ValueError(f"{location}: {first['msg']}") from None
         except BaseException as error:  # of a validator of the user's type
             raise ValueError(f": {describe(user_error(error))}") from error
-        return {name: values[name] for name in arguments}  # the function has its own defaults
+        return {name: values[name] for name in (*arguments, *fields)}  # the function has its other defaults
 
     return convert
 

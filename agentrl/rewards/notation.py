@@ -3,6 +3,7 @@ r"""Notation that math-verify misreads: words as products of letters, units as n
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from agentrl.rewards.answers import choice_letter, normalize
@@ -10,7 +11,7 @@ from agentrl.rewards.characters import SUPERSCRIPT_DIGITS, SUPERSCRIPTS, VULGAR,
 from agentrl.rewards.numbers import SCALES, THOUSANDS, whole_value
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|underline)\s{0,3}\{([^{}]*)\}")
-_NOUN = re.compile(rf"(?i)\\text\s?\{{\s{{0,3}}(?!{'|'.join(SCALES)}|per)[a-z ]+\}}$")
+_NOUN = re.compile(rf"(?i)\\text\s?\{{\s{{0,3}}(?!\s|{'|'.join(SCALES)}|per)[a-z ]+\}}$")
 _SPACING = re.compile(r"\\[,!;: ]|[~$]|\\left|\\right")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ ,.'’-]+[^\W_]+)*\.?")
 """Words, and numbers after the first one."""
@@ -19,30 +20,29 @@ _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]{1,2}([/.-])[0-9]{1,2}\
 _SUPERSCRIPT, _VULGAR, _THOUSANDS = re.compile(f"[{SUPERSCRIPTS}]+"), re.compile(VULGAR), re.compile(THOUSANDS)
 _LEFT_SIDE = re.compile(r"\s{0,3}([a-zA-Z]|\\[a-z]{2,8})\s{0,3}=")
 _PERCENT = re.compile(r"(.*=)?(.*?)\s{0,3}(?:\\?%|\s(?:\\text\s?\{\s?)?per\s?cent\}?)", re.DOTALL)
-_REWRITES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (
-            rf"(?i)(?<=[0-9}}])\s{{0,3}}(?:\\text\s?\{{)?\s{{0,3}}({'|'.join(SCALES)})\b\}}?",
-            lambda match: rf" \times {SCALES[match[1].lower()]} ",
-        ),
-        (
-            r"(?<![0-9])([0-9]{0,20})\.([0-9]{0,20})\\overline\s?\{([0-9]{1,20})\}",
-            lambda match: _repeating(*match.groups()),
-        ),
-        (r"√\s?\{?(\w+)\}?", r"\\sqrt{\1}"),
-        (r"(?:°|\\degree)", r"^{\\circ}"),
-        (r"\\varnothing|∅", r"\\emptyset"),
-        (r"\\lang(?:le)?(?![a-z])", "("),
-        (r"\\rang(?:le)?(?![a-z])", ")"),
-        (r"\\log_\{?e\}?", r"\\ln "),
-        (r"\\(?:mathrm|rm|operatorname)\s?\{([ie])\}", r"\1"),
-        (r"(?<![\\a-zA-Z])(sin|cos|tan|log|ln)(?=\s?[({^]|\s[a-z]\b)", r"\\\1"),
-        (r"(?<![\\a-zA-Z])(pi)(?![a-zA-Z])", r"\\\1"),
-        *((sign, rf"\\{name} ") for sign, name in {"∞": "infty", "∪": "cup", "∩": "cap", "∈": "in"}.items()),
-        *((sign, rf"\\{name} ") for sign, name in {"≠": "neq", "±": "pm", "×": "times", "·": "cdot"}.items()),
-    )
+_Replacement = str | Callable[[re.Match[str]], str]
+_SIGNS = {"∞": "infty", "∪": "cup", "∩": "cap", "∈": "in", "≠": "neq", "±": "pm", "×": "times", "·": "cdot"}
+_PATTERNS: tuple[tuple[str, _Replacement], ...] = (
+    (
+        rf"(?i)(?<=[0-9}}])\s{{0,3}}(?:\\text\s?\{{)?\s{{0,3}}({'|'.join(SCALES)})\b\}}?",
+        lambda match: rf" \times {SCALES[match[1].lower()]} ",
+    ),
+    (
+        r"(?<![0-9])([0-9]{0,20})\.([0-9]{0,20})\\overline\s?\{([0-9]{1,20})\}",
+        lambda match: _repeating(*match.groups()),
+    ),
+    (r"√\s?(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[a-z]))", r"\\sqrt{\1\2\3}"),
+    (r"(?:°|\\degree)", r"^{\\circ}"),
+    (r"\\varnothing|∅", r"\\emptyset"),
+    (r"\\lang(?:le)?(?![a-z])", "("),
+    (r"\\rang(?:le)?(?![a-z])", ")"),
+    (r"\\log_\{?e\}?", r"\\ln "),
+    (r"\\(?:mathrm|rm|operatorname)\s?\{([ie])\}", r"\1"),
+    (r"(?<![\\a-zA-Z])(sin|cos|tan|log|ln)(?=\s?[({^]|\s[a-z]\b)", r"\\\1"),
+    (r"(?<![\\a-zA-Z])(pi)(?![a-zA-Z])", r"\\\1"),
+    (f"[{''.join(_SIGNS)}]", lambda match: rf"\{_SIGNS[match[0]]} "),
 )
+_REWRITES = tuple((re.compile(pattern), replacement) for pattern, replacement in _PATTERNS)
 _BASE = re.compile(r"(?<=\w)_\{?([0-9]+)\}?$")
 _SPELLINGS = """
 mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; in inch; inches; ft foot; feet;
@@ -142,12 +142,12 @@ def compare_numbers(answer: str, label: str) -> bool | None:
     left_sides = [_LEFT_SIDE.match(form) for form in forms]
     if left_sides[0] is None or left_sides[1] is None or left_sides[0][1] == left_sides[1][1]:
         forms = [form[side.end() :] if side else form for form, side in zip(forms, left_sides, strict=True)]
-    values = [whole_value(form) for form in forms]
-    if values[0] is None or values[1] is None:
+    number, right = map(whole_value, forms)
+    if number is None or right is None:
         return None
-    if values[0].denominator == values[1].denominator == 1:
-        return values[0] == values[1]
-    return abs(values[0] - values[1]) <= min(_TOLERANCE, _RELATIVE_TOLERANCE * max(map(abs, values)))
+    if number.denominator == right.denominator == 1:
+        return number == right
+    return abs(number - right) <= min(_TOLERANCE, _RELATIVE_TOLERANCE * max(abs(number), abs(right)))
 
 
 def differ(answer: str, label: str) -> bool:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
+import math
 import threading
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Unpack
 from uuid import UUID
 
 import pytest
@@ -235,6 +237,116 @@ def test_the_schema_is_that_of_the_signature() -> None:
     }
 
 
+class Adder:
+    """Adds."""
+
+    def __call__(self, a: int, b: int = 2) -> int:
+        """Add two numbers."""
+        return a + b
+
+
+def add_numbers(a: int, b: "int" = 2) -> "Nowhere":  # type: ignore[name-defined]  # noqa: F821
+    """Add two numbers."""
+    return a + b
+
+
+@functools.wraps(add_numbers)
+def wrapped(*numbers: Any, **names: Any) -> Any:
+    return add_numbers(*numbers, **names)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "total"),
+    [
+        (add_numbers, "add_numbers", 3),
+        (functools.partial(add_numbers, b=5), "add_numbers", 6),
+        (functools.lru_cache(add_numbers), "add_numbers", 3),
+        (wrapped, "add_numbers", 3),
+        (Adder(), "Adder", 3),
+    ],
+    ids=["function", "partial", "cached", "wrapped", "object"],
+)
+def test_every_callable_has_the_schema_and_the_text_of_its_function(function: Any, name: str, total: int) -> None:
+    made = tool(function)
+    assert (made.name, made.description) == (name, "Add two numbers.")
+    assert made.parameters["properties"]["b"] == {"type": "integer", "default": total - 1}
+    assert asyncio.run(made.run(ToolCall("c", made.name, {"a": 1.0}))).content == str(total)
+
+
+def test_defaults_that_json_cannot_say_are_those_of_the_function(recwarn: pytest.WarningsRecorder) -> None:
+    @tool
+    def defaults(
+        a: int = Field(5, ge=1),
+        b: float = math.inf,
+        c: int = object(),  # type: ignore[assignment]
+        d: int = None,  # type: ignore[assignment]  # noqa: RUF013
+        e: Annotated[int | None, "how many"] = None,
+    ) -> str:
+        """Defaults."""
+        return f"{a} {b} {type(c).__name__} {d} {e}"
+
+    assert defaults.parameters["properties"] == {
+        "a": {"type": "integer", "minimum": 1, "default": 5},
+        "b": {"type": "number"},
+        "c": {"type": "integer"},
+        "d": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "e": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "description": "how many"},
+    }
+    assert not recwarn.list
+    for arguments in ({}, {"d": None, "e": None}):
+        call = validate_call(ToolCall("c", "defaults", arguments), [defaults])
+        assert asyncio.run(defaults.run(call)).content == "5 inf object None None"
+
+
+GOOGLE = """Look a word up.
+
+    Slowly.
+
+    Args:
+        word: The word: any
+            language.
+        limit (int): How many.
+
+    Returns:
+        limit: The text.
+    """
+NUMPY = """Look a word up.
+
+    Parameters
+    ----------
+    word : str
+        The word: any
+        language.
+    limit : int, optional
+        How many.
+
+    Returns
+    -------
+    limit : str
+        The text.
+    """
+SPHINX = """Look a word up.
+    :param word: The word: any
+        language.
+    :param int limit: How many.
+    :returns: The text.
+    """
+
+
+@pytest.mark.parametrize(
+    "docstring", [GOOGLE, NUMPY, SPHINX, GOOGLE.replace("\n\n", "\n").replace("    Slowly.\n", "")]
+)
+def test_what_a_docstring_says_of_parameters_is_in_the_schema(docstring: str) -> None:
+    def look_up(word: str, limit: Color = Color.RED, other: Annotated[int, Field(description="first")] = 1) -> str:
+        return word
+
+    look_up.__doc__ = f"{docstring}\n    :param other: second\n"
+    made = tool(look_up)
+    assert made.description == "Look a word up."
+    descriptions = {name: schema.get("description") for name, schema in made.parameters["properties"].items()}
+    assert descriptions == {"word": "The word: any language.", "limit": "How many.", "other": "first"}
+
+
 def test_a_function_that_no_call_could_fit_is_refused() -> None:
     async def positional(a: int, /) -> None: ...
     async def several(*a: int) -> None: ...
@@ -242,9 +354,10 @@ def test_a_function_that_no_call_could_fit_is_refused() -> None:
     async def unknown(a: "Nowhere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
     async def callback(a: Callable[[int], int]) -> None: ...
     async def thread(a: threading.Thread) -> None: ...
+    async def unpacked(**a: Unpack[Options]) -> None: ...
     async def plain(a: int) -> None: ...
 
-    for function in (positional, several, bare, unknown, callback, thread):
+    for function in (positional, several, bare, unknown, callback, thread, unpacked):
         with pytest.raises(TypeError, match=f"{function.__name__}: "):
             tool(function)
     schemas: list[dict[str, Any]] = [

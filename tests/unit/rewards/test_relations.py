@@ -81,7 +81,7 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], Pairs]] = {
     "names with signs": (TEXT, st.permutations(["C", "C++", "C#", "C--"]).map(lambda order: (order[0], order[1]))),
     "times": (TEXT, pairs(st.integers(10, 23), "{}:30".format, "{}30".format)),
     "powers of a number": (ALL, pairs(st.integers(2, 9), str, "{}²".format)),
-    "thousands and millions": (NUMBERS, pairs(WHOLE, "{} thousand".format, r"{}\text{{ million}}".format)),
+    "thousands and millions": (NUMBERS, pairs(WHOLE, str, r"{}\text{{ million}}".format)),
     "small numbers": (NUMBERS, pairs(DIGIT, "0.0000000{}".format, "0.0000000{}1".format)),
     "large fractions": (NUMBERS, pairs(st.integers(10**8, 10**9), str, "{} 1/7".format)),
     "fractions of a character": (ALL, pairs(DIGIT, "{}".format, "{}½".format)),
