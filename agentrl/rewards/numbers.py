@@ -24,6 +24,7 @@ _Replacement = str | Callable[[re.Match[str]], str]
 _PATTERNS: tuple[tuple[str, _Replacement], ...] = (
     (rf"[{SUPERSCRIPTS}]{{1,9}}", lambda match: f"^{match[0].translate(SUPERSCRIPT_DIGITS)}"),
     (VULGAR, lambda match: vulgar_fraction(match[0])),
+    (r"\\(?:text|mathrm)\s?\{([^{}]{0,99})\}", r" \1"),
     (r"(?<![0-9)] )\b(?:[Mm]inus|[Nn]egative)\s{1,3}(?=[0-9.])", "-"),
     (THOUSANDS, ""),
     (r"\A\s{0,3}([-+]?[0-9]{1,3}(?: [0-9]{3})+)(?=(?:\.[0-9]+)?\s{0,3}\Z)", lambda match: match[1].replace(" ", "")),
