@@ -23,7 +23,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from agentrl.core.errors import AgentrlError, PortInUseError
@@ -48,7 +47,7 @@ def reserve_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> I
     """Reserve ``port`` (0: a free one) for a server that binds it by number, and yield it.
 
     Both sockets have SO_REUSEADDR and this one does not listen: Linux then lets the server bind the port, but does not
-    give it to a process that binds port 0. Other systems would refuse the server too: there the port is not reserved.
+    give it to a process that binds port 0.
 
     Args:
         host: name or IPv4 address of this machine.
@@ -68,8 +67,6 @@ def reserve_port(host: str = LOOPBACK, port: int = 0, *, key: str = "port") -> I
                 f"{key}={port} cannot be used on {host} ({error.strerror}): set {key} to a free port, or to 0"
             ) from error
         bound_port = int(placeholder.getsockname()[1])
-        if sys.platform != "linux":
-            placeholder.close()
         yield bound_port
 
 
@@ -194,8 +191,6 @@ class ChildProcess:
         """Return the exit status (negative: the signal that ended it), or None while the child runs."""
         if self._process.returncode is not None:
             return self._process.returncode
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13
-            return self._process.poll()
         # WNOWAIT leaves the dead child unreaped until `stop`, so that its group's id is not reused.
         exit_info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exit_info is None:
@@ -258,9 +253,7 @@ class ChildProcess:
         """Return the child."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the child."""
         self.stop()
 

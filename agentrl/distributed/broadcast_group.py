@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
@@ -39,7 +38,7 @@ def gloo_on(address: str) -> Iterator[None]:
     already set in the environment is kept, as is the default if this machine does not have ``address``.
     """
     name = find_interface(address)
-    if name is None or NAME in os.environ or sys.platform != "linux":
+    if name is None or NAME in os.environ:
         yield
         return
     os.environ[NAME] = name

@@ -34,7 +34,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, str(_CPU_KERNELS))
-    torch.set_num_threads(config.threads or max(1, _cores() // config.ranks))
+    torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks))
     return torch.device("cpu")
 
 
@@ -90,10 +90,3 @@ def resolve_device(config: LearnerConfig) -> str:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("learner.device=cuda, but torch finds no GPU; set learner.device=cpu")
     return config.device
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use, or of all cores on systems without affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
