@@ -66,7 +66,7 @@ class RunEstimators:
         Args:
             source: whose rollouts they are.
             inputs: rollouts, penalties and values.
-            teacher_gaps: of every row, if there are teachers; see `agentrl.algo.distillation`.
+            teacher_gaps: of every row, if there are teachers; see `agentrl.algo.kl`.
 
         Raises:
             ConfigError: the rewards do not fit the estimator, or it returned no finite number for a rollout.

@@ -19,10 +19,10 @@ from dataclasses import replace
 import numpy as np
 import orjson
 
+from agentrl.core.experts import from_dict as experts_from_dict
+from agentrl.core.experts import to_dict as experts_to_dict
 from agentrl.core.tool import Tool
 from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
-from agentrl.episode.experts import from_dict as experts_from_dict
-from agentrl.episode.experts import to_dict as experts_to_dict
 from agentrl.obs.rollout_format import ARRAYS, portable_json, rollout_from_dict, rollout_to_dict
 
 _MAGIC = b"ARL1"

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core import experts
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
-from agentrl.episode import experts
 
 _ROOT = -1
 """Parent of the first nodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.batch.groups import GroupFilters
-from agentrl.cluster.placement_check import gpus_here
+from agentrl.cluster.placement_layout import gpus_here
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.obs import ObsConfig

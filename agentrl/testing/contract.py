@@ -1,16 +1,21 @@
-"""The error of all contract checks, and helpers that they share."""
+"""The error of all contract checks, helpers that they share, and episodes that they run alone, then again among others."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from agentrl.core.env import Env
 from agentrl.core.errors import UserError
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
 from agentrl.core.types import Info
@@ -72,3 +77,86 @@ def differences(expected: tuple[Any, ...], returned: tuple[Any, ...]) -> str:
         (pair for pair in zip(expected, returned, strict=False) if pair[0] != pair[1]), (expected, returned)
     )
     return f"first {expected_part!r:.80}, then {returned_part!r:.80}"
+
+
+E = TypeVar("E", bound=Env | MultiAgentEnv)
+F = TypeVar("F", bound=tuple[Any, ...])
+"""What ``reset`` returns."""
+A = TypeVar("A")
+S = TypeVar("S", bound=tuple[Any, ...])
+"""What ``step`` returns."""
+
+
+class EpisodeRecord(ABC, Generic[E, F, A, S]):
+    """One episode run alone: its actions, its steps, and the state before each step."""
+
+    def __init__(self, factory: Callable[[], E], task: Task, seed: int) -> None:
+        self.factory = factory
+        self.task = task
+        self.seed = seed
+        self.first: F | None = None
+        self.actions: list[A] = []
+        self.steps: list[S] = []
+        self.states: list[str] = []
+
+    @abstractmethod
+    def start(self, seed: int) -> tuple[E, F]:
+        """Return a new environment, and what its ``reset`` returns."""
+
+    @abstractmethod
+    def step(self, env: E, action: A) -> S:
+        """Take a step, and check its form."""
+
+    @abstractmethod
+    def play(self) -> None:
+        """Run and check every step."""
+
+    def state(self, env: E) -> str:
+        """Return the environment's state as JSON."""
+        name = type(env).__name__
+        state = call_author_code(f"{name}.get_state", env.get_state)
+        require_json(state, f"{name}.get_state")
+        text = json.dumps(state)
+        require(json.loads(text) == state, f"{name}.get_state changes when it goes through JSON: {state!r}")
+        return text
+
+    def replay(self) -> Iterator[None]:
+        """Run the same actions again, one step at a time."""
+        env, first = self.start(self.seed)
+        self._require_same("reset", self.first, first)
+        for index, action in enumerate(self.actions):
+            yield
+            self._require_same(f"step {index}", self.steps[index], self.step(env, action))
+        env.close()
+
+    def check_state(self) -> None:
+        """Continue from every state in a new environment with another seed."""
+        for cut, state in enumerate(self.states):
+            env, _ = self.start(self.seed + 1000)
+            name = type(env).__name__
+            call_author_code(f"{name}.set_state", partial(env.set_state, json.loads(state)))
+            same = json.loads(self.state(env)) == json.loads(state)
+            require(same, f"{name}.set_state does not bring back the state of step {cut}")
+            for index in range(cut, len(self.actions)):
+                replayed = self.step(env, self.actions[index])
+                require(
+                    self.steps[index] == replayed,
+                    f"{name}.get_state leaves out something that step depends on: with the state of step {cut}, "
+                    f"step {index} differs: {differences(self.steps[index], replayed)}",
+                )
+            env.close()
+
+    def _require_same(self, location: str, expected: Any, returned: Any) -> None:
+        require(
+            expected == returned,
+            f"an episode does not replay with seed {self.seed}: all randomness must come from self.np_random, and nothing be "
+            f"shared between environments; {location} differs: {differences(expected, returned)}",
+        )
+
+
+def check_concurrent(records: Sequence[EpisodeRecord[Any, Any, Any, Any]]) -> None:
+    """Run all episodes again at the same time."""
+    running = [record.replay() for record in records]
+    while running:
+        # A round drops the episodes that are over; the others take a step each, in turn.
+        running = [episode for episode in running if next(episode, StopIteration) is not StopIteration]

@@ -26,14 +26,15 @@ from agentrl.core.types import (
 from agentrl.core.user_code import describe, user_code
 from agentrl.testing.contract import (
     ContractError,
+    EpisodeRecord,
     call_author_code,
+    check_concurrent,
     check_schemas,
     global_random_state,
     require,
     require_info,
     require_json,
 )
-from agentrl.testing.episode_record import EpisodeRecord, check_concurrent
 
 Respond = Callable[[ToolCall], ToolResult]
 """Runs a tool call."""

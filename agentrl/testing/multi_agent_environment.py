@@ -27,13 +27,14 @@ from agentrl.core.types import Message
 from agentrl.core.user_code import describe
 from agentrl.testing.contract import (
     ContractError,
+    EpisodeRecord,
     call_author_code,
+    check_concurrent,
     check_schemas,
     global_random_state,
     require,
     require_info,
 )
-from agentrl.testing.episode_record import EpisodeRecord, check_concurrent
 
 _EPISODES = 6
 _STEPS = 32

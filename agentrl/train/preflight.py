@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from agentrl.algo.registry import describe_algorithm
-from agentrl.cluster.placement_check import check_placement, describe_placement
+from agentrl.cluster.placement_layout import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.algo.correction import importance_weights
-from agentrl.algo.distillation import teacher_gaps, teacher_metrics
-from agentrl.algo.kl import kl_estimate
+from agentrl.algo.kl import kl_estimate, teacher_gaps, teacher_metrics
 from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale

@@ -1,4 +1,4 @@
-"""Policy losses, one file each, with the table of ``algo.loss.name``; and the losses of supervised and value batches."""
+"""Policy losses, one file each, with the table of ``algo.loss.name``."""
 
 from __future__ import annotations
 

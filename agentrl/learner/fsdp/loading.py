@@ -23,10 +23,9 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.attention import IMPLEMENTATION, packed_rows
 from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recompute_mode, resolve_device, uses_bfloat16
-from agentrl.learner.fsdp.experts import use_grouped_products
+from agentrl.learner.fsdp.experts import accept_replayed_experts, pass_experts_by_layer, use_grouped_products
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.routing_replay import accept_replayed_experts, pass_experts_by_layer
 from agentrl.learner.fsdp.sharding import reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.layers import decoder_layers, prepare_layers

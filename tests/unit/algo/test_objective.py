@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from agentrl.algo.base import LossInput
-from agentrl.algo.batch_loss import make_objective
+from agentrl.algo.batch_loss import make_objective, sft_loss
 from agentrl.algo.losses.ppo_clip import PpoClip
-from agentrl.algo.losses.sft import sft_loss
 from tests.algo_config import make_algo
 
 

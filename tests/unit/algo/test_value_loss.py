@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentrl.algo.base import LossInput
-from agentrl.algo.losses.value import ValueLoss
+from agentrl.algo.batch_loss import ValueLoss
 
 
 def plain(values: list[float], old: list[float], returns: list[float], clip: float | None) -> tuple[float, list[float]]:

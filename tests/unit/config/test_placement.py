@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cluster import placement_check as placing
-from agentrl.cluster.placement_check import check_placement, describe_placement
-from agentrl.cluster.placement_layout import lay_out
+from agentrl.cluster import placement_layout as placing
+from agentrl.cluster.placement_layout import check_placement, describe_placement, lay_out
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
 
