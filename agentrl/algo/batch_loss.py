@@ -14,9 +14,10 @@ import torch
 from agentrl.algo.base import MAX_LOG_RATIO, Loss, LossInput, LossMetrics, PolicyLoss, TokenLoss
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.kl import kl_estimate
-from agentrl.algo.registry import make_policy_loss, needs_whole_sequences
+from agentrl.algo.registry import LOSS_KEY, calling_algorithm, make_policy_loss, needs_whole_sequences
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch, to_device
 from agentrl.config.algo import AlgoConfig
+from agentrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +197,9 @@ class PolicyObjective:
         """Return the policy loss of each token, which is that of its source."""
         policy_losses, places = self.policy_losses, inputs.source_tokens
         if len(policy_losses) == 1 or not places:
-            return policy_losses[0].token_loss(logprobs_N, old_N, inputs)
+            return _token_loss(policy_losses[0], logprobs_N, old_N, inputs)
         losses = [
-            policy_losses[source].token_loss(logprobs_N[at_M], old_N[at_M], inputs.at(at_M))
+            _token_loss(policy_losses[source], logprobs_N[at_M], old_N[at_M], inputs.at(at_M))
             for source, at_M in places.items()
         ]
         order_N = torch.cat(list(places.values()))
@@ -228,6 +229,18 @@ class PolicyObjective:
             return inputs.correction_N
         log_ratio_N = _learner_logprobs(logprobs_N, inputs) - inputs.logprobs_N
         return importance_weights(log_ratio_N, torch.arange(len(log_ratio_N)), self.config.correction)
+
+
+def _token_loss(loss: PolicyLoss, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> TokenLoss:
+    with calling_algorithm(LOSS_KEY, loss.name, "token_loss"):
+        token = loss.token_loss(logprobs_N, old_N, inputs)
+    shapes = [tuple(values.shape) for values in (token.loss_N, token.clipped_N)] if isinstance(token, TokenLoss) else []
+    if shapes != 2 * [(len(logprobs_N),)]:
+        raise ConfigError(
+            f"{LOSS_KEY}.name={loss.name}: token_loss returned {f'shapes {shapes}' if shapes else type(token).__name__} for "
+            f"{len(logprobs_N)} tokens, and no TokenLoss with loss_N and clipped_N of that length"
+        )
+    return token
 
 
 def _learner_logprobs(logprobs_N: torch.Tensor, inputs: LossInput) -> torch.Tensor:

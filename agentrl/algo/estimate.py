@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.algo.base import AdvantageEstimator, AdvantageInput, Advantages, RowValues
-from agentrl.algo.registry import loss_class, make_estimator
+from agentrl.algo.registry import ADVANTAGE_KEY, calling_algorithm, loss_class, make_estimator
 from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.sequences import sampled_sequences
 from agentrl.config.algo import AlgoConfig, OverlongConfig
 from agentrl.core.errors import ConfigError, UngradedError
-from agentrl.core.imports import is_reference
 from agentrl.core.types import Rollout, Row, RowKey
-from agentrl.core.user_code import calling
 
 
 def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
@@ -112,27 +111,33 @@ class RunEstimators:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the estimators' states as JSON, by source, with their names; without those that have none."""
-        states = {source: (estimator.name, estimator.state()) for source, estimator in self._estimators.items()}
-        return {source: {"name": name, "state": state} for source, (name, state) in states.items() if state}
+        states = {}
+        for source, estimator in self._estimators.items():
+            with _calling(estimator, "state"):
+                if state := estimator.state():
+                    json.dumps(state)
+                    states[source] = {"name": estimator.name, "state": state}
+        return states
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, after a round trip through JSON; an estimator of another name begins without a state."""
         for source, saved in state.items():
-            if self._estimators[source].name == saved["name"]:
-                self._estimators[source].load_state(saved["state"])
+            estimator = self._estimators[source]
+            if estimator.name == saved["name"]:
+                with _calling(estimator, "load_state"):
+                    estimator.load_state(saved["state"])
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all estimators' states."""
-        return {
-            name: number
-            for source, estimator in self._estimators.items()
-            for name, number in estimator.metrics(source).items()
-        }
+        metrics: dict[str, float] = {}
+        for source, estimator in self._estimators.items():
+            with _calling(estimator, "metrics"):
+                metrics |= {name: float(number) for name, number in estimator.metrics(source).items()}
+        return metrics
 
 
 def _calling(estimator: AdvantageEstimator, method: str) -> AbstractContextManager[None]:
-    """Errors of a user's estimator are a `ConfigError` with the author's line."""
-    return calling(f"algo.advantage.name={estimator.name}: {method}") if is_reference(estimator.name) else nullcontext()
+    return calling_algorithm(ADVANTAGE_KEY, estimator.name, method)
 
 
 def _penalise(config: AlgoConfig, inputs: AdvantageInput) -> AdvantageInput:

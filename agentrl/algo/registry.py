@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from agentrl.algo.advantages import ESTIMATORS
@@ -16,6 +17,7 @@ from agentrl.config.train import AsyncConfig
 from agentrl.config.validation import parse_section
 from agentrl.core.errors import ConfigError, UserError, unknown_name
 from agentrl.core.imports import is_reference, load_object
+from agentrl.core.user_code import calling
 
 A = TypeVar("A", bound=Algorithm)
 ADVANTAGE_KEY, LOSS_KEY = "algo.advantage", "algo.loss"
@@ -92,7 +94,13 @@ def _find_class(key: str, name: str, table: Mapping[str, type[A]], base: type[A]
 
 def _make(key: str, algorithm: type[A], config: AdvantageConfig | LossConfig) -> A:
     options = parse_section(algorithm.Options, config.options, prefix=f"{key}.options.")
-    return algorithm(options, config.name)
+    with calling_algorithm(key, config.name, "its constructor"):
+        return algorithm(options, config.name)
+
+
+def calling_algorithm(key: str, name: str, method: str) -> AbstractContextManager[None]:
+    """Raise a `ConfigError` with the author's line in place of errors of a user's estimator or loss."""
+    return calling(f"{key}.name={name}: {method}") if is_reference(name) else nullcontext()
 
 
 def algorithm_faults(config: Config) -> list[str]:

@@ -14,7 +14,7 @@ from agentrl import __version__
 from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
-from agentrl.core.user_code import describe
+from agentrl.core.user_code import describe, error_location, is_library
 from agentrl.obs.console import log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
@@ -85,8 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_error(errors, "error", missing)
         return USER_MISTAKE
-    except KeyboardInterrupt:
-        errors.print("interrupted", style="bold yellow")
+    except KeyboardInterrupt as error:
+        file, line = error_location(error)
+        location = (
+            "" if not file or is_library(file) else f" at {file}:{line}, by Ctrl-C or a KeyboardInterrupt of that code"
+        )
+        errors.print(f"interrupted{location}", style="bold yellow", markup=False, soft_wrap=True)
         return FAILED
 
 

@@ -1,8 +1,8 @@
 """Calls of code that users write: rewards, tools, environments, loops, filters, data sources.
 
 `user_error` decides for all of them what ends the run. The run's own cancellation and Ctrl-C do. Everything else that the
-code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too.
-Only a SystemExit in a task that the code has started itself ends the event loop, and so the command, with status 1.
+code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too, also
+in tasks that the code has started itself.
 Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be told from it and ends the
 run; in any other thread it is a failure of the code.
 """
@@ -16,10 +16,12 @@ import os
 import sysconfig
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import AgentrlError, ConfigError
@@ -32,6 +34,8 @@ _UNFIT = (StopIteration, TimeoutError, concurrent.futures.CancelledError)
 """A future refuses the first, and asyncio makes others of the rest, without their lines."""
 _running: set[asyncio.Task[object]] = set()
 """Coroutines of the user; a task that nothing holds may be collected while it runs."""
+_is_user_task: contextvars.ContextVar[bool] = contextvars.ContextVar("is_user_task", default=False)
+"""Whether the current task runs a coroutine of the user, or was started by one."""
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 """Folders of agentrl and of Python's own modules."""
 
@@ -100,6 +104,8 @@ async def await_user_code(work: Awaitable[T], limit_s: float | None = None) -> T
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
     task = loop.create_task(_carry(work))
     _running.add(task)
     task.add_done_callback(_forget)
@@ -141,6 +147,7 @@ async def call_in_thread(function: Callable[[], T], name: str) -> T:
 
 
 async def _carry(work: Awaitable[T]) -> T:
+    _is_user_task.set(True)
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -152,6 +159,48 @@ async def _carry(work: Awaitable[T]) -> T:
         raise
     except BaseException as error:
         raise as_future_error(error) from None
+
+
+class _WithoutExit(Coroutine[Any, Any, T]):
+    """A coroutine of the user whose SystemExit does not end the event loop in which its task runs."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self._work = work
+
+    @override
+    def send(self, value: Any) -> Any:
+        with _carry_exit():
+            return self._work.send(value)
+
+    @override
+    def throw(self, *error: Any) -> Any:
+        with _carry_exit():
+            return self._work.throw(*error)
+
+    @override
+    def close(self) -> None:
+        self._work.close()
+
+    @override
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._work.__await__()
+
+
+@contextmanager
+def _carry_exit() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as error:
+        raise _Carried(error) from error
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+) -> asyncio.Task[T]:
+    """Return a task of an event loop; see `_WithoutExit`."""
+    if _is_user_task.get() and asyncio.iscoroutine(work):
+        work = _WithoutExit(work)
+    return asyncio.Task(work, loop=loop, **options)
 
 
 def as_future_error(error: BaseException) -> Exception:

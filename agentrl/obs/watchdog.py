@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import queue
 import signal
@@ -25,11 +26,14 @@ SHOWN_CALLS = 3
 LOOP_TIMEOUT_S = 1.0
 """An event loop that does not run a callback within this time is blocked."""
 RECHECK_S = 1.0
-"""Most seconds until progress after a report is noticed."""
+"""Most seconds until progress after a report is noticed, and between two looks at the event loop."""
+BLOCKED_S = 30.0
+"""An event loop that has run no callback for so long is reported, whatever else ends: all episodes wait for it."""
 
 
 class Watchdog:
-    """Context manager that reports all waits when none has ended for ``stall_warning_s`` seconds, and on SIGUSR1.
+    """Context manager that reports all waits when none has ended for ``stall_warning_s`` seconds, on SIGUSR1, and when the
+    event loop has been blocked for `BLOCKED_S`.
 
     Without progress it reports again after twice, four times, … this time. It runs in a separate thread, so that a blocked
     event loop is reported too. Enter it in the main thread (because of signals), inside the event loop to be watched.
@@ -53,6 +57,9 @@ class Watchdog:
         self._log = log
         self._waits = WaitRegistry(listeners)
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()  # may be filled by a signal handler
+        self._asked_loop_at: float | None = None
+        """When the event loop was last requested to run a callback; None once it has."""
+        self._has_reported_block = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -85,6 +92,7 @@ class Watchdog:
                 order = ""
             if order == "end":
                 return
+            self._check_loop()
             last_progress = self._waits.last_progress
             if order == "report":
                 self._report(f"requested by SIGUSR1; the last wait ended {_age(time.monotonic() - last_progress)} ago")
@@ -99,7 +107,22 @@ class Watchdog:
     def _timeout(self, seconds_left: float, reports: int) -> float | None:
         if not self._stall_warning_s:
             return None
-        return max(0.0, min(seconds_left, RECHECK_S, self._stall_warning_s / 4) if reports else seconds_left)
+        return max(0.0, min(seconds_left, RECHECK_S, self._stall_warning_s / 4 if reports else RECHECK_S))
+
+    def _check_loop(self) -> None:
+        now = time.monotonic()
+        if self._asked_loop_at is None:
+            self._asked_loop_at, self._has_reported_block = now, False
+            with contextlib.suppress(RuntimeError):  # it was closed
+                self._loop.call_soon_threadsafe(self._on_loop_answer)
+        elif now - self._asked_loop_at >= BLOCKED_S and not self._has_reported_block:
+            self._has_reported_block = True
+            self._report(
+                f"the event loop has been blocked for {_age(now - self._asked_loop_at)}, and all episodes wait for it"
+            )
+
+    def _on_loop_answer(self) -> None:
+        self._asked_loop_at = None
 
     def _report(self, why: str) -> None:
         waits = self._waits.innermost_waits()

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from algo_config import make_algo
 from deadlines import until
 from rich.console import Console
 
-from agentrl.algo.base import AdvantageEstimator, AdvantageInput
+from agentrl.algo.base import AdvantageEstimator, AdvantageInput, LossInput, PolicyLoss, TokenLoss
+from agentrl.algo.batch_loss import PolicyObjective, make_objective
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import GroupFilters, RolloutGroups
 from agentrl.cli import main as command
@@ -198,6 +200,14 @@ async def loop(task: Task, agent: Any) -> Any:
     await pause()
 
 
+async def loop_with_task(task: Task, agent: Any) -> Any:
+    async def work() -> None:
+        blow()
+        await pause()
+
+    await asyncio.gather(asyncio.create_task(work()))
+
+
 def reward(sample: Any) -> float:
     return float(blow())
 
@@ -268,6 +278,20 @@ class Tasks(TaskSet):
 class Estimator(AdvantageEstimator):
     needs_critic = True
     advantages = returns = update = lambda self, inputs: blow()
+    metrics = load_state = lambda self, argument: blow()
+
+    def state(self) -> Any:
+        return blow()
+
+
+class BrokenEstimator(Estimator):
+    def __init__(self, *_: object) -> None:
+        blow()
+
+
+class Surrogate(PolicyLoss):
+    def token_loss(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> Any:
+        return blow()
 
 
 class Hosted(HostedTool):
@@ -362,8 +386,11 @@ async def of_player(renderer: Any) -> str:
     return str(caught.value)
 
 
-async def of_loop(renderer: Any) -> str:
-    return failure(await play(renderer, generate=loop))
+def of_loop(generate: Callable[[Task, Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[str]]:
+    async def run(renderer: Any) -> str:
+        return failure(await play(renderer, generate=generate))
+
+    return run
 
 
 def of_source(call: Callable[[DataBuffer], object]) -> Callable[[Any], Awaitable[str]]:
@@ -376,8 +403,14 @@ def of_source(call: Callable[[DataBuffer], object]) -> Callable[[Any], Awaitable
     return run
 
 
-def estimators() -> RunEstimators:
-    return RunEstimators({"": make_algo(advantage={"name": f"{__name__}:Estimator"})})
+def estimators(name: str = "Estimator") -> RunEstimators:
+    return RunEstimators({"": make_algo(advantage={"name": f"{__name__}:{name}"})})
+
+
+def policy_loss() -> object:
+    zero_N = torch.zeros(1)
+    objective = make_objective(make_algo(loss={"name": f"{__name__}:Surrogate"}))
+    return objective(zero_N, LossInput(zero_N, zero_N, zero_N))
 
 
 def empty_groups() -> AdvantageInput:
@@ -406,7 +439,8 @@ PLACES: dict[str, Callable[[Any], Awaitable[str]]] = {
     "set_state": of_environment("set_state", {}),
     "close": of_environment("close"),
     "player": of_player,
-    "loop": of_loop,
+    "loop": of_loop(loop),
+    "task of a loop": of_loop(loop_with_task),
     "reward": graded("reward"),
     "async reward": graded("async_reward"),
     "group reward": graded("group_reward"),
@@ -440,11 +474,18 @@ PLACES: dict[str, Callable[[Any], Awaitable[str]]] = {
     "advantages": lambda _: refusal(lambda: estimators().advantages("", empty_groups())),
     "returns": lambda _: refusal(lambda: estimators().returns("", empty_groups())),
     "update": lambda _: refusal(lambda: estimators().update([("", empty_groups())])),
+    "estimator's constructor": lambda _: refusal(lambda: estimators("BrokenEstimator")),
+    "estimator's state": lambda _: refusal(lambda: estimators().state()),
+    "estimator's load_state": lambda _: refusal(
+        lambda: estimators().load_state({"": {"name": f"{__name__}:Estimator", "state": {}}})
+    ),
+    "estimator's metrics": lambda _: refusal(lambda: estimators().metrics()),
+    "policy loss": lambda _: refusal(policy_loss),
 }
 
 
 COROUTINES = ("areset", "astep", "loop", "async reward", "async group reward", "coroutine tool", "tool at a server")
-COROUTINES += ("hosted tool", "batched tool")
+COROUTINES += ("hosted tool", "batched tool", "task of a loop")
 IN_THREADS = ("environment's constructor", "reset", "step", "reward", "group reward", "plain tool")
 IN_THREADS += ("coroutine tool without await",)
 
@@ -479,6 +520,43 @@ def test_an_interrupt_that_a_thread_raises_is_no_ctrl_c(
 ) -> None:
     monkeypatch.setattr(Blow, "error", KeyboardInterrupt, raising=False)
     assert "KeyboardInterrupt" in asyncio.run(PLACES[place](renderer))
+
+
+def test_a_task_that_nothing_awaits_does_not_end_the_run(renderer: Any) -> None:
+    async def leave() -> None:
+        raise SystemExit(0)
+
+    async def generate(task: Task, agent: Any) -> Rollout:
+        own = asyncio.create_task(leave())
+        await asyncio.wait([own])
+        asyncio.create_task(asyncio.sleep(9)).cancel()  # before it begins
+        return agent.chat(task.prompt).rollout(1.0)
+
+    assert asyncio.run(play(renderer, generate=generate)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (lambda logprobs_N: logprobs_N, "Tensor for 3 tokens"),
+        (lambda logprobs_N: TokenLoss(logprobs_N.sum(), logprobs_N > 0), r"shapes \[\(\), \(3,\)\] for 3 tokens"),
+        (lambda logprobs_N: None, "NoneType for 3 tokens"),
+    ],
+)
+def test_what_is_no_token_loss_is_refused(answer: Callable[[torch.Tensor], Any], fault: str) -> None:
+    class Wrong(PolicyLoss):
+        def token_loss(self, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> Any:
+            return answer(logprobs_N)
+
+    zero_N = torch.zeros(3)
+    with pytest.raises(ConfigError, match=rf"algo\.loss\.name=Wrong: token_loss returned {fault}"):
+        PolicyObjective(make_algo(), [Wrong()])(zero_N, LossInput(zero_N, zero_N, zero_N))
+
+
+def test_an_estimators_state_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Estimator, "state", lambda self: {"mean": np.float32(1)})
+    with pytest.raises(ConfigError, match="Estimator: state raised TypeError: Object of type float32 is not JSON"):
+        estimators().state()
 
 
 def test_ctrl_c_ends_the_run(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import time
 import pytest
 from deadlines import until
 
+from agentrl.obs import watchdog
 from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
 from agentrl.obs.watchdog import Watchdog
 
@@ -191,6 +192,25 @@ def test_a_call_that_blocks_the_event_loop_is_named():
     report = watch(0.2, run)[0]
     assert re.search(r"the event loop is blocked by a call in\n    .*test_watchdog\.py:\d+ in never_returns", report)
     assert "environment Slow.astep" in report
+
+
+def test_a_loop_that_is_blocked_again_and_again_is_reported_though_calls_end(monkeypatch):
+    """A coroutine that blocks stalls all episodes, and its own calls end."""
+    monkeypatch.setattr(watchdog, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(watchdog, "RECHECK_S", 0.02)
+
+    async def run(reports):
+        def blocks():
+            end = time.monotonic() + 10
+            while len(reports) < 1 and time.monotonic() < end:
+                with waiting("tool", "quick"):
+                    time.sleep(0.01)
+
+        blocks()
+
+    [report] = watch(60, run)
+    assert re.search(r"event loop has been blocked for 0\.\ds, and all episodes wait for it\n", report)
+    assert re.search(r"blocked by a call in\n    .*test_watchdog\.py:\d+ in blocks", report)
 
 
 def test_a_signal_requests_a_report_at_once():
