@@ -29,6 +29,7 @@ from tests.test_pages import PAGES, ROOT, example
 
 FILES = {
     "train.jsonl": '{"prompt": "Say a.", "label": "a", "name": "a", "facts": {}}\n',
+    "my_chats.jsonl": '{"prompt": "Who?", "completion": "Me."}\n',
     "my_filters.py": "def too_easy(group):\n    return False\n",
     "my_rewards.py": "def score(sample):\n    return 1.0\n\n\ndef brief(sample):\n    return {'score': 1.0}\n",
     "mine.jsonl": '{"question": "Who?", "golden_answers": ["a"]}\n',

@@ -14,6 +14,7 @@ from agentrl.config.load import default_config, dump, find_config, load_config, 
 from agentrl.config.schema import Config
 from agentrl.config.validation import all_keys
 from agentrl.core.errors import ConfigError
+from agentrl.sft.preflight import plan_sft
 from agentrl.train.preflight import plan_run
 from agentrl.train.warm_start import warm_start_config
 from agentrl.weight_sync.registry import transport_faults
@@ -35,11 +36,17 @@ MACHINE = {
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(shipped_folder())))
-def test_shipped_configuration(path: Path) -> None:
+def test_shipped_configuration(path: Path, tmp_path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("# agentrl "), "the first line is the command that runs it"
     config = load_config(path)
     assert validate(read_yaml(path)) == config
+    if " data.path=" in first:
+        chats = tmp_path / "chats.jsonl"
+        chats.write_text('{"prompt": "qa1", "completion": "as1"}')
+        plan_of_chats = plan_sft(load_config(path, [f"data.path={chats}"]))
+        assert [line.split()[0] for line in plan_of_chats.lines][:3] == ["model", "optimizer", "memory"]
+        return
     assert algorithm_faults(config) == []
     assert transport_faults(config) == []
     plan = plan_run(config)

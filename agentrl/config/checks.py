@@ -12,11 +12,9 @@ from string import Formatter
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
-from agentrl.config.model import ModelConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST
-from agentrl.config.sft import SftConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.imports import is_reference
 from agentrl.core.lineup import MAIN
@@ -34,7 +32,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
     faults = [
         *run_and_source_faults(config, _task_and_reward),
         *_eval_sets(config.eval, config.sources),
-        *_sft(config.model, config.sft),
+        *_sft(config),
         *_algo(config.algo, config.sampler),
         *_distillation(config),
         *_batches(config),
@@ -88,11 +86,18 @@ def _eval_sets(section: EvalConfig, sources: Collection[str]) -> Iterator[str]:
             yield f"{key}: a set of a run with several sources belongs to one of them; set {key}.source to one of {names}"
 
 
-def _sft(model: ModelConfig, sft: SftConfig) -> Iterator[str]:
+def _sft(config: Config) -> Iterator[str]:
+    model, sft, data = config.model, config.sft, config.data
+    if sft.steps is not None and sft.epochs is not None:
+        yield f"sft.steps={sft.steps} and sft.epochs={sft.epochs:g} both say how long to train; leave out one of them"
+    if sft.steps is None and data.path is None:
+        yield f"sft.epochs={sft.epochs:g}: demonstrations have no epochs; set sft.steps, or data.path to a file of chats"
+    if sft.eval_share and data.eval_path is not None:
+        yield f"sft.eval_share={sft.eval_share:g} and data.eval_path={data.eval_path} both say which chats to evaluate on"
     if model.warm_start_options and model.warm_start is None:
         yield "model.warm_start_options is set without model.warm_start, the configuration that it changes"
     steps = sum(stage.steps for stage in sft.curriculum)
-    if steps > sft.steps:
+    if sft.steps is not None and steps > sft.steps:
         yield f"sft.steps={sft.steps}, but the stages of sft.curriculum have {steps} steps"
 
 

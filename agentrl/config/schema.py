@@ -151,6 +151,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _resolve_sft(self) -> Config:
+        """Choose length and context weight of supervised fine-tuning by its data; chats have epochs until they are read."""
+        sft, on_chats = self.sft, self.data.path is not None
+        if sft.context_weight is None:
+            sft.context_weight = 0.0 if on_chats else 0.3
+        if sft.steps is None and sft.epochs is None:
+            sft.steps, sft.epochs = (None, 1.0) if on_chats else (1000, None)
+        return self
+
+    @model_validator(mode="after")
     def _resolve_policies(self) -> Config:
         """Give the names of ``env.roles.ROLE.policy`` to ``learner.lora``, which learner ranks get."""
         lora, names = self.learner.lora, [*self.env.policies]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a taskset's demonstrations: the ``sft`` section."""
+"""Supervised fine-tuning on the chats of ``data.path``, or a taskset's demonstrations: the ``sft`` section."""
 
 from __future__ import annotations
 
@@ -24,14 +24,34 @@ class SftStage(Section):
 class SftConfig(Section):
     """Length, data and output of supervised fine-tuning."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps, those of the curriculum included."""
+    steps: PositiveInt | None = None
+    """Optimizer steps, those of the curriculum included. By default 1,000 on demonstrations, and ``epochs`` of chats."""
+    epochs: PositiveFloat | None = None
+    """How often each chat of ``data.path`` is trained, in place of ``steps``; 1 if neither is set."""
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes, if that comes first."""
     batch_size: PositiveInt = 64
-    """StepDemonstrations episodes per step."""
-    context_weight: NonNegativeFloat = 0.3
-    """Weight of the loss on observed tokens, relative to 1 on the expert's."""
+    """Chats, or episodes of demonstrations, per step."""
+    context_weight: NonNegativeFloat | None = None
+    """Weight of the loss on observed tokens, relative to 1 on the assistant's: by default 0 of chats, 0.3 of demonstrations."""
+    messages_key: str = "messages"
+    """The column of a chat: messages ``{"role", "content"}`` with ``tool_calls``, ``tool_call_id`` and ``reasoning_content``
+    as in the API of OpenAI, also as JSON text. A row without it is a pair: ``data.input_key`` and ``completion_key``."""
+    completion_key: str = "completion"
+    """The column of what the policy says to the prompt: a text, or messages. Assistant messages of the prompt are not trained."""
+    tools_key: str = "tools"
+    """The column of the tools that the policy may call: function schemas as in the API of OpenAI, also as JSON text."""
+    turns: Literal["all", "last"] = "all"
+    """Assistant turns of a chat that are trained."""
+    max_tokens: PositiveInt | None = None
+    """Leave out chats with more tokens in a row, and report their number. Without it a chat that is longer than the model's
+    context ends the run at its start."""
+    eval_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the chats of ``data.path`` that are not trained but evaluated; ``data.eval_path`` names a file of such chats."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations, for which loss and perplexity are logged; 0: only after the last step."""
+    save_every: int = Field(default=0, ge=0)
+    """Steps between checkpoints, from which ``--resume`` goes on; 0: only at the end, or when the run is stopped."""
     curriculum: list[SftStage] = Field(default_factory=list)
     """Stages before the rest of the run, in order; after them the configured options are used."""
     reseed_option: str | None = None
@@ -40,9 +60,9 @@ class SftConfig(Section):
     steps_per_world: PositiveInt = 4
     """Steps per world if ``reseed_option`` is set."""
     seed: int = Field(default=1_000_000, ge=0, lt=2**31)
-    """Seed of the demonstrations; with ``reseed_option``, the number of the first world."""
+    """Seed of the demonstrations, or of the order of chats; with ``reseed_option``, the number of the first world."""
     workers: int = Field(default=1, ge=0)
-    """Processes that make demonstrations; 0: the driver does. The data do not depend on it."""
+    """Processes that make demonstrations, or encode chats; 0: the driver does. The data do not depend on it."""
     out: Path | None = None
     """New or empty folder to write the finished policy to; without one, ``model`` in the run's folder."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

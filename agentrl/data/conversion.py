@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, get_args
 
 from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.tasks import DataConfig
@@ -21,12 +21,15 @@ from agentrl.core.types import Message, Role, ToolCall
 from agentrl.core.user_code import calling
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.obs.waiting import waiting
+from agentrl.render.parsers.base import THINK, THINK_END
 
 if TYPE_CHECKING:
     from agentrl.render.renderer import ChatRenderer
 
 _ROLES = get_args(Role)
-_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of reasoning in messages of OpenAI, vLLM and Harmony."""
+_FIELDS = ("role", "content", *_REASONING, "tool_calls", "tool_call_id")
 PIECE = 16
 """Rows that a worker process gets at a time."""
 
@@ -49,6 +52,23 @@ class PromptLimit:
 
         model = resolve_model(self.model.path)
         return load_renderer(model, self.render, trust_remote_code=self.model.trust_remote_code)
+
+
+Result = TypeVar("Result")
+_Result_co = TypeVar("_Result_co", covariant=True)
+
+
+class RowFunction(Protocol[_Result_co]):
+    """A function of rows. Worker processes get a copy."""
+
+    @property
+    def columns(self) -> set[str] | None:
+        """The columns that are read; None: all."""
+        ...
+
+    def __call__(self, row: Row) -> _Result_co | None:
+        """Return the result of a row; None if it is left out."""
+        ...
 
 
 class RowConversion:
@@ -86,15 +106,21 @@ class RowConversion:
         Raises:
             ConfigError: the conversion raises, or the row lacks a key or has a prompt that cannot be used.
         """
-        if self._data.convert is not None:
-            values = self._apply(row, self._data.convert)
-            if values is None:
-                return None
-            row = replace(row, values=values, unread=())
-        task = make_task(row, self._data)
-        return None if self._limit is not None and self._is_long(row, task, self._limit) else task
+        converted = self.convert(row)
+        if converted is None:
+            return None
+        task = make_task(converted, self._data)
+        return None if self._limit is not None and self._is_long(converted, task, self._limit) else task
 
-    def _apply(self, row: Row, reference: str) -> Mapping[str, Any] | None:
+    def convert(self, row: Row) -> Row | None:
+        """Return what ``data.convert`` makes of a row; without one the row.
+
+        Raises:
+            ConfigError: the conversion raises.
+        """
+        reference = self._data.convert
+        if reference is None:
+            return row
         call = f"data.convert={reference}"
         if self._function is None:
             self._function = load_object(reference, "data.convert")
@@ -106,7 +132,7 @@ class RowConversion:
             raise ConfigError(
                 f"{row.location}: {call} must return a row as a mapping, or None to leave it out; it returned {values!r:.80}"
             )
-        return values
+        return None if values is None else replace(row, values=values, unread=())
 
     def _is_long(self, row: Row, task: Task, limit: PromptLimit) -> bool:
         self._renderer = self._renderer or limit.renderer()
@@ -125,29 +151,48 @@ def make_task(row: Row, data: DataConfig) -> Task:
     name = f"{row.path.name}:{row.number}" if data.id_key is None else str(row.get(data.id_key, "data.id_key"))
     return Task(
         id=name,
-        prompt=_prompt(row, data),
+        prompt=make_prompt(row, data),
         answer=None if data.label_key is None else _json_able(row, data.label_key, "data.label_key"),
         metadata={} if data.metadata_key is None else _metadata(row, data.metadata_key),
     )
 
 
-def _prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
+def make_prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
+    """Return the messages of the column ``data.input_key``.
+
+    Raises:
+        ConfigError: the row lacks it, or it cannot be used.
+    """
     prompt = row.get(data.input_key, "data.input_key")
     where = f"{row.location}: {data.input_key!r} (data.input_key)"
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{where} is an empty text")
-        prompt = (_messages_of_text(prompt) if data.apply_chat_template else None) or prompt
-    if isinstance(prompt, str):
-        return (Message("user", prompt, inline=not data.apply_chat_template),)
-    if not data.apply_chat_template:
+        if not data.apply_chat_template or _messages_of_text(prompt) is None:
+            return (Message("user", prompt, inline=not data.apply_chat_template),)
+    elif not data.apply_chat_template:
         raise ConfigError(
             f"{where} is a {type(prompt).__name__}; with data.apply_chat_template=false a prompt is one text"
         )
-    if not isinstance(prompt, list) or not prompt:
-        shown = f"{prompt!r:.80}"
-        raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {shown}")
-    return tuple(_message(message, f"{where}, message {number}") for number, message in enumerate(prompt, 1))
+    return make_messages(row, data.input_key, "data.input_key")
+
+
+def make_messages(row: Row, column: str, key: str) -> tuple[Message, ...]:
+    """Return the messages of a column, in the format of OpenAI, also as JSON text.
+
+    Args:
+        row: of the file.
+        column: its column.
+        key: the configuration key that names the column, for messages.
+
+    Raises:
+        ConfigError: the row lacks it, or it has no messages, or one that cannot be used.
+    """
+    value, where = row.get(column, key), f"{row.location}: {column!r} ({key})"
+    messages = _messages_of_text(value) if isinstance(value, str) else value
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {value!r:.80}")
+    return tuple(_message(message, f"{where}, message {number}", row) for number, message in enumerate(messages, 1))
 
 
 def _messages_of_text(text: str) -> list[Any] | None:
@@ -162,27 +207,49 @@ def _messages_of_text(text: str) -> list[Any] | None:
     return value if value and are_messages else None
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, where: str, row: Row) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
-    role, content = message.get("role"), message.get("content")
+    role, content = message.get("role"), _text(message.get("content"))
     if role not in _ROLES:
         raise ConfigError(f"{where} has the role {role!r}; roles are {', '.join(_ROLES)}")
-    calls = tuple(_call(call, where) for call in message.get("tool_calls") or ())
-    if content is None and calls:
+    calls = tuple(_call(call, where, row) for call in message.get("tool_calls") or ())
+    thoughts = [message[name] for name in _REASONING if message.get(name)]
+    if content is None and (calls or thoughts):
         content = ""
     if not isinstance(content, str):
         raise ConfigError(f"{where} has the content {content!r:.80}, which must be a text")
-    if calls and role != "assistant":
-        raise ConfigError(f"{where} has the role {role!r} and tool_calls, which only an assistant makes")
+    if (calls or thoughts) and role != "assistant":
+        what = "tool_calls" if calls else "reasoning"
+        raise ConfigError(f"{where} has the role {role!r} and {what}, which only an assistant makes")
     call_id = message.get("tool_call_id")
-    more = sorted(key for key, value in message.items() if value is not None and key not in _FIELDS)
+    more = sorted(key for key, value in message.items() if value not in (None, [], "") and key not in _FIELDS)
+    more = [key for key in more if not (key == "name" and role == "tool")]  # the call has it
     if more:
         raise ConfigError(f"{where} has {', '.join(more)}; a message has {', '.join(_FIELDS)}")
+    if thoughts:
+        content = _with_reasoning(thoughts, content, where)
     return Message(cast(Role, role), content, calls, None if call_id is None else str(call_id))
 
 
-def _call(call: Any, where: str) -> ToolCall:
+def _text(content: Any) -> Any:
+    """Return the text of content in parts ``{"type": "text", "text": …}``; other content as it is."""
+    is_text = isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    )
+    return "".join(str(part.get("text") or "") for part in content) if is_text and content else content
+
+
+def _with_reasoning(thoughts: Sequence[Any], content: str, where: str) -> str:
+    if len(thoughts) > 1 or not isinstance(thoughts[0], str) or THINK_END in content:
+        raise ConfigError(
+            f"{where} has its reasoning twice, or not as a text: give it as one of {', '.join(_REASONING)}, or in "
+            f"{THINK} in the content"
+        )
+    return f"{THINK}\n{thoughts[0].strip()}\n{THINK_END}\n\n{content}"
+
+
+def _call(call: Any, where: str, row: Row) -> ToolCall:
     """Return a call in the format of OpenAI: ``{"id", "function": {"name", "arguments"}}``, arguments as object or text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -192,6 +259,8 @@ def _call(call: Any, where: str) -> ToolCall:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             name = None
+    elif isinstance(arguments, Mapping):
+        arguments = row.without_fill(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
         raise ConfigError(
             f"{where} has the tool call {call!r:.120}, which must be {{id, function: {{name, arguments}}}} with arguments as JSON"
@@ -231,7 +300,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedRow:
+class ConvertedRow(Generic[Result]):
     """The result of a row."""
 
     number: int
@@ -240,34 +309,34 @@ class ConvertedRow:
     """See `Piece.epoch`."""
     state: dict[str, Any]
     """State of the stream after the row."""
-    result: Task | AgentrlError | None
+    result: Result | AgentrlError | None
     """None if the row is left out."""
 
 
-class RowWorker:
+class RowWorker(Generic[Result]):
     """Reads and converts rows. Each worker process has a copy.
 
     Args:
         table: of the rows; None if pieces have the rows themselves.
-        convert: from row to task.
+        convert: of each row.
     """
 
-    def __init__(self, table: RowTable | None, convert: RowConversion) -> None:
+    def __init__(self, table: RowTable | None, convert: RowFunction[Result]) -> None:
         self.table = table
         self.convert = convert
         self.at: Any = None
         """Shared memory of the worker processes: for each its process id, and the number of its row; 0 is none."""
 
-    def __getitem__(self, piece: Piece) -> list[ConvertedRow]:
+    def __getitem__(self, piece: Piece) -> list[ConvertedRow[Result]]:
         """Return the results of a piece; it is an item of this data set to `torch.utils.data.DataLoader`."""
-        converted = []
+        converted: list[ConvertedRow[Result]] = []
         for count, row in enumerate(piece.rows, 1):
             number, result = self._convert(row)
             state = {**piece.begin, "position": piece.begin["position"] + count}
             converted.append(ConvertedRow(number, piece.epoch, state, result))
         return converted
 
-    def _convert(self, row: int | Row) -> tuple[int, Task | AgentrlError | None]:
+    def _convert(self, row: int | Row) -> tuple[int, Result | AgentrlError | None]:
         number = row + 1 if isinstance(row, int) else row.number
         try:
             if isinstance(row, int):
@@ -290,7 +359,7 @@ class RowWorker:
             self.at[2 * info.id], self.at[2 * info.id + 1] = os.getpid(), number
 
 
-class OrderedRows:
+class OrderedRows(Generic[Result]):
     """Iterator over the results of pieces, in order, whatever the number of worker processes.
 
     Args:
@@ -300,21 +369,21 @@ class OrderedRows:
         workers: number of processes; 0 is this one.
     """
 
-    def __init__(self, path: Any, pieces: Iterable[Piece], worker: RowWorker, workers: int) -> None:
+    def __init__(self, path: Any, pieces: Iterable[Piece], worker: RowWorker[Result], workers: int) -> None:
         self._path = path
         self._workers = workers
         self._worker = worker
-        self._batches: Iterator[list[ConvertedRow]] = (
+        self._batches: Iterator[list[ConvertedRow[Result]]] = (
             self._from_workers(pieces) if workers else map(worker.__getitem__, pieces)
         )
-        self._results: Iterator[ConvertedRow] = iter(())
+        self._results: Iterator[ConvertedRow[Result]] = iter(())
         self._processes: list[BaseProcess] = []
 
-    def __iter__(self) -> Iterator[ConvertedRow]:
+    def __iter__(self) -> Iterator[ConvertedRow[Result]]:
         """Return the iterator itself."""
         return self
 
-    def __next__(self) -> ConvertedRow:
+    def __next__(self) -> ConvertedRow[Result]:
         """Return the next result.
 
         Raises:
@@ -325,7 +394,7 @@ class OrderedRows:
                 self._results = iter(next(self._batches))
         return row
 
-    def _from_workers(self, pieces: Iterable[Piece]) -> Iterator[list[ConvertedRow]]:
+    def _from_workers(self, pieces: Iterable[Piece]) -> Iterator[list[ConvertedRow[Result]]]:
         import torch
         from torch.utils.data import DataLoader
 

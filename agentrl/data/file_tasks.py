@@ -18,7 +18,16 @@ from agentrl.core.data_source import DataSource
 from agentrl.core.errors import AgentrlError, ConfigError, DataError, unknown_name
 from agentrl.core.reading import flatten_message
 from agentrl.core.task import MadeTasks, Task, TaskSet, task_id
-from agentrl.data.conversion import PIECE, OrderedRows, Piece, PromptLimit, RowConversion, RowWorker
+from agentrl.data.conversion import (
+    PIECE,
+    OrderedRows,
+    Piece,
+    PromptLimit,
+    Result,
+    RowConversion,
+    RowFunction,
+    RowWorker,
+)
 from agentrl.data.hub import PREFIX, DatasetStream, open_stream
 from agentrl.data.rows import Row, RowTable, describe_location, open_table, read_rows
 
@@ -199,7 +208,7 @@ def _read_all(path: Path, data: DataConfig, key: str, convert: RowConversion, wo
     tasks: dict[str, Task] = {}
     locations: dict[str, str] = {}
     row_count = 0
-    for location, task in _convert_all(path, data, key, convert, workers):
+    for location, task in convert_all(path, data, key, convert, workers):
         row_count += 1
         if task is None:
             continue
@@ -215,10 +224,15 @@ def _read_all(path: Path, data: DataConfig, key: str, convert: RowConversion, wo
     return list(tasks.values())
 
 
-def _convert_all(
-    path: Path, data: DataConfig, key: str, convert: RowConversion, workers: int
-) -> Iterator[tuple[str, Task | None]]:
-    """Yield the location of each row, and its task; None if it is left out."""
+def convert_all(
+    path: Path, data: DataConfig, key: str, convert: RowFunction[Result], workers: int
+) -> Iterator[tuple[str, Result | None]]:
+    """Yield the location of each row, and what ``convert`` returns for it; None if it is left out.
+
+    Raises:
+        ConfigError: there is no such file, or ``convert`` raises it.
+        DataError: a worker process died.
+    """
     if not workers:
         yield from ((row.location, convert(row)) for row in islice(read_rows(path, key), data.limit))
         return
@@ -289,7 +303,7 @@ class TaskStream:
         assert self._rows.size is not None, "a table has a size"
         return _NumberedTasks(self, table, self._rows.size)
 
-    def open(self, seed: int, state: Mapping[str, Any]) -> OrderedRows:
+    def open(self, seed: int, state: Mapping[str, Any]) -> OrderedRows[Task]:
         """Start to read the rows after a state."""
         worker = RowWorker(self._rows.table, self.convert)
         return OrderedRows(self.path, self._rows.pieces(seed, state), worker, self._data.workers)
@@ -321,7 +335,7 @@ class StreamOrder(DataSource):
         super().__init__((), seed)
         self._stream = stream
         self._state: dict[str, Any] = {"position": 0}
-        self._rows: OrderedRows | None = None
+        self._rows: OrderedRows[Task] | None = None
         self._epoch = -1
         """Of the last task, or of the first row."""
         self._numbers: dict[str, int] = {}

@@ -78,6 +78,16 @@ class Row:
             value = value[name]
         return value
 
+    def without_fill(self, value: Any) -> Any:
+        """Return a value without the nulls with which formats with columns fill up mappings of different keys."""
+        return _without_nulls(value) if self.path.suffix == ".parquet" or is_dataset(self.path) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
 
 def describe_location(path: Path, number: int) -> str:
     """Return path and number of a row, for messages. Example: ``train.jsonl, line 17``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained, frozen_names
-from agentrl.models.learning_rates import Use, describe_optimizer
+from agentrl.models.learning_rates import Use, count_weights, describe_optimizer
 from agentrl.models.reference_policy import CRITIC_KEY, resolve_critic
 from agentrl.models.shipped_architectures import meta_model
 
@@ -21,6 +21,12 @@ KEEPS_GRADIENTS = {"fsdp": False, "megatron": True}
 """Learner backends whose memory is known, and whether their ranks at rest have gradients, which are zeros."""
 FITS = 0.9
 """Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
+
+
+def describe_model(config: Config, folder: Path | None) -> str:
+    """Return a line on the policy: its name, and if it is here its folder and size."""
+    line = f"{'model':<13}{config.model.path}"
+    return line if folder is None else f"{line} ({folder}), {count_weights(folder):,} weights"
 
 
 def describe_training(config: Config, folder: Path, critic: Path | None, use: Use = "policy") -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, validate_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
-from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls
+from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, split_thinking
 from agentrl.render.parsers.base import (
     THINK,
     CallParser,
@@ -27,6 +28,7 @@ from agentrl.render.parsers.base import (
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
 from agentrl.render.text_arrival import ArrivalProof, message_shapes
 from agentrl.render.tool_preamble import Preamble
+from agentrl.render.written_turns import split_end, turn_body
 
 _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
@@ -116,19 +118,59 @@ class ChatRenderer:
             return self._raw(messages)
         if self.tool_preamble is not None:
             messages, tools = self.tool_preamble(messages, tools), ()
-        merged = _merge_inline([self._escape_message(message) for message in self._join_cut_turns(messages)])
+        merged = self._escape_messages(messages)
         still_open = bool(messages) and messages[-1].inline and merged[-1].role == "assistant"
         complete = merged[:-1] if still_open else merged
-        try:
+        with self._refusal(complete):
             text = self.format.text(complete, self._escape_tools(tools))
-        except ValueError as error:
-            roles = ", ".join(message.role for message in complete)
-            raise ConversationError(
-                f"the chat format {self.format.name} of the {self._where} refuses messages of roles {roles}: {error}"
-            ) from error
         self._require_arrival(complete, tools)
         ids = self._encoder.template(text)
         return Prompt(ids + self._encoder.template(merged[-1].content) if still_open else ids)
+
+    def write_turn(
+        self, history: Sequence[Message], message: Message, new: Sequence[Message] = (), tools: Sequence[Tool] = ()
+    ) -> tuple[int, ...]:
+        """Return the ids that a policy samples to say ``message`` after the prompt of ``history``, its end token included.
+
+        Args:
+            history: the conversation so far, as `render` takes it.
+            message: of an assistant, not sampled; its reasoning is in ``<think>`` at the start of its content.
+            new: the messages that follow, on which the end token may depend.
+            tools: tools offered to the policy.
+
+        Raises:
+            ConversationError: the format refuses the message after ``history``, or leaves a part of it out.
+        """
+        if history and history[0].inline:
+            return (*self.encode(message.content), self.end_token_id)
+        new = new or (Message("tool" if message.tool_calls else "user", ""),)
+        if self.tool_preamble is not None:
+            history, tools, message = self.tool_preamble(history, tools), (), self.tool_preamble.with_calls(message)
+        conversation = self._escape_messages((*history, message))
+        *earlier, turn = conversation
+        self._require_arrival((*earlier, replace(turn, content=split_thinking(turn.content)[1])), tools)
+        ends = {self.decode((index,)): index for index in self._end_ids}
+        escaped_tools = self._escape_tools(tools)
+        with self._refusal(conversation):
+            text, end = split_end(turn_body(self.format, earlier, turn, escaped_tools), ends, self._encoder.special_ids)
+        if not end:  # it may be the start of the next message
+            sampled = replace(turn, content=text, token_ids=(self.end_token_id,))
+            boundary = self.format.boundary((*earlier, sampled), self._escape_messages(new), escaped_tools)
+            following = boundary if isinstance(boundary, str) else ""
+            end = next((end for end in ends if following.startswith(end)), "")
+            text = text.removesuffix(following[: len(following) - len(following.lstrip())])
+        return (*self._encoder.template(text), ends.get(end, self.end_token_id))
+
+    @contextmanager
+    def _refusal(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Turn a ValueError of the format in the body into a ConversationError."""
+        try:
+            yield
+        except ValueError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ConversationError(
+                f"the chat format {self.format.name} of the {self._where} refuses messages of roles {roles}: {error}"
+            ) from error
 
     def _require_arrival(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         try:
@@ -304,6 +346,9 @@ class ChatRenderer:
             else:
                 joined.append(message)
         return joined
+
+    def _escape_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return _merge_inline([self._escape_message(message) for message in self._join_cut_turns(messages)])
 
     def _escape_message(self, message: Message) -> Message:
         """Return a message with special-token text escaped, except for special tokens that the policy sampled."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.tool import Tool
@@ -12,14 +13,43 @@ from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.hermes import HermesParser
 from agentrl.render.parsers.tags import TagsParser
 
-Preamble = Callable[[Sequence[Message], Sequence[Tool]], Sequence[Message]]
-"""Returns messages with the tools described in the system message."""
-
 _CALLS: dict[type, str] = {
-    HermesParser: '<tool_call>\n{"name": NAME, "arguments": {"PARAMETER": VALUE}}\n</tool_call>',
-    TagsParser: '<NAME>{"PARAMETER": VALUE}</NAME>',
+    HermesParser: '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>',
+    TagsParser: "<{tag}>{arguments}</{tag}>",
 }
 """How a call is written, by the class of the parser that reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """Describes tools in the system message, and writes calls into contents."""
+
+    call: str
+    """One of `_CALLS`."""
+
+    def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Message]:
+        """Return messages with the tools described in the system message."""
+        if not tools:
+            return messages
+        lines = [
+            "You can call the following tools:",
+            *(to_json(tool_schema(tool)["function"]) for tool in tools),
+            "To call one, write",
+            self.call.format(name="NAME", tag="NAME", arguments='{"PARAMETER": VALUE}'),
+            "with its name and arguments. The results are in the next message.",
+        ]
+        text = "\n".join(lines)
+        if messages and messages[0].role == "system":
+            return (Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:])
+        return (Message("system", text), *messages)
+
+    def with_calls(self, message: Message) -> Message:
+        """Return a message with its calls written into its content."""
+        calls = [
+            self.call.format(name=to_json(call.name), tag=call.name, arguments=to_json(call.arguments))
+            for call in message.tool_calls
+        ]
+        return replace(message, content="\n".join(filter(None, (message.content, *calls))), tool_calls=())
 
 
 def make_preamble(parser: CallParser) -> Preamble:
@@ -28,25 +58,9 @@ def make_preamble(parser: CallParser) -> Preamble:
     Raises:
         ConfigError: it has no text for them.
     """
-    example = _CALLS.get(type(parser))
-    if example is None:
+    call = _CALLS.get(type(parser))
+    if call is None:
         raise ConfigError(
             "render.tool_preamble=true describes calls of render.tool_parser=hermes and tags; set one of them"
         )
-
-    def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Message]:
-        if not tools:
-            return messages
-        lines = [
-            "You can call the following tools:",
-            *(to_json(tool_schema(tool)["function"]) for tool in tools),
-            "To call one, write",
-            example,
-            "with its name and arguments. The results are in the next message.",
-        ]
-        text = "\n".join(lines)
-        if messages and messages[0].role == "system":
-            return (Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:])
-        return (Message("system", text), *messages)
-
-    return with_tools
+    return Preamble(call)

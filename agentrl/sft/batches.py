@@ -1,57 +1,65 @@
-"""Packed batches of demonstrations, prefetched by processes."""
+"""Packed batches of rows, prefetched by processes."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch.utils.data import DataLoader
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.schema import Config
 from agentrl.core.child_process import init_worker_process
+from agentrl.core.types import Row
 from agentrl.learner.registry import make_backend
-from agentrl.sft.demonstrations import Demonstrations, StepDemonstrations
+from agentrl.sft.base import SftData, StepRows
 
 
-def batches(config: Config, data: Demonstrations) -> Iterator[GlobalBatch]:
-    """Yield the packed batch of every step in order, prefetched by ``sft.workers`` processes."""
+def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[GlobalBatch]:
+    """Yield the packed batch of every step from ``first_step`` on, in order, prefetched by ``sft.workers`` processes."""
     workers = config.sft.workers
     # This process has threads: a forked one could hang in a lock that a thread held.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])  # torch is imported once, not by each worker
+    first_item, skipped = divmod(first_step, data.steps_per_item)
     loader: DataLoader[bytes] = DataLoader(
         data,  # type: ignore[arg-type]
+        sampler=range(first_item, len(data)),
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
         multiprocessing_context=processes if workers else None,
         worker_init_fn=init_worker_process if workers else None,
+        generator=torch.Generator(),  # the default one is the run's
     )
-    for packed in loader:
-        yield from pickle.loads(packed)
+    packed_steps = (batch for packed in loader for batch in pickle.loads(packed))
+    yield from itertools.islice(packed_steps, skipped, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Packs the demonstrations of steps into one batch per step; runs in the workers."""
+    """Packs the rows of steps into one batch per step; runs in the workers."""
 
     config: Config
     pad_id: int
 
-    def __call__(self, steps: list[StepDemonstrations]) -> bytes:
+    def __call__(self, steps: list[StepRows]) -> bytes:
         """Return the pickled batches: plain bytes need no shared memory file per tensor."""
-        return pickle.dumps([self._pack(step) for step in steps])
+        batches = [(self.pack(step.rows), step.metrics) for step in steps]
+        return pickle.dumps([replace(batch, metrics={**batch.metrics, **metrics}) for batch, metrics in batches])
 
-    def _pack(self, step: StepDemonstrations) -> GlobalBatch:
+    def pack(self, rows: Sequence[Row]) -> GlobalBatch:
+        """Return the batch of rows."""
+        assert self.config.sft.context_weight is not None, "the configuration has resolved it"
         options = PackOptions(
             tokens_per_micro=self.config.batch.tokens_per_micro,
             data_parallel_size=make_backend(self.config.learner).data_parallel_size,
             pad_id=self.pad_id,
             context_weight=self.config.sft.context_weight,
         )
-        batch = pack(step.rows, options, kind="sft")
-        return replace(batch, metrics={**batch.metrics, "sft/reward": step.reward})
+        return pack(rows, options, kind="sft")

@@ -6,33 +6,20 @@ trained on are the tokens that it observes and samples later.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
+
+from typing_extensions import override
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.tool import Tool, ToolClient
-from agentrl.core.types import (
-    CallStatus,
-    FinishReason,
-    ForkReason,
-    Generation,
-    Prompt,
-    Row,
-    SamplingParams,
-    StopReason,
-    ToolCall,
-    ToolResult,
-)
-from agentrl.episode.context import EpisodeContext
+from agentrl.core.types import CallStatus, ForkReason, Row, StopReason, ToolCall, ToolResult
 from agentrl.episode.environment_episode import Episode
-from agentrl.episode.limits import Limits
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
-from agentrl.episode.trajectory import Trajectory
 from agentrl.render.renderer import ChatRenderer
+from agentrl.sft.scripted import DemonstratedTrajectory, scripted_context
 
 
 async def demonstrate(
@@ -67,16 +54,15 @@ async def demonstrate(
         EnvironmentFailure: the environment failed or rewrote the conversation, or a tool does not exist or is unavailable.
     """
     state = EpisodeState(f"{task.id}/demonstration-{seed}", seed, trajectory=_Demonstration(task.id))
-    context = EpisodeContext(
-        env_factory,
-        renderer,
-        _ExpertSampler(expert, state, renderer),
-        tool_clients,
-        Limits(max_turns, max_tokens=sys.maxsize, max_seconds=math.inf, max_new_tokens=sys.maxsize),
-        SamplingParams(max_new_tokens=sys.maxsize),
-        pool=None,
-        served=served or {},
-    )
+    observed = 0  # messages that the expert has seen or written
+
+    def say(stop: tuple[str, ...]) -> tuple[int, ...]:
+        nonlocal observed
+        text = expert.act(tuple(state.messages[observed:]))
+        observed = len(state.messages) + 1
+        return (*renderer.encode(text), *(() if text.endswith(stop) else (renderer.end_token_id,)))
+
+    context = scripted_context(env_factory, renderer, say, tool_clients, max_turns, served)
     episode = Episode(context, task, state, tools=_DemonstrationTools(tool_clients, task, state.episode_id, served))
     try:
         reason = await episode.run()
@@ -88,46 +74,16 @@ async def demonstrate(
     return row, state.reward
 
 
-class _ExpertSampler:
-    """Samples the expert's turns in the episode of ``state``."""
-
-    def __init__(self, expert: Demonstrator, state: EpisodeState, renderer: ChatRenderer) -> None:
-        self._expert = expert
-        self._state = state
-        self._renderer = renderer
-        self._observed = 0
-        """Messages that the expert has seen or written."""
-
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
-    ) -> Generation:
-        """Return what the expert says to the messages since its last turn. No engine gives its tokens a log-probability."""
-        messages = self._state.messages
-        text = self._expert.act(tuple(messages[self._observed :]))
-        self._observed = len(messages) + 1
-        end = () if text.endswith(params.stop) else (self._renderer.end_token_id,)
-        return Generation((*self._renderer.encode(text), *end), (), FinishReason.STOP, (), request_id=request_id)
-
-    async def abort(self, request_id: str) -> None:
-        """Do nothing: the expert answers at once."""
-
-    async def close_session(self, session_id: str) -> None:
-        """Do nothing: there is an expert for each episode."""
-
-
-class _Demonstration(Trajectory):
-    """A trajectory of one row, all turns of which are demonstrated."""
+class _Demonstration(DemonstratedTrajectory):
+    """A trajectory of one row."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__()
         self._task_id = task_id
 
-    def append_sampled(self, generation: Generation) -> None:
-        """Add the expert's tokens."""
-        self.append_demonstrated(generation.token_ids)
-
+    @override
     def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
-        """Extend the row to the end of a prompt; a prompt that does not continue the row is an error."""
+        """Extend the row; a prompt that does not continue it is an error."""
         if fork is ForkReason.CONTEXT:
             raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
         if fork is not None:
@@ -141,6 +97,7 @@ class _Demonstration(Trajectory):
 class _DemonstrationTools(ToolRunner):
     """Runs tool calls. A tool that does not exist or is unavailable is an error: a row must not demonstrate it."""
 
+    @override
     async def run_policy_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolResult, ...]:
         """Run the calls.
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig, SftStage
@@ -20,18 +21,9 @@ from agentrl.core.types import Row
 from agentrl.data.task_sources import read_split
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.run_tools import served_tools, service_options
+from agentrl.sft.base import SftData, StepRows
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.toolserver.service import find_service
-
-
-@dataclass(frozen=True, slots=True)
-class StepDemonstrations:
-    """The demonstrations of one optimizer step."""
-
-    rows: list[Row]
-    """One row per episode."""
-    reward: float
-    """Mean reward of the episodes, the expert's mistakes included."""
 
 
 @dataclass(slots=True)
@@ -47,10 +39,8 @@ class _Scene:
     """These tools as the run's options configure them, in place of the environment's."""
 
 
-class Demonstrations:
-    """Item ``i`` holds the demonstrations of the steps on world ``i``, in order. A pure function of the configuration.
-
-    Items are independent, so any process may make any of them; the object can be pickled.
+class Demonstrations(SftData):
+    """Item ``i`` holds the demonstrations of the steps on world ``i``, one row per episode.
 
     Args:
         config: of the run, checked by `agentrl.sft.preflight.check_sft`.
@@ -58,41 +48,40 @@ class Demonstrations:
     """
 
     def __init__(self, config: Config, make_renderer: Callable[[], ChatRenderer]) -> None:
+        super().__init__(make_renderer)
+        self.steps_per_item = config.sft.steps_per_world
         self._config = config
-        self._make_renderer = make_renderer
-        self._renderer: ChatRenderer | None = None
         self._services: Mapping[str, ToolService] | None = None
         self._scene: tuple[Any, _Scene] | None = None
 
-    @property
-    def renderer(self) -> ChatRenderer:
-        """The renderer, built on first access in each process."""
-        if self._renderer is None:
-            self._renderer = self._make_renderer()
-        return self._renderer
-
+    @override
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without renderer, services and scene, which each process builds."""
-        return {**self.__dict__, "_renderer": None, "_services": None, "_scene": None}
+        return {**super().__getstate__(), "_services": None, "_scene": None}
 
     @property
     def _sft(self) -> SftConfig:
         return self._config.sft
 
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return -(-self._sft.steps // self._sft.steps_per_world)
+    @property
+    def _steps(self) -> int:
+        assert self._sft.steps is not None, "only chats have no number of steps before they are read"
+        return self._sft.steps
 
-    def __getitem__(self, index: int) -> list[StepDemonstrations]:
-        """Return the demonstrations of the steps from ``index * steps_per_world`` on."""
-        first = index * self._sft.steps_per_world
-        steps = range(first, min(first + self._sft.steps_per_world, self._sft.steps))
+    @override
+    def __len__(self) -> int:
+        return -(-self._steps // self.steps_per_item)
+
+    @override
+    def __getitem__(self, index: int) -> list[StepRows]:
+        first = index * self.steps_per_item
+        steps = range(first, min(first + self.steps_per_item, self._steps))
         scene = self._enter(index, self.stage(first))
         rng = np.random.default_rng([self._sft.seed, index])
-        done: list[StepDemonstrations] = []
+        done: list[StepRows] = []
         asyncio.run(self._run_steps(scene, rng, len(steps), done))
         return done
 
+    @override
     def close(self) -> None:
         """Close the sessions of tools in this process; they are opened again for another item."""
         scene, self._scene = self._scene, None
@@ -107,9 +96,7 @@ class Demonstrations:
             step -= stage.steps
         return None
 
-    async def _run_steps(
-        self, scene: _Scene, rng: np.random.Generator, steps: int, done: list[StepDemonstrations]
-    ) -> None:
+    async def _run_steps(self, scene: _Scene, rng: np.random.Generator, steps: int, done: list[StepRows]) -> None:
         """Append the demonstrations of each step to ``done``.
 
         They are not returned, because `asyncio.run` may format the result of its coroutine, which takes seconds. The
@@ -117,9 +104,8 @@ class Demonstrations:
         """
         for _ in range(steps):
             episodes = [await self._episode(scene, rng) for _ in range(self._sft.batch_size)]
-            done.append(
-                StepDemonstrations([row for row, _ in episodes], float(np.mean([reward for _, reward in episodes])))
-            )
+            metrics = {"sft/reward": float(np.mean([reward for _, reward in episodes]))}
+            done.append(StepRows([row for row, _ in episodes], metrics))
 
     async def _episode(self, scene: _Scene, rng: np.random.Generator) -> tuple[Row, float]:
         task = scene.tasks[int(rng.integers(len(scene.tasks)))]

@@ -1,11 +1,13 @@
-"""Supervised fine-tuning on the demonstrations of scripted experts."""
+"""Supervised fine-tuning, on chats of a file or on the demonstrations of scripted experts."""
 
 from __future__ import annotations
 
+import math
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,62 +15,156 @@ from pathlib import Path
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.cluster.learner_group import start_learners
 from agentrl.config.layers import save_config
-from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
+from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import RunStopped
+from agentrl.core.types import Provenance
 from agentrl.learner.base import LearnerGroup
+from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.models.export import export_model
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.run_end import recorded_end
 from agentrl.obs.trackers import open_tensorboard
-from agentrl.render.registry import load_renderer
-from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.interrupt import handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
 from agentrl.sft.batches import batches
-from agentrl.sft.demonstrations import Demonstrations
-from agentrl.sft.preflight import prepare_sft
+from agentrl.sft.chats import Chats
+from agentrl.sft.preflight import SftRun, prepare_sft
+from agentrl.sft.resume import CHECKPOINTS, check_resumed, resume_command, sft_keys
 
 SHOWN_EVERY = 50
 """Steps between lines on the console; ``metrics.jsonl`` has all steps."""
 
 
-def sft(config: Config, *, note: Callable[[str], None]) -> Path:
-    """Fine-tune ``model.path`` on demonstrations and return the folder of the finished policy; ``note`` prints progress.
+def sft(config: Config, *, note: Callable[[str], None], resumed: Path | None = None) -> Path:
+    """Fine-tune ``model.path`` and return the folder of the finished policy; ``note`` prints progress.
+
+    Args:
+        config: of the run.
+        note: prints a line.
+        resumed: folder of the run that is continued from its newest checkpoint, or from the start if it has none.
 
     Raises:
         RunStopped: a signal; the policy so far is written first.
-        UserError: the configuration is not valid.
+        UserError: the configuration is not valid, or a resumed run would become another one.
         LearnerError: a learner rank failed.
     """
-    resolved, model, lines = prepare_sft(config)
-    data = Demonstrations(config, RendererOf(model, config.render, config.model.trust_remote_code))
-    with run_folder(config) as folder, recorded_end(folder):
+    run = prepare_sft(config)
+    with run_folder(config, resumed) as folder, recorded_end(folder):
+        keys = sft_keys(config, run.content)
+        checkpoint = latest_checkpoint(folder / CHECKPOINTS)
+        if checkpoint is not None:
+            check_resumed(checkpoint, keys)
+            check_checksums(checkpoint)
         save_config(config, folder)
-        for line in lines:
+        start = f", resuming from step {read_state(checkpoint)['step']}" if checkpoint else ""
+        note(f"run {folder}{start}")
+        for line in run.lines:
             note(line)
-        return _run(resolved, model, data, folder, note)
+        return _SftTraining(run, folder, keys, note).run(checkpoint)
 
 
-def _run(config: Config, model: Path, data: Demonstrations, folder: Path, note: Callable[[str], None]) -> Path:
-    out = config.sft.out or folder / "model"
-    note(f"run {folder}: {config.sft.steps} steps of {config.sft.batch_size} demonstrations")
-    learner = _start_learner(config, model, folder)
-    try:
-        boards = open_tensorboard(folder, config.obs.tensorboard, note)
-        with MetricsLog(folder, trackers=boards) as metrics:
-            step, interrupted = _train(config, learner, data, metrics, note)
-        learner.save(folder / "checkpoint")
-        learner.finish_save()
-    finally:
-        learner.close()
-        data.close()
-    export_model(folder / "checkpoint" / "model", out, config.sft.dtype)
-    note(f"policy {out}")
-    if interrupted:
-        raise RunStopped(f"interrupted after {step} of {config.sft.steps} steps; the policy so far is in {out}")
-    return out
+@dataclass(slots=True)
+class _SftTraining:
+    """The steps of a run."""
+
+    data: SftRun
+    folder: Path
+    keys: Mapping[str, str]
+    """What checkpoints are made with."""
+    note: Callable[[str], None]
+    step: int = 0
+    """Finished steps."""
+    spent_s: float = 0.0
+    """Time of these steps."""
+    _saved: int = -1
+    """Step of the newest checkpoint."""
+
+    @property
+    def steps(self) -> int:
+        """All steps of the run."""
+        assert self.data.config.sft.steps is not None, "prepare_sft has set it"
+        return self.data.config.sft.steps
+
+    def run(self, checkpoint: Path | None) -> Path:
+        """Train to the end, from a checkpoint on, write the policy, and return its folder."""
+        config, folder = self.data.config, self.folder
+        learner = _start_learner(config, self.data.model, folder)
+        try:
+            if checkpoint is not None:
+                learner.load(checkpoint)
+                state = read_state(checkpoint)
+                self.step, self.spent_s, self._saved = state["step"], state["spent_s"], state["step"]
+            checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1, resumed_from=checkpoint)
+            resume_after = self.step if checkpoint else None
+            boards = open_tensorboard(folder, config.obs.tensorboard, self.note, resume_after=resume_after)
+            with MetricsLog(folder, trackers=boards, resume_after=resume_after) as metrics:
+                interrupted = self._train(learner, metrics, checkpoints)
+            saved = self._save(learner, checkpoints)
+            checkpoints.finish()
+        finally:
+            learner.close()
+            self.data.data.close()
+        own = folder / "model"
+        out = own if interrupted or config.sft.out is None else config.sft.out
+        shutil.rmtree(own, ignore_errors=True)  # of the run before it was resumed
+        export_model(saved / "model", out, config.sft.dtype)
+        self.note(f"policy {out}")
+        if interrupted:
+            raise RunStopped(
+                f"interrupted after {self.step} of {self.steps} steps; the policy so far is in {out}; resume it with:\n  "
+                f"{resume_command(folder)}"
+            )
+        return out
+
+    def _save(self, learner: LearnerGroup, checkpoints: Checkpoints) -> Path:
+        folder = self.folder / CHECKPOINTS / f"step_{self.step:06d}"
+        if self.step == self._saved:
+            return folder
+        self._saved = self.step
+        state = {"step": self.step, "spent_s": self.spent_s, "keys": dict(self.keys)}
+        return checkpoints.save(self.step, learner, state)
+
+    def _train(self, learner: LearnerGroup, metrics: MetricsLog, checkpoints: Checkpoints) -> bool:
+        """Run the steps; return whether a signal ended them."""
+        config = self.data.config
+        sft, start = config.sft, time.perf_counter() - self.spent_s
+        with _interrupts() as interrupted:
+            for batch in batches(config, self.data.data, self.step):
+                begin = time.perf_counter()
+                progress = max(self.step / self.steps, (begin - start) / 60 / (sft.minutes or math.inf))
+                if progress >= 1 or interrupted.is_set():
+                    break
+                scale = lr_scale(config.learner.optimizer, progress, self.steps, "linear")
+                step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
+                self.step += 1
+                self.spent_s = time.perf_counter() - start
+                step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": self.spent_s}
+                is_last = self.step == self.steps
+                if self.data.evaluation and (is_last or (sft.eval_every and self.step % sft.eval_every == 0)):
+                    step_metrics |= evaluate(config, self.data.evaluation, learner)
+                metrics.write(self.step, step_metrics)
+                if self.step % SHOWN_EVERY == 0 or is_last or "eval/loss" in step_metrics:
+                    self.note(_line(self.steps, self.step, self.spent_s, step_metrics))
+                if sft.save_every and self.step % sft.save_every == 0 and not is_last:
+                    self._save(learner, checkpoints)
+        return interrupted.is_set()
+
+
+def evaluate(config: Config, chats: Chats, learner: LearnerGroup) -> dict[str, float]:
+    """Return mean loss and perplexity of the assistant's tokens in chats."""
+    loss, count = 0.0, 0
+    for batch in batches(config, chats):
+        logprobs = learner.logprobs(batch)
+        for micro in (micro for micros in batch.micro for micro in micros):
+            trained_L = micro.mask_L & (micro.provenance_L == Provenance.DEMONSTRATED)
+            for number, key in enumerate(micro.keys):
+                trained_T = trained_L[micro.row_L == number].numpy()
+                loss -= float(logprobs[key][trained_T].sum(dtype="float64"))
+                count += int(trained_T.sum())
+    mean = loss / max(1, count)
+    return {"eval/loss": mean, "eval/perplexity": math.exp(min(mean, 700.0)), "eval/tokens": float(count)}
 
 
 def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
@@ -76,28 +172,6 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
     if config.learner.ranks == 1:
         return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
     return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
-
-
-def _train(
-    config: Config, learner: LearnerGroup, data: Demonstrations, metrics: MetricsLog, note: Callable[[str], None]
-) -> tuple[int, bool]:
-    """Run the steps; return their number, and whether a signal ended them."""
-    step, start = 0, time.perf_counter()
-    with _interrupts() as interrupted:
-        for batch in batches(config, data):
-            begin = time.perf_counter()
-            progress = max(step / config.sft.steps, (begin - start) / 60 / (config.sft.minutes or float("inf")))
-            if progress >= 1 or interrupted.is_set():
-                break
-            scale = lr_scale(config.learner.optimizer, progress, config.sft.steps, "linear")
-            step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
-            step += 1
-            spent = time.perf_counter() - start
-            step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": spent}
-            metrics.write(step, step_metrics)
-            if step % SHOWN_EVERY == 0 or step == config.sft.steps:
-                note(_line(config.sft.steps, step, spent, step_metrics))
-    return step, interrupted.is_set()
 
 
 @contextmanager
@@ -121,22 +195,21 @@ def _interrupts() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _line(steps: int, step: int, spent: float, step_metrics: dict[str, float]) -> str:
-    return (
-        f"step {step}/{steps}  loss {step_metrics['train/loss']:.4f}  "
-        f"expert's reward {step_metrics['sft/reward']:.3f}  "
-        f"tokens/s {step_metrics['batch/tokens'] / step_metrics['time/step_s']:,.0f}  {spent:.0f} s"
+def _line(steps: int, step: int, spent: float, step_metrics: Mapping[str, float]) -> str:
+    shown = {
+        "expert's reward": "sft/reward",
+        "epoch": "sft/epoch",
+        "eval loss": "eval/loss",
+        "perplexity": "eval/perplexity",
+    }
+    parts = [f"{name} {step_metrics[key]:.3f}" for name, key in shown.items() if key in step_metrics]
+    speed = step_metrics["batch/tokens"] / step_metrics["time/step_s"]
+    return "  ".join(
+        [
+            f"step {step}/{steps}",
+            f"loss {step_metrics['train/loss']:.4f}",
+            *parts,
+            f"tokens/s {speed:,.0f}",
+            f"{spent:.0f} s",
+        ]
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RendererOf:
-    """Builds the renderer of a model folder in the calling process."""
-
-    folder: Path
-    config: RenderConfig
-    trust_remote_code: bool = False
-
-    def __call__(self) -> ChatRenderer:
-        """Return a new renderer."""
-        return load_renderer(self.folder, self.config, trust_remote_code=self.trust_remote_code)

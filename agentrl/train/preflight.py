@@ -40,7 +40,7 @@ from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_refe
 from agentrl.models.resolve import has_chat_template, model_contents, resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
 from agentrl.models.weight_files import WeightFiles
-from agentrl.planner.training_summary import describe_memory, describe_training
+from agentrl.planner.training_summary import describe_memory, describe_model, describe_training
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
@@ -113,10 +113,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_placement(config)
     model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
-    model_line = f"{'model':<13}{config.model.path}"
+    model_line = describe_model(config, model)
     warnings, training = [], []
-    if model is not None:
-        model_line += f" ({model}), {count_weights(model):,} weights"
     if warning := shipped_policy_warning(config):
         warnings.append(warning)
     lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template)]

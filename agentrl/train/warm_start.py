@@ -1,4 +1,4 @@
-"""The warm start of a run with ``model.warm_start``: supervised fine-tuning on demonstrations in a separate process.
+"""The warm start of a run with ``model.warm_start``: supervised fine-tuning in a separate process.
 
 The process ends before the rest of the run starts, so that all its GPU memory is free again.
 """
@@ -36,7 +36,7 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     """Return the configuration of the warm start of a run in ``folder``, or None if the run has none.
 
     Raises:
-        ConfigError: ``model.warm_start`` names no configuration, or one without demonstrations; messages name the key.
+        ConfigError: ``model.warm_start`` names no configuration, or one without data; messages name the key.
     """
     name = config.model.warm_start
     if name is None:
@@ -53,15 +53,15 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
         warm = validate(merge(tree, of_the_run), [algorithm_faults])
     except ConfigError as error:
         raise ConfigError(f"model.warm_start={name}: {error}") from None
-    if warm.tasks.name is None:
-        raise ConfigError(f"model.warm_start={name}: it names no taskset (tasks.name) to take demonstrations from")
+    if warm.tasks.name is None and warm.data.path is None:
+        raise ConfigError(f"model.warm_start={name}: it names neither chats (data.path) nor a taskset (tasks.name)")
     return warm
 
 
 def describe(sft: SftConfig) -> str:
     """Return one line on the length of a warm start."""
     minutes = f", {sft.minutes:g} minutes at most" if sft.minutes else ""
-    return f"{sft.steps} steps of {sft.batch_size} demonstrations{minutes}"
+    return f"{f'{sft.epochs:g} epochs' if sft.steps is None else f'{sft.steps} steps'} in batches of {sft.batch_size}{minutes}"
 
 
 async def initial_policy(

@@ -45,7 +45,7 @@ class Qwen3Instruct(Format):
     def _turns(self, messages: Sequence[Message], *, after_query: bool = False) -> str:
         """Return the text of messages after the system message; ``after_query`` is whether a user query precedes them."""
         return "".join(
-            _assistant(message, message.content) if message.role == "assistant" else qwen_turn(messages, index)
+            _assistant(message, "", message.content) if message.role == "assistant" else qwen_turn(messages, index)
             for index, message in enumerate(messages)
         )
 
@@ -99,22 +99,22 @@ class Qwen3(Qwen3Instruct):
         last_query = _last_query(messages)
         last_before = last_query if last_query is not None else -1 if after_query else len(messages) - 1
         return "".join(
-            _assistant(message, self._content(message, index > last_before, index == len(messages) - 1))
+            _assistant(message, *self._content(message, index > last_before, index == len(messages) - 1))
             if message.role == "assistant"
             else qwen_turn(messages, index)
             for index, message in enumerate(messages)
         )
 
-    def _content(self, message: Message, current: bool, final: bool) -> str:
-        """Return the content of an assistant message as in the template: reasoning only in the ``current`` exchange."""
+    def _content(self, message: Message, current: bool, final: bool) -> tuple[str, str]:
+        """Return thought and content of an assistant message as in the template: a thought only in the ``current`` exchange."""
         if self._keep and message.token_ids:
-            return self._opener.removeprefix(OPENER) + message.content
+            return self._opener.removeprefix(OPENER), message.content
         reasoning, content = split_thinking(message.content)
         if message.token_ids and current and reasoning:
-            return self._opener.removeprefix(OPENER) + message.content
+            return self._opener.removeprefix(OPENER), message.content
         if (current and (final or reasoning)) or (self._keep and reasoning):
-            return f"{THINK}\n{reasoning.strip(chr(10))}\n{THINK_END}\n\n{content.lstrip(chr(10))}"
-        return content
+            return f"{THINK}\n{reasoning.strip(chr(10))}\n{THINK_END}\n\n", content.lstrip(chr(10))
+        return "", content
 
 
 def is_query(message: Message) -> bool:
@@ -127,6 +127,6 @@ def _last_query(messages: Sequence[Message]) -> int | None:
     return next((index for index in range(len(messages) - 1, -1, -1) if is_query(messages[index])), None)
 
 
-def _assistant(message: Message, content: str) -> str:
+def _assistant(message: Message, thought: str, content: str) -> str:
     calls = [call_text(call) for call in message.tool_calls]
-    return f"{START}assistant\n" + "\n".join(([content] if content or not calls else []) + calls) + f"{END}\n"
+    return f"{START}assistant\n{thought}" + "\n".join(([content] if content or not calls else []) + calls) + f"{END}\n"

@@ -26,7 +26,8 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.sft.batches import batches
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.sft.demonstrations import Demonstrations
-from agentrl.sft.run import RendererOf, sft
+from agentrl.sft.preflight import RendererOf
+from agentrl.sft.run import sft
 
 WARM = model_folder("multihop-warm")
 assert WARM is not None
@@ -209,7 +210,7 @@ def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
     assert rows[-1]["train/lr"] < rows[0]["train/lr"] == pytest.approx(1e-3)
     written = load_model(out, "bfloat16")
     assert written.config.dtype is torch.bfloat16
-    weights = load_model(tmp_path / "run" / "checkpoint" / "model", "bfloat16").state_dict()
+    weights = load_model(tmp_path / "run" / "checkpoint" / "step_000008" / "model", "bfloat16").state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in written.state_dict().items())
     assert (out / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
     assert load_tokenizer(out).chat_template

@@ -74,7 +74,7 @@ def test_done_once_and_repeated_for_another_configuration(config: Config, tmp_pa
     trained = load_model(model).state_dict()
     assert any((trained[name] != weight).any() for name, weight in load_model(WARM).state_dict().items())
     output = console.export_text()
-    assert "2 steps of 2 demonstrations" in output
+    assert "2 steps in batches of 2" in output
     assert "step 2/2  loss" in output, "its progress is shown"
     assert "Loading weights" not in output, "and no bars of other libraries"
     stamp = (model / "model.safetensors").stat().st_mtime_ns
@@ -114,7 +114,7 @@ def test_refused_before_anything_starts(overrides: list[str], message: str) -> N
 
 def test_a_dry_run_tells_of_it() -> None:
     lines = plan_run(load_config(None, ["tasks.name=multihop", "model.warm_start=search_r1/sft_warm"])).lines
-    assert lines[-1].split(maxsplit=2) == ["warm", "start", "search_r1/sft_warm: 900 steps of 64 demonstrations"]
+    assert lines[-1].split(maxsplit=2) == ["warm", "start", "search_r1/sft_warm: 900 steps in batches of 64"]
 
 
 def test_a_replay_has_the_policy_that_sampled(config: Config, tmp_path: Path) -> None:
