@@ -24,7 +24,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import Action, Generation, Message, Prompt, SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.data.task_sources import NoTasks
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import GroupRunner, SamplingChange
 from agentrl.inference.client.generation import generate_body
 from agentrl.models.load import load_tokenizer
 from agentrl.models.random_models import find_model_shape, write_random_model
@@ -259,16 +259,11 @@ async def _record(services: Services, jobs: Sequence[Job]) -> list[Script]:
     return list(recorder.scripts.values())
 
 
-def full_turns(services: Services, new_tokens: int, sampler: Sampler | None = None) -> EpisodeRunner:
+def full_turns(services: Services, new_tokens: int, sampler: Sampler | None = None) -> GroupRunner:
     """Return a runner in which every turn has ``new_tokens`` tokens."""
     options = services.config.sampler
-    return services.runner(sampler=sampler).with_sampling(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_new_tokens=new_tokens,
-        ignore_eos=True,
-    )
+    change = SamplingChange(options.temperature, options.top_p, options.top_k, new_tokens, ignore_eos=True)
+    return services.runner(sampler=sampler).with_sampling(change)
 
 
 async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:

@@ -14,7 +14,7 @@ from typing import Any
 from agentrl.config.rollout import RolloutConfig
 from agentrl.core.types import FinishReason, Generation, Rollout, Row
 from agentrl.data.jobs import Job
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import GroupRunner
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.train.pipeline.journal import Journal
@@ -44,13 +44,13 @@ class RolloutTimes:
     """CPU time of the event loop's thread per turn."""
 
 
-async def bench_rollout(runner: EpisodeRunner, jobs: Sequence[Job]) -> RolloutTimes:
+async def bench_rollout(runner: GroupRunner, jobs: Sequence[Job]) -> RolloutTimes:
     """Run all jobs once and return the times. Run it twice and use the second: the first fills caches."""
     return await _measure(runner.run_many(jobs))
 
 
 async def bench_loop(
-    runner: EpisodeRunner, jobs: Sequence[Job], concurrency: int, max_staleness: int, folder: Path
+    runner: GroupRunner, jobs: Sequence[Job], concurrency: int, max_staleness: int, folder: Path
 ) -> RolloutTimes:
     """Run all jobs once as groups of training steps, and return the times.
 

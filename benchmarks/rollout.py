@@ -17,7 +17,7 @@ from agentrl.core.types import Generation, Prompt, Row, SamplingParams
 from agentrl.data.buffer import get_tasks
 from agentrl.data.jobs import Job, episode_seed
 from agentrl.data.task_sources import TaskSources, make_order, open_tasks, read_splits
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import GroupRunner
 from agentrl.models.load import load_tokenizer
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import make_renderer
@@ -80,7 +80,7 @@ async def measure_rollout(config: Config, episodes: int, report: Callable[[str, 
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
         async with open_services(config, tasks, model, Path(folder), config.run.seed) as services:
             replay = Replay(services.fleet.sampler)
-            runner: EpisodeRunner = services.runner(sampler=replay)
+            runner: GroupRunner = services.runner(sampler=replay)
             jobs = grouped_jobs(config, tasks, episodes)
             await bench_rollout(services.runner(), jobs[: min(64, len(jobs))])
             await services.fleet.flush()

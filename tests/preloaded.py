@@ -57,7 +57,12 @@ RUN_MODULES = (
 )
 """What a run through the command line imports."""
 ENGINE = "agentrl.inference.embedded"
-TARGETS = {ENGINE: f"{ENGINE}.__main__:main", "agentrl.cli.main": "agentrl.cli.main:main"}
+RUNNER = "agentrl.runtime.runners.process"
+TARGETS = {
+    ENGINE: f"{ENGINE}.__main__:main",
+    RUNNER: f"{RUNNER}:main",
+    "agentrl.cli.main": "agentrl.cli.main:main",
+}
 """What ``python -m`` calls."""
 CHILD_MODULES = (
     "torch",
@@ -67,6 +72,7 @@ CHILD_MODULES = (
     "agentrl.inference.embedded.app",
     "agentrl.inference.embedded.stop_strings",
     "agentrl.cli.main",
+    RUNNER,
 )
 """What engines and tool servers import."""
 _LENGTH = 4

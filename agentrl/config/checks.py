@@ -12,6 +12,7 @@ from string import Formatter
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
+from agentrl.config.runners import runner_faults
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST
@@ -36,6 +37,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
         *_algo(config.algo, config.sampler),
         *_distillation(config),
         *_batches(config),
+        *runner_faults(config),
         *engine_faults(config),
         *_self_play(config),
         *_frozen_roles(config),

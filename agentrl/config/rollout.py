@@ -26,6 +26,8 @@ class FailureConfig(Section):
     """A tool or its server failed, not caused by its input."""
     sandbox: FailureAction = "retry"
     """A sandbox failed, not caused by the code in it."""
+    runner: Literal["drop", "retry", "stop"] = "retry"
+    """The runner process of the episode ended, such as by a crash in an environment's C code (``rollout.runners``)."""
     task: FailureAction = "drop"
     """The task is unusable, such as a prompt longer than ``rollout.max_tokens`` or messages that the chat template refuses."""
     max_retries: NonNegativeInt = 2
@@ -73,6 +75,13 @@ class RolloutConfig(Section):
     """Seconds that environment and tools may take in an episode. The time of engines does not count, and neither do outages."""
     concurrency: PositiveInt = 256
     """Episodes that run at the same time."""
+    runners: NonNegativeInt | Literal["auto"] = "auto"
+    """Processes that run the episodes; 0: the run's own process. ``auto``: one for each 8 cores that the run may use, 8 at most,
+    if that is 2 or more, ``rollout.concurrency`` is at least 64, and neither traces nor ``weights.prefix_cache=keep`` are set."""
+    max_runner_restarts: NonNegativeInt = 20
+    """Runner processes that are started again after they died; one more ends the run."""
+    runner_timeout_s: Seconds = 300.0
+    """Seconds without a sign of life after which a runner process is killed and started again."""
     failure: FailureConfig = Field(default_factory=FailureConfig)
     """What follows when an episode fails, by the origin of the error."""
     buffer_filter: str | None = None

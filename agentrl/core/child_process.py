@@ -151,6 +151,7 @@ class ChildProcess:
         name: str,
         env: Mapping[str, str] | None = None,
         error: type[AgentrlError] = AgentrlError,
+        pass_fds: Sequence[int] = (),
     ) -> Self:
         """Start ``command``; what it prints is appended to ``log``.
 
@@ -160,6 +161,7 @@ class ChildProcess:
             name: what messages call the child.
             env: variables added to this process's environment.
             error: raised by this object's methods.
+            pass_fds: file descriptors that the child inherits, with the same numbers.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -172,7 +174,7 @@ class ChildProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=variables,
-                    pass_fds=(reading,),
+                    pass_fds=(reading, *pass_fds),
                     start_new_session=True,
                 )
         except OSError as os_error:
@@ -244,6 +246,10 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
         self._process.wait()
         os.close(self._pipe)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the child and its whole group; `stop` is still to be called."""
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

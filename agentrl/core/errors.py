@@ -21,6 +21,7 @@
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
+    ├── RunnerError                a runner process that does not start, or died too often
     ├── LearnerError               a learner that failed
     │   ├── ProvenanceError        a batch that would train on tokens that no engine sampled
     │   └── UngradedError          rollouts that would be trained without a reward
@@ -138,6 +139,10 @@ class EngineError(AgentrlError):
 
 class ToolServerError(AgentrlError):
     """A tool server does not start, or died."""
+
+
+class RunnerError(AgentrlError):
+    """A runner process that does not start, or died too often."""
 
 
 class LearnerError(AgentrlError):

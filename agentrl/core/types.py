@@ -243,6 +243,8 @@ class FailureKind(StrEnum):
     """A sandbox failed, not caused by the code in it."""
     TASK = "task"
     """The task itself is unusable, or its conversation cannot be written in the chat format."""
+    RUNNER = "runner"
+    """The runner process of the episode ended, such as by a crash in an environment's C code."""
     REWARD = "reward"
     """The reward function raised, timed out, or returned no number."""
 
@@ -452,6 +454,8 @@ class Rollout:
     """Rewards of all agents of a multi-agent episode, by seat."""
     seats: tuple[SeatRecord, ...] = ()
     """Who played the agents of a multi-agent episode, and when, by seat."""
+    record: bytes = field(default=b"", repr=False)
+    """What a runner process has sent (`agentrl.episode.record`), until the journal has it. Not recorded in files."""
 
 
 def json_state(value: Any) -> Any:

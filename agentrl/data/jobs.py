@@ -15,7 +15,7 @@ from agentrl.data.buffer import DataBuffer, load_buffer_filter
 
 OnDone = Callable[[Rollout], None]
 
-INFRASTRUCTURE = frozenset({FailureKind.SAMPLER, FailureKind.TOOL, FailureKind.SANDBOX})
+INFRASTRUCTURE = frozenset({FailureKind.SAMPLER, FailureKind.TOOL, FailureKind.SANDBOX, FailureKind.RUNNER})
 """Failures that are neither the task's nor the policy's."""
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, task_source_name
 from agentrl.core.tool import CallTool
-from agentrl.core.types import Failure, Rollout, StopReason
+from agentrl.core.types import Rollout, StopReason
 from agentrl.data.jobs import Job
 from agentrl.episode.chat import Agent
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
-from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.failure_policy import FailurePolicy, describe_failure
 from agentrl.episode.multi_agent_episode import MultiAgentEpisode
 from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
@@ -55,6 +54,59 @@ class EpisodeSettings:
     def has_single_rollouts(self) -> bool:
         """Whether each episode is one rollout, with the id of its job."""
         return self.generate is None and self.lineup is None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingChange:
+    """Sampling parameters in place of a runner's. Its engines return no experts then."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int | None = None
+    """None: the runner's limit stays."""
+    ignore_eos: bool = False
+
+
+class GroupRunner(Protocol):
+    """Runs groups of episodes: in this process (`EpisodeRunner`), or in others."""
+
+    @property
+    def has_single_rollouts(self) -> bool:
+        """Whether each episode is one rollout, with the id of its job."""
+        ...
+
+    def with_sampling(self, change: SamplingChange) -> GroupRunner:
+        """Return a runner with these sampling parameters, under the same limit of concurrent episodes."""
+        ...
+
+    async def run_many(
+        self,
+        jobs: Sequence[Job],
+        on_done: Callable[[Rollout], None] | None = None,
+        *,
+        on_ended: Callable[[], None] = lambda: None,
+        check_dropped: bool = True,
+        saved: SavedStates | None = None,
+    ) -> list[Rollout]:
+        """Run all jobs and return their rollouts in the jobs' order.
+
+        Args:
+            jobs: the episodes.
+            on_done: gets each rollout once it has its reward.
+            on_ended: called when an episode has ended, before it is graded.
+            check_dropped: see `check_dropped`, which is called with the rollouts.
+            saved: saves episodes of an environment of one agent between turns; they resume from their saved states.
+
+        Raises:
+            RunStopped: the failure policy stops the run over one episode or over the number of dropped ones, or the
+                grader does.
+        """
+        ...
+
+    def check_dropped(self, rollouts: Sequence[Rollout]) -> None:
+        """See `FailurePolicy.check_dropped`."""
+        ...
 
 
 class EpisodeSlots:
@@ -91,29 +143,18 @@ class EpisodeRunner:
         """Whether each episode is one rollout, with the id of its job."""
         return all(settings.has_single_rollouts for settings in self._by_source.values())
 
-    def with_sampling(
-        self,
-        *,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        max_new_tokens: int | None = None,
-        ignore_eos: bool = False,
-    ) -> EpisodeRunner:
-        """Return a runner with these sampling parameters and the same slots.
-
-        Its engines return no experts. Without ``max_new_tokens`` the limit of this runner stays.
-        """
+    def with_sampling(self, change: SamplingChange) -> EpisodeRunner:
+        """Return a runner with these sampling parameters and the same slots."""
         by_source = {}
         for name, settings in self._by_source.items():
             context = settings.context
-            tokens = max_new_tokens or context.limits.max_new_tokens
+            tokens = change.max_new_tokens or context.limits.max_new_tokens
             sampling = replace(
                 context.sampling,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                ignore_eos=ignore_eos,
+                temperature=change.temperature,
+                top_p=change.top_p,
+                top_k=change.top_k,
+                ignore_eos=change.ignore_eos,
                 max_new_tokens=tokens,
                 experts_from=None,
             )
@@ -140,23 +181,12 @@ class EpisodeRunner:
         check_dropped: bool = True,
         saved: SavedStates | None = None,
     ) -> list[Rollout]:
-        """Run all jobs and return their rollouts in the jobs' order.
-
-        Args:
-            jobs: the episodes.
-            on_done: gets each rollout once it has its reward.
-            on_ended: called when an episode has ended, before it is graded.
-            check_dropped: see `check_dropped`, which is called with the rollouts.
-            saved: saves episodes of an environment of one agent between turns; they resume from their saved states.
+        """Run all jobs; see `GroupRunner.run_many`.
 
         A grader of single rollouts is called as each episode ends, one of groups when all episodes of a task have ended;
         until then the tool sessions of these episodes stay open. So with a grader of groups a tool server holds up to
         ``rollout.batch_size`` times ``rollout.n_samples_per_prompt`` sessions, and its ``max_sessions`` must allow that
         many. Cancellation aborts every request and closes every session.
-
-        Raises:
-            RunStopped: the failure policy stops the run over one episode or over the number of dropped ones, or the
-                grader does.
         """
         tools: dict[str, ToolRunner] = {}
         try:
@@ -223,7 +253,7 @@ class EpisodeRunner:
                 if action == "stop" and failure is not None:
                     raise RunStopped(
                         f"episode {job.rollout_id} failed and rollout.failure.{failure.kind.value}=stop: "
-                        f"{_describe(failure)}"
+                        f"{describe_failure(failure)}"
                     ) from raised
                 if action != "retry":
                     for rollout in rollouts:
@@ -274,18 +304,8 @@ class EpisodeRunner:
             await asyncio.gather(*(runner.close() for runner in runners))
 
     def check_dropped(self, rollouts: Sequence[Rollout]) -> None:
-        """Check the number of dropped episodes.
-
-        Raises:
-            RunStopped: it is more than ``rollout.failure.max_failed_share`` of them.
-        """
-        failures = [rollout.failure for rollout in rollouts if rollout.dropped and rollout.failure is not None]
-        if self._failure.too_many(len(failures), len(rollouts)):
-            common, times = Counter(_describe(failure) for failure in failures).most_common(1)[0]
-            raise RunStopped(
-                f"{len(failures)} of {len(rollouts)} episodes failed for good, more than "
-                f"rollout.failure.max_failed_share={self._failure.config.max_failed_share:g}; {times} of them with: {common}"
-            )
+        """See `FailurePolicy.check_dropped`."""
+        self._failure.check_dropped(rollouts)
 
 
 def _load_saved(job: Job, saved: SavedStates | None) -> tuple[EpisodeState | None, dict[str, Any] | None]:
@@ -313,7 +333,3 @@ async def _play(episode: MultiAgentEpisode) -> tuple[list[Rollout], ToolRunner, 
     except EpisodeError as error:
         failure, raised = error.as_failure(), error
     return episode.rollouts(failure), episode.tools, raised
-
-
-def _describe(failure: Failure) -> str:
-    return f"{failure.error}: {failure.message}"

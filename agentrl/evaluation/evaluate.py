@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job, episode_seed
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import GroupRunner, SamplingChange
 from agentrl.evaluation.metrics import SetMetrics, compute_metrics, flat, metrics_to_dict
 from agentrl.evaluation.sets import EvalTasks
 
@@ -68,7 +68,7 @@ def make_jobs(eval_set: EvalTasks) -> list[Job]:
     ]
 
 
-async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: OnDone | None = None) -> list[SetResult]:
+async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDone | None = None) -> list[SetResult]:
     """Run all sets at the same time, under the runner's one limit on concurrency.
 
     Args:
@@ -82,10 +82,8 @@ async def evaluate(sets: Sequence[EvalTasks], runner: EpisodeRunner, on_done: On
 
     async def run(eval_set: EvalTasks) -> SetResult:
         plan = eval_set.plan
-        sampling = runner.with_sampling(
-            temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k, max_new_tokens=plan.max_new_tokens
-        )
-        rollouts = await sampling.run_many(make_jobs(eval_set), on_done)
+        change = SamplingChange(plan.temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
+        rollouts = await runner.with_sampling(change).run_many(make_jobs(eval_set), on_done)
         games = bool(eval_set.lineups)
         metrics = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
         return SetResult(eval_set, metrics, rollouts)

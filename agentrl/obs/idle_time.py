@@ -23,7 +23,7 @@ class IdleTime:
     Engines are seen as the clients see them: with ``sampler.router=sglang`` all count as one.
 
     Args:
-        engines: number of engines.
+        engines: number of engines; 0: requests are sent by other processes, and only the learner is measured.
         slots: most requests that the run can have in progress.
     """
 
@@ -105,9 +105,11 @@ class IdleTime:
             seconds = current_time - self._begin
             if seconds <= 0:
                 return {}
-            shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
-            metrics = {"engine_idle/total": sum(shares.values()), "learner_idle/total": 1 - self._learner_s / seconds}
-            metrics |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
+            metrics = {"learner_idle/total": 1 - self._learner_s / seconds}
+            if self._engines:
+                shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
+                metrics |= {"engine_idle/total": sum(shares.values())}
+                metrics |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
             if self._episode_s > 0:
                 slot_seconds = self._episode_s * self._slots
                 metrics |= {

@@ -103,6 +103,13 @@ class waiting:
         return f"{self.kind} {self.details}".strip()
 
 
+def note_progress() -> None:
+    """Count as progress what another process has done."""
+    outer = _inside.get()
+    if outer is not None and outer.waits is not None:
+        outer.waits.last_progress = monotonic()
+
+
 class WaitListener(Protocol):
     """Is called at the begin and the end of each wait, in the thread that waits. It must not raise."""
 

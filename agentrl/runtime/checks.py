@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.algo.registry import make_estimator
 from agentrl.batch.groups import GroupFilters
 from agentrl.cluster.placement_layout import gpus_here
 from agentrl.config.engine_checks import check_context
@@ -12,8 +13,9 @@ from agentrl.config.obs import ObsConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
-from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.errors import ConfigError, MissingError, unknown_name
 from agentrl.core.extras import install_command, is_installed, not_installed_error
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
@@ -21,7 +23,7 @@ from agentrl.data.task_sources import errors_name_source
 from agentrl.inference.fleet.sglang_router import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
-from agentrl.runtime.roles import check_roles, make_lineup
+from agentrl.runtime.roles import make_lineup
 from agentrl.runtime.run_tools import run_services
 from agentrl.self_play.opponents import check_self_play
 
@@ -49,6 +51,27 @@ def _check_episodes(config: Config) -> None:
     make_lineup(config.env)
     run_services(config)
     check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
+
+
+def check_roles(config: Config, env: EnvBase) -> None:
+    """Check that an environment has the roles that the advantage estimator names.
+
+    Raises:
+        ConfigError: it has no such role.
+    """
+    estimator = make_estimator(config.algo.advantage)
+    if not estimator.role_options:
+        return
+    if not isinstance(env, MultiAgentEnv):
+        raise ConfigError(
+            f"algo.advantage.name={estimator.name}, and env.name={config.env.name} has one agent, without roles; "
+            "set algo.advantage.name=grpo"
+        )
+    role_names = {env.role_of(agent) for agent in env.possible_agents}
+    for option in estimator.role_options:
+        for role in getattr(estimator.options, option):
+            if role not in role_names:
+                raise unknown_name(f"role of {config.env.name}", role, role_names, f"algo.advantage.options.{option}")
 
 
 def _make_env(section: EnvConfig) -> EnvBase:

@@ -1,14 +1,11 @@
-"""Roles of a run against its environment: who plays them by ``env.roles``, and those that the algorithm names."""
+"""Who plays the roles of a run's environment, by ``env.roles``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from agentrl.algo.registry import make_estimator
-from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig, RoleConfig
-from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.lineup import MAIN, EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
@@ -54,27 +51,6 @@ def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyT
     )
     _check_trained(config, env, lineup)
     return lineup
-
-
-def check_roles(config: Config, env: EnvBase) -> None:
-    """Check that an environment has the roles that the advantage estimator names.
-
-    Raises:
-        ConfigError: it has no such role.
-    """
-    estimator = make_estimator(config.algo.advantage)
-    if not estimator.role_options:
-        return
-    if not isinstance(env, MultiAgentEnv):
-        raise ConfigError(
-            f"algo.advantage.name={estimator.name}, and env.name={config.env.name} has one agent, without roles; "
-            "set algo.advantage.name=grpo"
-        )
-    role_names = {env.role_of(agent) for agent in env.possible_agents}
-    for option in estimator.role_options:
-        for role in getattr(estimator.options, option):
-            if role not in role_names:
-                raise unknown_name(f"role of {config.env.name}", role, role_names, f"algo.advantage.options.{option}")
 
 
 def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:

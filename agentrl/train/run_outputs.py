@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.config.self_play import label
@@ -40,7 +41,8 @@ def open_monitor(
         traces.append(open_otlp(obs.otlp, folder))
     for trace in traces:
         exits.callback(trace.close)
-    idle_time = IdleTime(*engines_and_slots(config))
+    engines, slots = engines_and_slots(config)
+    idle_time = IdleTime(0 if runner_count(config) else engines, slots)  # requests of other processes are not seen
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
     exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, *view.listeners)))

@@ -79,6 +79,7 @@ CASES = (
     Case("search, engines in a placement group", "search_r1", ("placement.mode=disaggregate", "sampler.engines=2")),
     Case("search, asynchronous, two ranks", "search_r1", (*ASYNC, "learner.ranks=2")),
     Case("python, synchronous, two engines", "python_math", ("sampler.engines=2",)),
+    Case("search, asynchronous, two runners", "search_r1", (*ASYNC, "rollout.runners=2")),
     # A group has about 250 tokens.
     Case("search, streaming", "search_r1", ("async.streaming=true", "batch.tokens_per_micro=200")),
 )

@@ -15,6 +15,7 @@ VARIABLE = "AGENTRL_CHAOS_RUN"
 KINDS = (
     "main",
     "engine",
+    "runner",
     "learner rank",
     "tool server",
     "sandbox",
@@ -30,6 +31,7 @@ _BY_WORDS = (
     ("raylet/raylet ", "raylet"),
     ("gcs/gcs_server ", "gcs"),
     ("agentrl.inference.embedded", "engine"),
+    ("agentrl.runtime.runners.process", "runner"),
     ("tools serve", "tool server"),
     ("ray::LearnerActor", "learner rank"),
     ("ray::EngineHost", "engine host"),

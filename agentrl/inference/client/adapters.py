@@ -22,13 +22,24 @@ def adapter_version(name: str) -> int:
     return int(name.rpartition(_VERSION)[2].partition("-")[0])
 
 
+def adapter_of(adapters: Mapping[str, str], policy: str, url: str) -> str | None:
+    """Return the name of the adapter that new requests of a policy use; None for the engine's weights alone.
+
+    Raises:
+        SamplerError: the engine at ``url`` has no such policy.
+    """
+    if policy in adapters or (policy == MAIN and not adapters):
+        return adapters.get(policy)
+    raise SamplerError(f"policy={policy!r}: the engine at {url} serves {', '.join(adapters) or MAIN}")
+
+
 class SGLangAdapters:
     """The adapters of one engine, by policy. SGLang caches prefixes for each adapter, so those of two versions never mix."""
 
     def __init__(self, control: ControlEndpoint) -> None:
         """Control the engine behind ``control``."""
         self._control = control
-        self._current: dict[str, str] = {}
+        self.current: dict[str, str] = {}
         """The adapter that new requests use, by policy."""
         self._loaded: list[str] = []
         """Adapters that may be loaded: also those of requests that failed."""
@@ -39,11 +50,7 @@ class SGLangAdapters:
         Raises:
             SamplerError: the engine has no such policy.
         """
-        if policy in self._current or (policy == MAIN and not self._current):
-            return self._current.get(policy)
-        raise SamplerError(
-            f"policy={policy!r}: the engine at {self._control.url} serves {', '.join(self._current) or MAIN}"
-        )
+        return adapter_of(self.current, policy, self._control.url)
 
     async def load(self, adapters: Mapping[str, LoraAdapter], version: int, *, keep_old: bool) -> None:
         """Load adapters by policy for new requests, and unload earlier ones unless ``keep_old``: requests may still use them.
@@ -59,7 +66,7 @@ class SGLangAdapters:
             body = await asyncio.to_thread(_body, names[policy], adapter)
             await self._control.call("/load_lora_adapter_from_tensors", body, once=True)
         await self._control.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._current = names
+        self.current = names
         for name in [] if keep_old else previous_names:
             with contextlib.suppress(ControlRefused):  # it was never loaded
                 await self._control.call("/unload_lora_adapter", {"lora_name": name})
@@ -67,7 +74,7 @@ class SGLangAdapters:
 
     def drop(self) -> None:
         """Let new requests use the engine's weights alone."""
-        self._current = {}
+        self.current = {}
 
 
 def _body(name: str, adapter: LoraAdapter) -> dict[str, Any]:

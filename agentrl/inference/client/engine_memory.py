@@ -56,6 +56,7 @@ class SGLangMemory:
         self._resumed.clear()
         sent = False
         try:
+            await self._updates.publish()
             if cut is not None:
                 await self._cut(cut)
             await self._updates.wait_idle()
@@ -68,7 +69,8 @@ class SGLangMemory:
             raise
         finally:
             if "weights" in self._released:
-                self._updates.note_released()
+                self._updates.set_released(True)
+            await self._updates.publish()
 
     async def resume(self, tag: MemoryTag) -> None:
         """Allocate released memory again."""
@@ -77,8 +79,9 @@ class SGLangMemory:
         await self._control.call("/resume_memory_occupation", {"tags": [tag]}, once=True)
         self._released.remove(tag)
         if tag == "weights":
-            self._updates.note_resumed()
+            self._updates.set_released(False)
         self._set_if_resumed()
+        await self._updates.publish()
 
     def _set_if_resumed(self) -> None:
         if not self._released and self._resumed is not None:

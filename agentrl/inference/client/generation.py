@@ -21,6 +21,7 @@ from agentrl.core.errors import EngineLostError, SamplerError
 from agentrl.core.lineup import MAIN
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
+from agentrl.inference.client.engine_state import EngineState
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.prefix_ages import PrefixAges
 from agentrl.inference.client.segments import Segment, Vocabulary, experts_options, join, read_experts
@@ -94,6 +95,14 @@ class GenerationClient(ABC):
         if policy != MAIN:
             raise SamplerError(f"policy={policy!r}: the engine at {self._http.url} serves one policy, {MAIN!r}")
         return None
+
+    def state(self) -> EngineState:
+        """Return what another process needs to send generations here."""
+        return replace(self._engine_state(), ready=self.ready, cache_key=self._cache_key())
+
+    def _engine_state(self) -> EngineState:
+        """Return the fields of `state` that kinds of clients have differently."""
+        return EngineState(self._http.url, (self._http.url,))
 
     def _cache_key(self) -> str | None:
         """Return what separates the prefixes of requests in the engine's cache: only those of one key are reused."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Literal
+
+from typing_extensions import override
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
+from agentrl.inference.client.engine_state import EngineMirror, EngineState, RequestsInProgress
 from agentrl.inference.client.generation import KEEPING, GenerationClient, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Vocabulary
@@ -36,6 +40,7 @@ class SGLangClient(GenerationClient):
         routed: GenerationClient | None = None,
         number: int = 0,
         prefix_cache: str = "drop",
+        mirror: EngineMirror | None = None,
     ) -> None:
         """Remember the engine's address.
 
@@ -46,6 +51,7 @@ class SGLangClient(GenerationClient):
             routed: client of a router in front of the engine, if generations go through one: any of them may run here.
             number: index of the engine in the run.
             prefix_cache: ``weights.prefix_cache``.
+            mirror: informs other processes that sample with the engine.
         """
         http = EngineHttp(url, timeout_s)
         super().__init__(http, vocabulary, knows_ages=prefix_cache == "keep")
@@ -53,6 +59,7 @@ class SGLangClient(GenerationClient):
         self.url = url
         self.number = number
         self._generations: GenerationClient = routed or self
+        self._mirror = mirror
         self._resumed: asyncio.Event | None = None
         """Cleared while the engine is paused; None: it was not so far."""
         self.control = control = ControlEndpoint(http)
@@ -60,7 +67,7 @@ class SGLangClient(GenerationClient):
             control,
             paused=self._is_paused,
             keeps_requests=lambda: self._is_paused() and self._generations.keeps_requests,
-            on_update=self._generations.note_update,
+            publish=self._publish,
             drops_cache=prefix_cache == "drop",
         )
         self.memory = SGLangMemory(control, self.updates, self._cut)
@@ -87,6 +94,26 @@ class SGLangClient(GenerationClient):
     def adapter(self, policy: str) -> str | None:
         """Return the name of the LoRA adapter that generations of a policy use."""
         return self.updates.adapters.of(policy)
+
+    @override
+    def _engine_state(self) -> EngineState:
+        waits = self._is_paused() or self.updates.in_progress or not self.memory.ready
+        unfit = "" if waits else self.updates.unfit
+        return replace(super()._engine_state(), unfit=unfit, adapters=dict(self.updates.adapters.current))
+
+    async def _publish(self, *, pause: str | None = None, updated: bool = False) -> RequestsInProgress:
+        """Inform this process's generations and other processes of what has happened to the engine."""
+        if pause is not None:
+            self._generations.note_pause(pause)
+        if updated:
+            self._generations.note_update()
+        if self._mirror is None:
+            return RequestsInProgress()
+        return await self._mirror.publish(self._generations, pause=pause, updated=updated)
+
+    async def _unanswered(self) -> int:
+        """Return how many requests of all processes have no reply."""
+        return self._generations.unanswered + (await self._publish()).unanswered
 
     def _cache_key(self) -> str | None:
         """Return the policy version, if requests reuse only what their version has computed."""
@@ -123,23 +150,25 @@ class SGLangClient(GenerationClient):
     async def pause(self, mode: str = "retract") -> None:
         """Stop sampling; see `agentrl.inference.base.EngineControl`."""
         self._resume_event().clear()
-        self._generations.note_pause(mode)
+        await self._publish(pause=mode)
         try:
             if mode not in KEEPING:
                 await self._end_requests()
             await self.control.call("/pause_generation", {"mode": "abort" if mode == "restart" else mode})
         except EngineError:
             self._resume_event().set()
+            await self._publish()
             raise
 
     async def resume(self) -> None:
         """Continue sampling."""
         await self.control.call("/continue_generation", {})
         self._resume_event().set()
+        await self._publish()
 
     async def _cut(self, mode: str) -> None:
         """Abort the generations in progress, those too whose request has not reached the engine yet."""
-        while self._generations.unanswered:
+        while await self._unanswered():
             await self.pause(mode)
             await self.resume()
             await asyncio.sleep(_CUT_POLL_S)
@@ -150,7 +179,7 @@ class SGLangClient(GenerationClient):
         A pause would abort them too, but SGLang (0.5.17, 0.5.23) looks only once a second whether they have ended.
         """
         end = time.monotonic() + _CUT_S
-        while self._generations.unanswered and time.monotonic() < end:
+        while await self._unanswered() and time.monotonic() < end:
             await self.control.call("/abort_request", {"rid": "", "abort_all": True})
             await asyncio.sleep(_CUT_POLL_S)
 

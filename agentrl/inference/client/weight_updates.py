@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from agentrl.distributed.sglang_loader import FOLDER, LOADER
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.adapters import SGLangAdapters
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
+from agentrl.inference.client.engine_state import RequestsInProgress
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,10 @@ _MIXTURE = "got only a part of an update of its weights"
 _EMPTY = "has released the memory of its weights, and got no whole update since"
 _SETTLE_S = 300.0
 _SETTLE_POLL_S = 0.05
+
+
+async def _no_other_process(*, updated: bool = False) -> RequestsInProgress:
+    return RequestsInProgress()
 
 
 class SGLangWeightUpdates:
@@ -42,7 +47,7 @@ class SGLangWeightUpdates:
         *,
         paused: Callable[[], bool],
         keeps_requests: Callable[[], bool],
-        on_update: Callable[[], None] = lambda: None,
+        publish: Callable[..., Awaitable[RequestsInProgress]] = _no_other_process,
         drops_cache: bool = True,
     ) -> None:
         """Control the engine behind ``control``.
@@ -51,13 +56,17 @@ class SGLangWeightUpdates:
             control: the engine.
             paused: whether it is paused now.
             keeps_requests: whether it is paused and keeps requests.
-            on_update: called when the engine has received weights.
+            publish: informs other processes that sample with the engine: called when `ready` has changed, and with
+                ``updated=True`` when the engine has received weights. Returns once they know, with their requests.
             drops_cache: whether an update empties the prefix cache.
         """
         self._control = control
         self._paused = paused
         self._keeps_requests = keeps_requests
-        self._on_update = on_update
+        self.publish = publish
+        """See the arguments."""
+        self._others_keep_requests = False
+        """Whether a paused engine keeps requests of other processes."""
         self._drops_cache = drops_cache
         self.version: int | None = None
         """Of the last whole update; None: there was none."""
@@ -83,6 +92,13 @@ class SGLangWeightUpdates:
         return self._in_progress
 
     @property
+    def unfit(self) -> str:
+        """Why generations fail instead of waiting; empty if they do not."""
+        if self._unfit is None:
+            return ""
+        return f"the engine at {self._control.url} {self._unfit}: it samples nothing until a whole one has come"
+
+    @property
     def ready(self) -> bool:
         """Whether generations may start: `wait_ready` would neither wait nor raise."""
         return self._unfit is None and not self._in_progress
@@ -95,10 +111,8 @@ class SGLangWeightUpdates:
         """
         if self._done is not None:
             await self._done.wait()
-        if self._unfit is not None:
-            raise SamplerError(
-                f"the engine at {self._control.url} {self._unfit}: it samples nothing until a whole one has come"
-            )
+        if self.unfit:
+            raise SamplerError(self.unfit)
 
     async def wait_idle(self) -> None:
         """Wait until the engine runs nothing, and drop its prefix cache.
@@ -110,13 +124,11 @@ class SGLangWeightUpdates:
             raise EngineError(f"the engine at {self._control.url} is paused or gets weights: that must end first")
         await self._wait_settled(drop=True)
 
-    def note_released(self) -> None:
-        """Record that the memory of the weights is released."""
-        self._released, self._unfit = True, _EMPTY
-
-    def note_resumed(self) -> None:
-        """Record that the weights have memory again."""
-        self._released = False
+    def set_released(self, released: bool) -> None:
+        """Record whether the memory of the weights is released."""
+        self._released = released
+        if released:
+            self._unfit = _EMPTY
 
     def check_resumed(self) -> None:
         """Check that the weights have memory.
@@ -135,25 +147,25 @@ class SGLangWeightUpdates:
         # Otherwise SGLang uses the format of its start, and one that started with dummy weights would refuse to load any.
         body["load_format"] = "auto"
         self.check_resumed()
-        self._close()
+        await self._close()
+        updated = False
         try:
             await self._wait_settled()
             await self._check_kept_requests()
             await self._load(body)
-            self.version = version
+            self.version, updated = version, True
         finally:
-            self._finish()
-        self._on_update()
+            await self._finish(updated=updated)
 
     async def from_adapters(self, adapters: Mapping[str, LoraAdapter], version: int) -> None:
         """Load the LoRA adapters of policies, while no generation starts."""
         self.check_resumed()
-        self._close()
+        await self._close()
         try:
             await self._wait_settled()
-            await self.adapters.load(adapters, version, keep_old=self._keeps_requests())
+            await self.adapters.load(adapters, version, keep_old=self._has_kept_requests())
         finally:
-            self._finish()
+            await self._finish()
 
     async def _load(self, body: dict[str, Any]) -> None:
         try:
@@ -215,13 +227,13 @@ class SGLangWeightUpdates:
         if self._in_progress:
             return
         self.check_resumed()
-        self._close()
+        await self._close()
         try:
             await self._wait_settled()
             await self._check_kept_requests()
             await self._begin()
         except BaseException:
-            self._finish()
+            await self._finish()
             raise
 
     async def cancel(self) -> None:
@@ -234,7 +246,7 @@ class SGLangWeightUpdates:
             if self._brackets:
                 await self._control.call("/end_weight_update", {})
         finally:
-            self._finish()
+            await self._finish()
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
@@ -257,13 +269,18 @@ class SGLangWeightUpdates:
         if last:
             self._unfit, self.version = None, version
             self.adapters.drop()
-            self._finish()
-        self._on_update()
+            await self._finish(updated=True)
+        else:
+            await self.publish(updated=True)
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         self._done = self._done or asyncio.Event()
         self._done.clear()
         self._in_progress, self._changed = True, False
+        self._others_keep_requests = (await self.publish()).kept
+
+    def _has_kept_requests(self) -> bool:
+        return self._keeps_requests() or (self._paused() and self._others_keep_requests)
 
     async def _wait_settled(self, *, drop: bool = False) -> None:
         """Wait until an engine that is not paused runs nothing; it may ``drop`` its prefix cache also if updates do not.
@@ -292,7 +309,7 @@ class SGLangWeightUpdates:
 
         Before 0.5.23 SGLang crashes if it must drop its cache for new weights while a pause keeps requests in it.
         """
-        if not self._keeps_requests():
+        if not self._has_kept_requests():
             return
         await self._begin()
         if not self._brackets:
@@ -302,10 +319,11 @@ class SGLangWeightUpdates:
             )
         await self._control.call("/end_weight_update", {})
 
-    def _finish(self) -> None:
+    async def _finish(self, *, updated: bool = False) -> None:
         self._in_progress = False
         if self._done is not None:
             self._done.set()
+        await self.publish(updated=updated)
 
     async def _mark_mixture(self) -> None:
         """Mark the engine's weights as a mixture, unless it reports that it stages updates: then it has the old ones."""

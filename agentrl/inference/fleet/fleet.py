@@ -15,6 +15,7 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.concurrency import FIRST, ConcurrencyMonitor
 from agentrl.inference.fleet.health import Engine, HealthMonitor, SyncWeights
+from agentrl.inference.fleet.mirror import FleetMirror
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
 from agentrl.inference.launch.launcher import Launcher, launch
@@ -47,6 +48,8 @@ class Fleet:
             prefix_cache: ``weights.prefix_cache``.
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
+        self.mirror = FleetMirror(self.sampler)
+        """The engines for other processes that sample with them."""
         self._sglang_router = (
             SGLangRouter(self.sampler, config, logs / "router.log", vocabulary, knows_ages=prefix_cache == "keep")
             if config.has_router_program
@@ -155,7 +158,7 @@ class Fleet:
         metrics |= {"rollout/cache_hit": cached / prompt} if prompt else {}
         clients: list[GenerationClient] = [*self._retired, *(engine.client for engine in self._engines)]
         clients += [] if self._sglang_router is None else [self._sglang_router]
-        if discarded := sum(client.discarded_tokens for client in clients):
+        if discarded := self.mirror.discarded_tokens + sum(client.discarded_tokens for client in clients):
             previously_discarded, self._reported_discarded = self._reported_discarded, discarded
             metrics["async/discarded_tokens"] = float(discarded - previously_discarded)
         return metrics | age_metrics([client.prefix_ages for client in clients if client.prefix_ages is not None])
@@ -188,6 +191,7 @@ class Fleet:
             routed=self._sglang_router,
             number=number,
             prefix_cache=self._prefix_cache,
+            mirror=self.mirror,
         )
 
     async def _check_length(self, engine: Engine) -> None:

@@ -104,8 +104,13 @@ class RoutedSampler:
         """Prompt tokens that the engines had in their prefix caches."""
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called with an engine's name when a request could not reach it."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when an engine or a limit has changed, and when all requests fail."""
+        self.slots: dict[str, EngineSlot] = {}
+        """The engines by name."""
+        self.failed: str | None = None
+        """Why all requests fail; None: they do not."""
         self._max_running = max_running
-        self._slots: dict[str, EngineSlot] = {}
         self._sessions: dict[str, EngineSlot] = {}
         self._prompts: dict[int, EngineSlot] = {}
         """The engine of the last session that began with a prompt, by `_Request.prefix`; the latest at the end."""
@@ -113,19 +118,19 @@ class RoutedSampler:
         self._waiting: list[tuple[int, _Request]] = []
         """Heap, by arrival, of requests that any engine may serve."""
         self._arrivals = itertools.count()
-        self._failed: str | None = None
 
     # Engines
 
-    def add(self, name: str, sampler: Sampler) -> None:
-        """Add an engine."""
-        assert name not in self._slots, name
-        slot = self._slots[name] = EngineSlot(name, sampler)
+    def add(self, name: str, sampler: Sampler, max_running: int | None = None) -> None:
+        """Add an engine, with at most ``max_running`` concurrent requests; None: the limit of all engines."""
+        assert name not in self.slots, name
+        slot = self.slots[name] = EngineSlot(name, sampler, max_running=max_running)
         self._fill(slot)
+        self.on_change()
 
     def remove(self, name: str) -> None:
         """Remove an engine; its requests move to others. Unknown names are ignored."""
-        slot = self._slots.pop(name, None)
+        slot = self.slots.pop(name, None)
         if slot is None:
             return
         slot.removed = True
@@ -136,24 +141,32 @@ class RoutedSampler:
             timeout.reschedule(now)
         for entry in slot.waiting:
             heapq.heappush(self._waiting, entry)
-        for remaining_slot in self._slots.values():
+        for remaining_slot in self.slots.values():
             self._fill(remaining_slot)
+        self.on_change()
 
-    def limit_engine(self, name: str, max_running: int) -> None:
-        """Change the limit of concurrent requests of one engine; unknown names are ignored."""
-        if (slot := self._slots.get(name)) is not None:
+    def limit(self, slot: EngineSlot) -> int | None:
+        """Return the most concurrent requests of an engine; None: there is no limit."""
+        return self._max_running if slot.max_running is None else slot.max_running
+
+    def limit_engine(self, name: str, max_running: int | None) -> None:
+        """Change the limit of concurrent requests of one engine; None: that of all. Unknown names are ignored."""
+        if (slot := self.slots.get(name)) is not None and slot.max_running != max_running:
             slot.max_running = max_running
             self._fill(slot)
+            self.on_change()
 
     def set_max_running(self, max_running: int | None) -> None:
         """Change the limit of concurrent requests per engine; None: no limit."""
         self._max_running = max_running
-        for slot in self._slots.values():
+        for slot in self.slots.values():
             self._fill(slot)
+        self.on_change()
 
     def fail(self, why: str) -> None:
         """Fail all waiting and future requests: no engine is left."""
-        self._failed = why
+        self.failed = why
+        self.on_change()
         for _, request in self._waiting:
             if request.grant is not None and not request.grant.done():
                 request.grant.set_exception(SamplerError(why))
@@ -264,7 +277,7 @@ class RoutedSampler:
         bound = self._sessions.get(request.session_id)
         if bound is not None:
             return bound if self._has_capacity(bound) else None
-        free = [slot for slot in self._slots.values() if self._has_capacity(slot)]
+        free = [slot for slot in self.slots.values() if self._has_capacity(slot)]
         least = min(free, key=lambda slot: (slot.running, slot.sessions), default=None)
         last = self._prompts.get(request.prefix)
         if least is not None and last in free and last.running < least.running + _MOST_AHEAD:
@@ -272,7 +285,7 @@ class RoutedSampler:
         return least
 
     def _has_capacity(self, slot: EngineSlot) -> bool:
-        most = self._max_running if slot.max_running is None else slot.max_running
+        most = self.limit(slot)
         return most is None or slot.running < most
 
     def _assign(self, slot: EngineSlot, request: _Request) -> None:
@@ -288,8 +301,8 @@ class RoutedSampler:
                 del self._prompts[next(iter(self._prompts))]
 
     async def _wait_for_slot(self, request: _Request) -> EngineSlot | None:
-        if self._failed is not None:
-            raise SamplerError(self._failed)
+        if self.failed is not None:
+            raise SamplerError(self.failed)
         bound = self._sessions.get(request.session_id)
         request.grant = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting if bound is None else bound.waiting, (next(self._arrivals), request))

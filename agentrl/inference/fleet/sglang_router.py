@@ -8,15 +8,19 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.background import first_ended
 from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
 from agentrl.core.errors import EngineError
 from agentrl.core.extras import require
+from agentrl.inference.client.engine_state import EngineState
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply, read_json
 from agentrl.inference.client.segments import Vocabulary
@@ -189,6 +193,7 @@ class SGLangRouter(GenerationClient):
     def _notify_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self._sampler.on_change()
         if not self._engines:
             self._close()
 
@@ -210,6 +215,12 @@ class SGLangRouter(GenerationClient):
         errors = [result for result in results if result is not None]
         if errors and len(errors) == len(results):
             raise errors[0]
+
+    @override
+    def _engine_state(self) -> EngineState:
+        states = [engine.state() for engine in self._engines.values()]
+        unfit = next((state.unfit for state in states if state.unfit), "")
+        return replace(super()._engine_state(), abort_urls=[state.url for state in states], unfit=unfit)
 
     @property
     def ready(self) -> bool:

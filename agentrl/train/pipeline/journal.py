@@ -169,7 +169,7 @@ class Journal:
 
     def record_ended(self, position: int, rollout: Rollout) -> None:
         """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
-        record = encode_record(rollout)
+        record, rollout.record = rollout.record or encode_record(rollout), b""
         start = append(self._file(position), record)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(record))
 
@@ -246,13 +246,15 @@ class Journal:
         written = self._file(position).read_bytes() if ended else b""
         spans = [ended.get(rollout.rollout_id) for rollout in rollouts]
         records = [
-            encode_record(rollout) if span is None else written[span]
+            (rollout.record or encode_record(rollout)) if span is None else written[span]
             for rollout, span in zip(rollouts, spans, strict=True)
         ]
         with write_atomically(self._file(position)) as partial, partial.open("wb") as file:
             file.write(b"".join(records))
             file.flush()
             os.fsync(file.fileno())
+        for rollout in rollouts:
+            rollout.record = b""
 
 
 def newest_version(rollout: Rollout) -> int:

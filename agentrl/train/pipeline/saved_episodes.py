@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +17,7 @@ from agentrl.core.reading import reading
 from agentrl.obs.journal import with_checksum, without_checksum
 
 SHARE = 0.02
-"""Most of the time of the driver's event loop that goes into saving."""
+"""Most of the time of an event loop that goes into saving."""
 
 
 @dataclass(slots=True)
@@ -43,6 +44,10 @@ class SavedEpisodes:
     def __post_init__(self) -> None:
         """Begin to count the time."""
         self._began = self.clock()
+
+    def __reduce__(self) -> tuple[Callable[..., SavedEpisodes], tuple[Path, float | None, int]]:
+        """Let all groups of a runner process share the one of that process, and so its limit on the time."""
+        return _saved_episodes, (self.folder, self.every_s, self.version)
 
     def keep(self, positions: Container[int]) -> None:
         """Remove the states of all groups but those at ``positions``."""
@@ -71,6 +76,11 @@ class SavedEpisodes:
 
     def _group(self, position: int) -> Path:
         return self.folder / f"{position:08d}"
+
+
+@cache
+def _saved_episodes(folder: Path, every_s: float | None, version: int) -> SavedEpisodes:
+    return SavedEpisodes(folder, every_s, version)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import GroupRunner
 from agentrl.obs.journal import JournaledGroup
 from agentrl.obs.waiting import waiting
 from agentrl.self_play.training import SelfPlay
@@ -74,7 +74,7 @@ class GroupScheduler:
     overlaps_training: ClassVar[bool] = True
     """Whether groups run between two calls of `take`."""
     admission: Admission
-    runner: EpisodeRunner
+    runner: GroupRunner
     group_jobs: Callable[[int], list[Job]]
     """The episodes of the group at a position."""
     guard: Callable[[], AbstractAsyncContextManager[None]]
@@ -345,7 +345,7 @@ def open_scheduler(  # everything that the scheduler of a run needs
     position: TaskPosition,
     journal: Journal,
     *,
-    runner: EpisodeRunner,
+    runner: GroupRunner,
     group_jobs: Callable[[int], list[Job]],
     guard: Callable[[], AbstractAsyncContextManager[None]],
     on_done: Callable[[Rollout], None],

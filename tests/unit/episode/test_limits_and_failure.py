@@ -1,7 +1,10 @@
+from contextlib import nullcontext
+
 import pytest
 
 from agentrl.config.rollout import FailureConfig
-from agentrl.core.types import Failure, FailureKind
+from agentrl.core.errors import RunStopped
+from agentrl.core.types import Failure, FailureKind, Rollout, StopReason
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 
@@ -38,4 +41,10 @@ def test_retries_end_in_dropping():
 
 @pytest.mark.parametrize(("share", "dropped", "stops"), [(0.5, 2, False), (0.5, 3, True), (0, 1, True), (1, 4, False)])
 def test_too_many(share, dropped, stops):
-    assert FailurePolicy(FailureConfig(max_failed_share=share)).too_many(dropped, 4) == stops
+    failure = Failure(FailureKind.TOOL, "ToolFailure", "gone")
+    rollouts = [
+        Rollout("t", str(number), [], 0.0, StopReason.FAILED, failure=failure, dropped=number < dropped)
+        for number in range(4)
+    ]
+    with pytest.raises(RunStopped, match="ToolFailure: gone") if stops else nullcontext():
+        FailurePolicy(FailureConfig(max_failed_share=share)).check_dropped(rollouts)

@@ -31,7 +31,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots, SamplingChange
 from agentrl.episode.state import EpisodeState
 from agentrl.testing import ScriptedSampler
 from benchmarks.episode_runner import RolloutTimes, bench_rollout
@@ -644,7 +644,7 @@ def test_an_episode_does_not_go_on_at_another_temperature(renderer):
         episode = Episode(first._by_source[""].context, task(), EpisodeState("e", 1))
         assert await episode.run() is StopReason.MAX_TURNS
         state, env_state = EpisodeState.from_dict(json.loads(json.dumps(await episode.snapshot())))
-        colder = build(renderer, ["a", "bb"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
+        colder = build(renderer, ["a", "bb"])[0].with_sampling(SamplingChange(temperature=0.5, top_p=1.0, top_k=-1))
         with pytest.raises(ValueError, match=r"at temperature 1 cannot continue at 0\.5.*sampler\.temperature=1"):
             await Episode(colder._by_source[""].context, task(), state, env_state).run()
         (row,) = state.trajectory.rows("t0", "e")
@@ -655,7 +655,9 @@ def test_an_episode_does_not_go_on_at_another_temperature(renderer):
 
 def test_rows_say_at_which_temperature_they_were_sampled(renderer):
     async def run():
-        runner = build(renderer, ["a", "bb", "ccc", "done"])[0].with_sampling(temperature=0.5, top_p=1.0, top_k=-1)
+        runner = build(renderer, ["a", "bb", "ccc", "done"])[0].with_sampling(
+            SamplingChange(temperature=0.5, top_p=1.0, top_k=-1)
+        )
         (rollout,) = await runner.run(task(), 1, "e")
         assert [row.temperature for row in rollout.rows] == [0.5]
 

@@ -8,7 +8,7 @@ import pytest
 from agentrl import Env, Message, Task
 from agentrl.core.types import StopReason
 from agentrl.data.jobs import Job
-from agentrl.episode.runner import EpisodeRunner
+from agentrl.episode.runner import EpisodeRunner, SamplingChange
 from tests.unit.episode.test_runner import build
 
 
@@ -77,7 +77,7 @@ def test_a_job_runs_as_its_source_says(renderer, turns):
 def test_sampling_parameters_change_for_all_sources(renderer):
     (first, first_runner), (second, two) = (build(renderer, ["x"] * 2, env, max_turns=1) for env in (Same, Other))
     runner = joined(first, second)
-    changed = runner.with_sampling(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7)
+    changed = runner.with_sampling(SamplingChange(temperature=0.5, top_p=0.9, top_k=3, max_new_tokens=7))
     asyncio.run(changed.run_many(jobs(1)))
     assert {
         (request.params.temperature, request.params.max_new_tokens) for request in first_runner.requests + two.requests

@@ -11,7 +11,7 @@ from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
-from agentrl.runtime.roles import check_roles
+from agentrl.runtime.checks import check_roles
 from agentrl.self_play.games import POLICY, Game, WinTable
 from agentrl.self_play.league import League, LeagueLog, read_league
 from agentrl.self_play.league_plot import MOST_PLAYERS, plot_league, shown_players

@@ -1,0 +1,47 @@
+"""The number of processes that run a run's episodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from agentrl.config.schema import Config
+
+CORES = 8
+"""Cores of the machine for each runner process: engines, tools and learner need the others."""
+MOST = 8
+"""Runner processes of ``rollout.runners=auto``."""
+LEAST_CONCURRENCY = 64
+"""Concurrent episodes from which ``auto`` takes more than the run's process."""
+
+
+def runner_count(config: Config) -> int:
+    """Return the number of runner processes; 0: episodes run in the run's own process."""
+    if config.rollout.runners != "auto":
+        return config.rollout.runners
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(MOST, cores // CORES)
+    if count < 2 or config.rollout.concurrency < LEAST_CONCURRENCY or [*_in_process_keys(config)]:
+        return 0
+    return count
+
+
+def _in_process_keys(config: Config) -> Iterator[str]:
+    """Yield settings with which episodes run in the run's own process."""
+    if config.obs.trace:
+        yield "obs.trace=true"
+    if config.obs.otlp is not None:
+        yield f"obs.otlp={config.obs.otlp}"
+    if config.weights.prefix_cache == "keep":
+        yield "weights.prefix_cache=keep"
+
+
+def runner_faults(config: Config) -> Iterator[str]:
+    """Yield a line for each fault of ``rollout.runners``."""
+    runners, concurrency = config.rollout.runners, config.rollout.concurrency
+    if runners == "auto" or not runners:
+        return
+    for setting in _in_process_keys(config):
+        yield f"{setting} with rollout.runners={runners}: it is for episodes in the run's process; set rollout.runners=0"
+    if concurrency < runners:
+        yield f"rollout.runners={runners} is more than rollout.concurrency={concurrency}, and each runs an episode; lower it"

@@ -1,0 +1,118 @@
+"""The engines of a fleet for processes that sample with them: sent by the process that controls them, received by the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from agentrl.core.sampler import Sampler
+from agentrl.inference.client.engine_state import EngineState, FleetUpdate, RequestsInProgress
+from agentrl.inference.client.generation import GenerationClient
+from agentrl.inference.client.mirror import MirroredEngine
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.inference.fleet.router import RoutedSampler
+
+SendUpdate = Callable[[FleetUpdate], Awaitable[Mapping[str, RequestsInProgress]]]
+"""Sends an update to a process at once, and returns its requests by engine once it has it; nothing if it is gone."""
+
+
+class FleetMirror:
+    """Sends the engines of a fleet to processes, each with an equal share of the limits on requests.
+
+    Args:
+        sampler: has the engines that serve requests.
+    """
+
+    def __init__(self, sampler: RoutedSampler) -> None:
+        self._sampler = sampler
+        self.discarded_tokens = 0
+        """Tokens of generations of these processes that began again after a pause."""
+        self._processes: Sequence[SendUpdate] = ()
+        self._sending = set[asyncio.Future[Mapping[str, RequestsInProgress]]]()
+        sampler.on_change = self._send
+
+    def connect(self, processes: Sequence[SendUpdate]) -> None:
+        """Send all updates to these processes, from now on."""
+        self._processes = processes
+
+    def state(self, number: int) -> FleetUpdate:
+        """Return the engines as the process with this number, from 0, may use them."""
+        engines = {}
+        for name, slot in self._sampler.slots.items():
+            assert isinstance(slot.sampler, GenerationClient), "a fleet has clients of engines"
+            most = self._sampler.limit(slot)
+            share = None if most is None else max(1, (most + number) // max(1, len(self._processes)))
+            engines[name] = replace(slot.sampler.state(), max_running=share)
+        return FleetUpdate(engines, self._sampler.failed)
+
+    def _send(self) -> None:
+        """Send the engines to all processes."""
+        for number, send in enumerate(self._processes):
+            sending = asyncio.ensure_future(send(self.state(number)))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def publish(self, client: Sampler, *, pause: str | None = None, updated: bool = False) -> RequestsInProgress:
+        """See `agentrl.inference.client.engine_state.EngineMirror`."""
+        name = next((name for name, slot in self._sampler.slots.items() if slot.sampler is client), "")
+        sends = [
+            send(replace(self.state(number), engine=name, pause=pause, updated=updated))
+            for number, send in enumerate(self._processes)
+        ]
+        requests = [reply[name] for reply in await asyncio.gather(*sends) if name in reply]
+        return RequestsInProgress(
+            sum(request.unanswered for request in requests), any(request.kept for request in requests)
+        )
+
+
+class MirroredFleet:
+    """Samples with the engines of a fleet that another process controls.
+
+    Args:
+        timeout_s: ``sampler.request_timeout_s``.
+        vocabulary: of the policy.
+    """
+
+    def __init__(self, timeout_s: float, vocabulary: Vocabulary) -> None:
+        self.sampler = RoutedSampler()
+        """Samples with all engines."""
+        self._timeout_s, self._vocabulary = timeout_s, vocabulary
+        self._engines: dict[str, MirroredEngine] = {}
+        self._retired: list[MirroredEngine] = []
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Tokens of generations that began again after a pause."""
+        return sum(engine.discarded_tokens for engine in (*self._engines.values(), *self._retired))
+
+    def receive(self, update: FleetUpdate) -> dict[str, RequestsInProgress]:
+        """Take the engines of an update, and return the requests at each."""
+        for name in self._engines.keys() - update.engines.keys():
+            self.sampler.remove(name)
+            self._retired.append(self._engines.pop(name))
+        for name, state in update.engines.items():
+            self._set(name, state)
+        if update.failed is not None:
+            self.sampler.fail(update.failed)
+        if (engine := self._engines.get(update.engine)) is not None:
+            if update.pause is not None:
+                engine.note_pause(update.pause)
+            if update.updated:
+                engine.note_update()
+        return {
+            name: RequestsInProgress(engine.unanswered, engine.keeps_requests) for name, engine in self._engines.items()
+        }
+
+    def _set(self, name: str, state: EngineState) -> None:
+        if (engine := self._engines.get(name)) is not None:
+            engine.set_state(state)
+            self.sampler.limit_engine(name, state.max_running)
+        else:
+            self._engines[name] = MirroredEngine(state, self._timeout_s, self._vocabulary)
+            self.sampler.add(name, self._engines[name], state.max_running)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for engine in (*self._engines.values(), *self._retired):
+            await engine.aclose()

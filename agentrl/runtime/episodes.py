@@ -1,0 +1,85 @@
+"""The episode runner of a run, in whichever process it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from agentrl.config.schema import Config
+from agentrl.core.registry import make_any_env
+from agentrl.core.sampler import Sampler
+from agentrl.core.types import SamplingParams
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.custom_loop import load_generate
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.render.renderer import ChatRenderer
+from agentrl.rewards.grader import make_grader
+from agentrl.runtime.roles import make_lineup
+from agentrl.runtime.tool_servers import ToolServers
+
+
+def make_runner(
+    config: Config,
+    renderer: ChatRenderer,
+    sampler: Sampler,
+    tools: ToolServers,
+    frozen: Mapping[str, Sampler],
+    slots: EpisodeSlots,
+) -> EpisodeRunner:
+    """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
+
+    Args:
+        config: of the run.
+        renderer: of the policy's chat format.
+        sampler: samples the policy.
+        tools: have the clients of the tools.
+        frozen: samplers of weights that never change, by `RoleConfig.frozen`.
+        slots: limit the concurrent episodes.
+    """
+    settings = {
+        name: _settings(name, source_config, renderer, sampler, tools, frozen)
+        for name, source_config in config.by_source().items()
+    }
+    return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
+
+
+def _settings(
+    source: str,
+    config: Config,
+    renderer: ChatRenderer,
+    sampler: Sampler,
+    tools: ToolServers,
+    frozen: Mapping[str, Sampler],
+) -> EpisodeSettings:
+    rollout, options = config.rollout, config.sampler
+    sampling = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=config.run.seed,
+        experts_from=0 if config.algo.routing_replay else None,
+    )
+    limits = Limits(
+        max_turns=rollout.max_turns,
+        max_tokens=rollout.max_tokens,
+        max_seconds=rollout.max_seconds,
+        max_new_tokens=options.max_new_tokens,
+    )
+    context = EpisodeContext(
+        env_factory=partial(make_any_env, config.env.name, config.env.options),
+        renderer=renderer,
+        sampler=sampler,
+        tool_clients=tools.source_clients(source),
+        limits=limits,
+        sampling=sampling,
+        served=tools.offered[source],
+    )
+    return EpisodeSettings(
+        context,
+        load_generate(rollout.generate) if rollout.generate is not None else None,
+        make_grader(config.reward),
+        make_lineup(config.env, frozen),
+    )

@@ -1,0 +1,1 @@
+"""Processes that run the episodes of a run, and the pool of them."""

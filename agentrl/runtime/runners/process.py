@@ -1,0 +1,225 @@
+"""A runner process: renders, parses, runs environments, calls tools, samples and grades, and sends finished rollouts.
+
+``python -m agentrl.runtime.runners.process FD`` serves the socket with this file descriptor until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
+from agentrl.core.types import Rollout
+from agentrl.episode.record import encode_record
+from agentrl.episode.runner import EpisodeRunner, EpisodeSlots, SamplingChange
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.inference.fleet.mirror import MirroredFleet
+from agentrl.inference.fleet.router import RoutedSampler
+from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
+from agentrl.models.reference_policy import resolve_frozen
+from agentrl.obs.waiting import WaitRegistry
+from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
+from agentrl.runtime.episodes import make_runner
+from agentrl.runtime.garbage import rare_collections
+from agentrl.runtime.runners.messages import (
+    BUFFER_BYTES,
+    CancelGroup,
+    EpisodeEnded,
+    FleetRequests,
+    FromRunner,
+    GroupEnded,
+    Pulse,
+    Ready,
+    RolloutDone,
+    RunGroup,
+    Setup,
+    Stop,
+    UpdateFleet,
+    encode_message,
+    read_from_run,
+)
+from agentrl.runtime.tool_servers import ToolServers
+
+PULSE_S = 1.0
+"""Seconds between two signs of life."""
+
+
+@dataclass(slots=True)
+class RunnerServices:
+    """What the episodes of a runner process need."""
+
+    setup: Setup
+    renderer: ChatRenderer
+    tools: ToolServers
+    vocabulary: Vocabulary
+    fleets: list[MirroredFleet] = field(default_factory=list)
+    """By number: the run's own, those of frozen roles, then further ones."""
+    _slots: EpisodeSlots = field(init=False)
+    _runners: dict[tuple[int, SamplingChange | None], EpisodeRunner] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Make room for the episodes."""
+        self._slots = EpisodeSlots(self.setup.episodes)
+
+    @classmethod
+    async def open(cls, setup: Setup, exits: AsyncExitStack) -> RunnerServices:
+        """Load the tokenizer, and make clients of the tool servers, which ``exits`` closes."""
+        config, model = setup.config, setup.model
+        end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
+        tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+        renderer = make_renderer(tokenizer, config.render, end_ids)
+        routing = read_routing(model) if config.algo.replays_routing else None
+        tools = ToolServers(config, {}, Path(), Path())
+        exits.push_async_callback(tools.aclose)
+        await tools.start()
+        return cls(setup, renderer, tools, Vocabulary(read_vocab_size(model), renderer.decode, routing))
+
+    def fleet(self, number: int) -> MirroredFleet:
+        """Return the fleet with a number, which has no engines yet if it is new."""
+        while len(self.fleets) <= number:
+            self.fleets.append(MirroredFleet(self.setup.config.sampler.request_timeout_s, self.vocabulary))
+        return self.fleets[number]
+
+    def fleet_sampler(self, number: int) -> RoutedSampler:
+        """Return the sampler of a fleet."""
+        return self.fleet(number).sampler
+
+    def runner(self, fleet: int, sampling: SamplingChange | None) -> EpisodeRunner:
+        """Return the runner of episodes that a fleet samples."""
+        if (fleet, sampling) not in self._runners:
+            frozen = {
+                name: self.fleet_sampler(1 + index) for index, name in enumerate(resolve_frozen(self.setup.config))
+            }
+            runner = make_runner(
+                self.setup.config, self.renderer, self.fleet_sampler(fleet), self.tools, frozen, self._slots
+            )
+            self._runners[fleet, sampling] = runner if sampling is None else runner.with_sampling(sampling)
+        return self._runners[fleet, sampling]
+
+
+class RunnerServer:
+    """Runs the groups that it receives."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self._waits = WaitRegistry()
+        self._services: RunnerServices
+
+    async def serve(self) -> None:
+        """Serve until the connection is closed, or the end is requested."""
+        self._waits.enter()
+        async with AsyncExitStack() as exits:
+            setup = await read_from_run(self._reader, lambda _: RoutedSampler())
+            if not isinstance(setup, Setup):
+                return
+            self._services = await RunnerServices.open(setup, exits)
+            exits.enter_context(rare_collections())
+            self._send(Ready())
+            pulse = asyncio.create_task(self._send_pulses())
+            try:
+                while await self._receive():
+                    pass
+            finally:
+                pulse.cancel()
+                for task in self._groups.values():
+                    task.cancel()
+                await asyncio.gather(*self._groups.values(), return_exceptions=True)
+                await asyncio.gather(*(fleet.aclose() for fleet in self._services.fleets))
+
+    async def _receive(self) -> bool:
+        """Act on the next message; return whether others may follow."""
+        message = await read_from_run(self._reader, self._services.fleet_sampler)
+        match message:
+            case UpdateFleet(fleet, number, update):
+                self._send(FleetRequests(number, self._services.fleet(fleet).receive(update)))
+            case RunGroup(group):
+                task = self._groups[group] = asyncio.create_task(self._run(message))
+                task.add_done_callback(lambda _: self._groups.pop(group))
+            case CancelGroup(group):
+                if (running := self._groups.get(group)) is not None:
+                    running.cancel()
+            case None | Stop():
+                return False
+            case _:
+                raise AssertionError(f"a runner gets no {type(message).__name__}")
+        return True
+
+    async def _run(self, group: RunGroup) -> None:
+        """Run a group, and send its rollouts as they are finished."""
+        numbers: dict[int, int] = {}
+
+        def send_rollout(rollout: Rollout) -> None:
+            numbers[id(rollout)] = len(numbers)
+            self._send(RolloutDone(group.group, encode_record(rollout)))
+
+        error: BaseException | None = None
+        order: list[int] = []
+        try:
+            rollouts = await self._services.runner(group.fleet, group.sampling).run_many(
+                group.jobs,
+                send_rollout,
+                on_ended=lambda: self._send(EpisodeEnded(group.group)),
+                check_dropped=False,
+                saved=group.saved,
+            )
+            order = [numbers[id(rollout)] for rollout in rollouts]
+        except asyncio.CancelledError:
+            pass
+        except Exception as raised:
+            error = raised
+        self._send(GroupEnded(group.group, order, error))
+
+    async def _send_pulses(self) -> None:
+        progress = self._waits.last_progress
+        while True:
+            await asyncio.sleep(PULSE_S)
+            progress, last = self._waits.last_progress, progress
+            waits = self._waits.innermost_waits()
+            samplers = [fleet.sampler for fleet in self._services.fleets]
+            self._send(
+                Pulse(
+                    progress != last,
+                    waits[0].text if waits else "",
+                    time.process_time(),
+                    [sampler.prompt_tokens for sampler in samplers],
+                    [sampler.cached_tokens for sampler in samplers],
+                    [fleet.discarded_tokens for fleet in self._services.fleets],
+                )
+            )
+
+    def _send(self, message: FromRunner) -> None:
+        self._writer.write(encode_message(message, _no_fleet))
+
+
+def _no_fleet(sampler: RoutedSampler) -> int:
+    raise AssertionError("a runner sends no samplers")
+
+
+async def _main(descriptor: int) -> None:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=BUFFER_BYTES)
+    await RunnerServer(reader, writer).serve()
+    writer.close()
+
+
+def main() -> None:
+    """Serve the socket whose file descriptor is the argument."""
+    exit_with_parent()
+    for ending_signal in (
+        signal.SIGINT,
+        *ENDING_SIGNALS,
+    ):  # they may reach all processes of a run: its own one ends this
+        signal.signal(ending_signal, signal.SIG_IGN)
+    raise_file_limit()
+    asyncio.run(_main(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""One runner process, as the run's process sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from agentrl.core.child_process import ChildProcess
+from agentrl.core.errors import RunnerError
+from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
+from agentrl.obs.waiting import note_progress, waiting
+from agentrl.runtime.runners.messages import (
+    BUFFER_BYTES,
+    FleetNumber,
+    FleetRequests,
+    FromRunner,
+    Pulse,
+    Ready,
+    Setup,
+    Stop,
+    ToRunner,
+    UpdateFleet,
+    encode_message,
+    read_from_runner,
+)
+
+_SILENT_S = 10.0
+"""Seconds without a message after which a description says so."""
+_STOP_S = 5.0
+"""Seconds that a runner may take to end its episodes."""
+
+
+_NO_PULSE = Pulse(False, "", 0.0, (), (), ())
+
+
+class RunnerProcess:
+    """Starts a runner process, sends it messages, and passes on those that it sends.
+
+    Args:
+        number: of the runner, from 0.
+        logs: folder of its log.
+        fleet_number: see `FleetNumber`.
+        receive: called with each message of the runner, in their order.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        logs: Path,
+        fleet_number: FleetNumber,
+        receive: Callable[[RunnerProcess, FromRunner], Awaitable[None]],
+    ) -> None:
+        self.number = number
+        self.running = 0
+        """Episodes that it has and that have not ended."""
+        self.last_pulse = _NO_PULSE
+        self.heard_at = time.monotonic()
+        """When it sent its last message."""
+        self.log = logs / f"runner-{number}.log"
+        self.ready = False
+        """Whether it takes groups."""
+        self._fleet_number = fleet_number
+        self._receive = receive
+        self._numbers = itertools.count()
+        """Of updates."""
+        self._replies: dict[int, asyncio.Future[Mapping[str, RequestsInProgress]]] = {}
+        self._child: ChildProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.StreamReader
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._child is not None, "spawn comes first"
+        return self._child.pid
+
+    async def spawn(self) -> None:
+        """Start the process, which loads its modules and then waits for `begin`."""
+        parent, child = socket.socketpair()
+        with child:
+            self._child = await asyncio.to_thread(
+                ChildProcess.start,
+                [sys.executable, "-m", "agentrl.runtime.runners.process", str(child.fileno())],
+                log=self.log,
+                name=f"runner {self.number}",
+                env={"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                error=RunnerError,
+                pass_fds=[child.fileno()],
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=parent, limit=BUFFER_BYTES)
+
+    async def begin(self, setup: Setup, fleets: Callable[[], Sequence[FleetUpdate]]) -> None:
+        """Set the runner up, and return when it takes groups.
+
+        Args:
+            setup: its first message.
+            fleets: returns the engines of all fleets.
+
+        Raises:
+            RunnerError: it does not start; the message has its last log lines.
+        """
+        assert self._child is not None, "spawn comes first"
+        self.send(setup)
+        with waiting("start", f"of runner {self.number}"):
+            message = await read_from_runner(self._reader)
+        if not isinstance(message, Ready):
+            self._close()
+            error = await asyncio.to_thread(self._wait_end, self._child)
+            raise RunnerError(f"{error}. The end of its log {self.log}:\n{self._child.log_tail()}")
+        self.heard_at, self.ready = time.monotonic(), True
+        for number, update in enumerate(fleets()):
+            self.send(UpdateFleet(number, -1, update))
+
+    async def serve(self) -> str:
+        """Pass on messages until the process ends, and return how it ended."""
+        assert self._child is not None, "spawn comes first"
+        while (message := await read_from_runner(self._reader)) is not None:
+            self.heard_at = time.monotonic()
+            match message:
+                case FleetRequests(number, requests):
+                    if (reply := self._replies.pop(number, None)) is not None and not reply.done():
+                        reply.set_result(requests)
+                case Pulse():
+                    await self._receive(self, message)
+                    self.last_pulse = message
+                    if message.progress:
+                        note_progress()
+                case _:
+                    await self._receive(self, message)
+        self._close()
+        return await asyncio.to_thread(self._wait_end, self._child)
+
+    def describe(self) -> str:
+        """Return its number and what it waits for, in words."""
+        silent_s = time.monotonic() - self.heard_at
+        if silent_s > _SILENT_S:
+            return f"{self.number}, silent for {silent_s:.0f} s"
+        return f"{self.number}, whose longest wait is {self.last_pulse.longest_wait or 'none'}"
+
+    def send(self, message: ToRunner) -> None:
+        """Send a message, if the process is there."""
+        if self._writer is not None:
+            self._writer.write(encode_message(message, self._fleet_number))
+
+    async def update_fleet(self, fleet: int, update: FleetUpdate) -> Mapping[str, RequestsInProgress]:
+        """Send the engines of a fleet; return the runner's requests by engine once it has them, none if it is gone."""
+        if not self.ready:
+            return {}
+        reply: asyncio.Future[Mapping[str, RequestsInProgress]] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        self._replies[number] = reply
+        self.send(UpdateFleet(fleet, number, update))
+        return await reply
+
+    def kill(self) -> None:
+        """Send SIGKILL; `serve` then returns."""
+        assert self._child is not None, "spawn comes first"
+        self._child.kill()
+
+    async def aclose(self) -> None:
+        """Let the runner end its episodes, then end it."""
+        self.send(Stop())
+        self._close()
+        if self._child is not None:
+            await asyncio.to_thread(self._child.stop, _STOP_S)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self.ready, self.last_pulse = None, False, _NO_PULSE
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_result({})
+        self._replies.clear()
+
+    def _wait_end(self, child: ChildProcess) -> str:
+        """Return how a process ended whose connection is closed."""
+        child.stop(_STOP_S)
+        code = child.exit_code()
+        assert code is not None, "it was stopped"
+        how = f"exit status {code}" if code >= 0 else f"signal {-code}"
+        return f"{child.name} ended ({how})"
