@@ -29,8 +29,13 @@ LIMITS = {
     "truncated": "the environment's limit of steps",
 }
 """The keys of stop reasons that cut an episode."""
-COLLAPSED_NATS, COLLAPSED_SHARE = 0.05, 0.2
-"""Entropy below the first, and below this share of its first values, has collapsed."""
+TRUNCATED_GROWTH = 3.0
+"""A quarter of the episodes is many if it is so many times the share before."""
+COLLAPSED_NATS, COLLAPSED_SHARE, GROWN_NATS = 0.05, 0.2, 3.0
+"""Entropy below the first, or half of the second, and below this share of its first values has collapsed; above so many times
+its first values it has exploded."""
+GROWN_LENGTH, SHRUNK_LENGTH = 4.0, 0.2
+"""Tokens of an episode above and below so many times those of the first steps are worth a look."""
 SAMPLER_KL = 0.01
 """From this KL divergence on engine and learner disagree on the policy."""
 RATIO = 10.0
@@ -42,7 +47,8 @@ LARGE_KL, KL_GROWTH, NOTABLE_KL = 1.0, 10.0, 0.1
 """Nats a token: a KL divergence to the reference from which on the policy is another one; or growth to so many times the
 values before, from a notable one on."""
 LARGE_NORM = 100.0
-"""A gradient norm that is so many times `learner.optimizer.max_grad_norm`, and the norms before, has exploded."""
+"""A gradient norm that is so many times `learner.optimizer.max_grad_norm`, and the norms before, has exploded; or a tenth of it
+for half of the steps."""
 PROMPTS = 8
 """Recorded prompts in which the environment's tools are looked for."""
 COLLAPSE_STEPS = 10
@@ -56,6 +62,9 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
         _variance,
         _filtered_groups,
         _truncated_episodes,
+        _length,
+        _untrained_tokens,
+        _critic,
         _reward,
         _evaluations,
         _entropy,
@@ -138,17 +147,78 @@ def _filtered_groups(run: RunRecord) -> Iterator[Finding]:
 
 
 def _truncated_episodes(run: RunRecord) -> Iterator[Finding]:
-    shares = {
-        reason: sum(values) / len(run.steps[-RECENT:])
-        for reason in LIMITS
-        if (values := run.recent(f"rollout/stop/{reason}", RECENT))
-    }
-    if sum(shares.values()) < TRUNCATED:
+    windows = {"over the last steps": run.steps[-RECENT:], "in the last 3 steps": run.steps[-3:]}
+    for when, rows in windows.items():
+        shares = {
+            reason: sum(values) / len(rows)
+            for reason in LIMITS
+            if (values := run.recent(f"rollout/stop/{reason}", len(rows)))
+        }
+        total = sum(shares.values())
+        first_rows = run.steps[: len(run.steps) // 3]
+        first = sum(row.get(f"rollout/stop/{reason}", 0.0) for row in first_rows for reason in LIMITS)
+        grown = len(first_rows) >= RECENT // 2 and total > TRUNCATED_GROWTH * first / len(first_rows)
+        if total >= TRUNCATED or (total >= TRUNCATED / 2 and grown):
+            evidence = tuple(f"rollout/stop/{reason} is {share:.2f} {when}" for reason, share in shares.items())
+            most = max(shares, key=lambda reason: shares[reason])
+            advice = (f"raise {LIMITS[most]}", "algo.overlong shapes the reward of long answers")
+            quantity = "most" if total >= TRUNCATED else "more and more"
+            yield Finding("problem", f"limits cut {quantity} episodes", evidence, advice)
+            return
+
+
+def _length(run: RunRecord) -> Iterator[Finding]:
+    lengths = [
+        row["rollout/sampled_tokens"] / row["rollout/episodes"]
+        for row in run.steps
+        if row.get("rollout/episodes", 0) > 0 and row.get("rollout/sampled_tokens", 0) > 0
+    ]
+    if len(lengths) < RECENT:
         return
-    evidence = tuple(f"rollout/stop/{reason} is {share:.2f} over the last steps" for reason, share in shares.items())
-    most = max(shares, key=lambda reason: shares[reason])
-    advice = (f"raise {LIMITS[most]}", "algo.overlong shapes the reward of long answers")
-    yield Finding("problem", "limits cut most episodes", evidence, advice)
+    first, last = mean(lengths[:5]), mean(lengths[-5:])
+    if GROWN_LENGTH * first >= last >= SHRUNK_LENGTH * first:
+        return
+    change = "long" if last > first else "short"
+    evidence = (f"tokens of an episode: {first:.0f} in the first 5 steps, {last:.0f} in the last 5",)
+    advice = (
+        "`agentrl view --steps` shows whether answers repeat themselves, or leave out their reasoning",
+        "algo.overlong takes reward off long answers; batch.aggregation says what a long answer weighs; algo.kl_coef above 0",
+    )
+    yield Finding("hint", f"episodes have become very {change}", evidence, advice)
+
+
+def _untrained_tokens(run: RunRecord) -> Iterator[Finding]:
+    """Yield that much of what is sampled does not train the policy, although it has an advantage."""
+    evidence = []
+    for key, limit, keys in (
+        ("async/masked_share", 0.5, "async.mask_older_than, async.max_staleness"),
+        ("train/correction_rejected", 0.5, "algo.correction"),
+        ("train/provenance_faults", 0.0, "train.provenance"),
+    ):
+        values = run.recent(key, RECENT)
+        if values and mean(values) > limit:
+            evidence.append(f"{key} is {mean(values):.2f} over the last {len(values)} steps ({keys})")
+    sizes = run.recent("train/effective_sample_size", RECENT)
+    if sizes and mean(sizes) < 0.1:
+        evidence.append(f"train/effective_sample_size is {mean(sizes):.3f}: few tokens have all the weight")
+    if evidence:
+        advice = (
+            "fresher rollouts (async.max_staleness, weights.sync_every), or wider limits of the keys named above",
+        )
+        yield Finding("hint", "much of what is sampled is not trained", tuple(evidence), advice)
+
+
+def _critic(run: RunRecord) -> Iterator[Finding]:
+    values = run.values("train/value_explained_variance")
+    if len(values) >= FLAT_STEPS and mean(values[-RECENT:]) < 0:
+        evidence = (
+            f"train/value_explained_variance is {mean(values[-RECENT:]):.2f} over the last {RECENT} steps; below 0 a constant is "
+            "better",
+        )
+        advice = (
+            "algo.critic.optimizer.lr, algo.critic.warmup_steps, algo.critic.value_clip; algo.advantage.name=grpo needs none",
+        )
+        yield Finding("hint", "the critic does not predict the returns", evidence, advice)
 
 
 def _reward(run: RunRecord) -> Iterator[Finding]:
@@ -235,22 +305,26 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
     values = run.values("train/entropy")
     if len(values) < 4:
         return
-    first, last = mean(values[: max(1, len(values) // 10)]), mean(values[-min(RECENT, len(values) // 2) :])
-    if last < COLLAPSED_NATS and last < COLLAPSED_SHARE * first:
-        evidence = (f"train/entropy: {first:.3f} → {last:.4f} nats",)
+    first, last = mean(values[: max(1, len(values) // 10)]), mean(values[-min(5, len(values) // 2) :])
+    evidence = (f"train/entropy: {first:.3f} → {last:.4f} nats",)
+    if last < COLLAPSED_SHARE * first and last < max(COLLAPSED_NATS, COLLAPSED_SHARE / 2 * first):
         advice = (
             "algo.entropy_coef above 0, a smaller learner.optimizer.lr, or the recipe algo/dapo, which clips higher above",
         )
         yield Finding("hint", "the entropy has collapsed: samples of a task are alike", evidence, advice)
+    elif last > max(1.0, GROWN_NATS * first):
+        advice = ("a smaller algo.entropy_coef or learner.optimizer.lr; algo.kl_coef above 0",)
+        yield Finding("hint", "the entropy explodes: samples become random", evidence, advice)
 
 
 def _kl(run: RunRecord) -> Iterator[Finding]:
     evidence = []
     for key in [*run.family("train/kl", RECENT), *run.family("train/teacher_kl", RECENT)]:
-        values, recent = run.values(key), run.recent(key, RECENT)
+        values = run.values(key)
+        recent = values[-min(RECENT, (len(values) + 1) // 2) :]
         earlier = values[: -len(recent)]
         is_large = mean(recent) > LARGE_KL and not key.startswith("train/teacher_kl") if recent else False
-        grows = len(earlier) >= RECENT // 2 and mean(recent) > max(NOTABLE_KL, KL_GROWTH * abs(median(earlier)))
+        grows = len(earlier) >= 3 and mean(recent) > max(NOTABLE_KL, KL_GROWTH * abs(median(earlier)))
         if is_large or grows:
             before = f"{median(earlier):.3f} before (median), " if earlier else ""
             end = f"{mean(recent):.3f} nats over the last {len(recent)} steps, {values[-1]:.3f} in the last"
@@ -310,19 +384,26 @@ def _gradients(run: RunRecord) -> Iterator[Finding]:
 
 
 def _null_metrics(run: RunRecord) -> Iterator[Finding]:
-    rows = run.steps[-RECENT:]
-    names = sorted({name for row in rows for name, value in row.items() if isnan(value) and name.startswith("train/")})
+    rows = [*run.steps[-RECENT:], *run.evaluations[-1:]]
+    names = sorted(
+        {
+            name
+            for row in rows
+            for name, value in row.items()
+            if isnan(value) and (name.startswith("train/") or (name.startswith("eval/") and name.endswith("/reward")))
+        }
+    )
     if not names:
         return
     evidence = []
     for name in names:
-        steps = [f"{row['step']:.0f}" for row in run.steps if isnan(row.get(name, 0.0))]
+        steps = [f"{row['step']:.0f}" for row in (*run.steps, *run.evaluations) if isnan(row.get(name, 0.0))]
         evidence.append(f"{name} is null in {len(steps)} steps, the first was {steps[0]}, the last {steps[-1]}")
     advice = (
         "a smaller learner.optimizer.lr, or learner.precision=float32; resume from a checkpoint before the first such step",
         "`agentrl view --steps` shows the rollouts of that step: a reward or an advantage that is not finite",
     )
-    yield Finding("problem", "metrics of training are not finite", tuple(evidence), advice)
+    yield Finding("problem", "metrics are not finite", tuple(evidence), advice)
 
 
 def _gradient_norm(run: RunRecord) -> Iterator[Finding]:
@@ -335,7 +416,10 @@ def _gradient_norm(run: RunRecord) -> Iterator[Finding]:
         for key in run.family(family, RECENT):
             values, recent = run.values(key), run.recent(key, RECENT)
             limit = LARGE_NORM * max(1.0, max_grad_norm)
-            if recent and (median(recent) > limit or max(recent) > limit * max(1.0, median(values))):
+            is_large = recent and (median(recent) > limit or max(recent) > limit * max(1.0, median(values)))
+            earlier = values[: -len(recent)]
+            grows = earlier and median(recent) > max(limit / 10, LARGE_NORM / 2 * median(earlier))
+            if is_large or grows:
                 sizes = f"median {median(recent):.3g}, at most {max(recent):.3g}"
                 evidence.append(f"{key}: {sizes} over the last {len(recent)} steps")
     if evidence:
