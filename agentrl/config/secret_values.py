@@ -13,8 +13,10 @@ REDACTED = "<redacted>"
 """Stands in place of a secret in what is shown, given to trackers, or stored in files that others may read."""
 
 _NAME = re.compile(
-    r"(token|secret|password|passwd|pwd|passphrase|credentials?|authorization|cookie|signature"
-    r"|(api|access|private|auth|secret|encryption|signing|service|master|ssh|account|client|admin)[_-]?key)$",
+    r"(token|secrets?|passwords?|passwd|pwd|passphrase|credentials?|authorization|cookies?|signature|connection[_-]?string"
+    r"|(api|access|private|auth|secret|encryption|signing|service|master|ssh|account|client|admin|session|license|subscription"
+    r"|storage|openai|anthropic|azure|wandb|hf)[_-]?keys?"
+    r"|(^|[_-])(pass|pw|auth|auth[_-]header|jwt|bearer|creds|dsn|sas|access[_-]key[_-]id|session[_-]?id))$",
     re.IGNORECASE,
 )
 _ADDRESS_NAME = re.compile(r"(urls?|endpoint|address|host|otlp|proxy)$", re.IGNORECASE)
@@ -26,8 +28,11 @@ _IN_TEXT = re.compile(
     r"://(?=[^/\s]*@)"  # user and password in an address
     r"|[?&;][\w-]*(?:token|secret|password|pwd|key|sig|signature|credential|auth)="
     r"|--?[\w-]*(?:token|secret|password|key)[ =]"  # an option of a command
+    r"|\b\w*(?:token|secret|password|passwd|api_?key)="  # a variable of the environment
+    r"|(?:api[_-]?key|password|passwd|secret)['\"]?:\s*"  # a header, or JSON
     r"|\b(?-i:Bearer)\s+|\b(?-i:Basic)\s+(?=[\w+/=]{12})"
-    r")(?P<secret>(?<=://)[^/\s]*(?=@)|[^&;\s'\",]+)",
+    r"|(?<![\w-])(?-i:sk-(?=[\w-]{16})|(?:hf_|gh[pousr]_|AKIA|AIza)(?=[A-Za-z0-9]{16})|(?:glpat-|xox[abp]-)(?=[\w-]{16}))"
+    r")(?P<secret>(?<=://)[^/\s]*(?=@)|'[^']*'|\"[^\"]*\"|[^&;\s'\",]+)",
     re.IGNORECASE,
 )
 

@@ -42,10 +42,33 @@ SETTINGS = [
     f"env.options.judge_api_key={SECRET}",
     f"env.options.headers.x={SECRET}",
     f"tasks.options={{hf_token: {SECRET}}}",
+    *(
+        f"env.options.{name}={SECRET}"
+        for name in (
+            "openai_key",
+            "pass",
+            "auth",
+            "jwt",
+            "dsn",
+            "passwords",
+            "api_keys",
+            "session_key",
+            "connection_string",
+        )
+    ),
+    f"tools.mcp.options.note=PASSWORD={SECRET} server",
+    f"tools.mcp.options.note=sk-proj-{SECRET}0123456789abc",
+    f"tools.mcp.options.note=hf_{SECRET}0123456789abcdef",
     f"model.warm_start_options={{tasks: {{options: {{password: {SECRET}}}}}, sft: {{steps: 2}}}}",
     "model.warm_start=search_r1/sft_warm",
 ]
-NOT_SECRET = {"tools.mcp.port": 7, "env.options.env": "x", "env.options.max_tokens": 5, "tasks.options.key": "k"}
+NOT_SECRET = {
+    "tools.mcp.port": 7,
+    "env.options.env": "x",
+    "env.options.max_tokens": 5,
+    "tasks.options.key": "k",
+    "env.options.compass": "n",
+}
 
 
 def config() -> Config:
@@ -111,7 +134,17 @@ def test_texts_for_people_keep_all_but_the_secret() -> None:
     assert hide_secrets(f"server --api-key {SECRET} --port 1") == f"server --api-key {REDACTED} --port 1"
     assert hide_secrets(f"Authorization: Bearer {SECRET}") == f"Authorization: Bearer {REDACTED}"
     for text in (
+        f"curl -H 'X-Api-Key: {SECRET}'",
+        f"API_KEY={SECRET} server",
+        f'{{"password": "{SECRET} x"}}',
+        f"--password '{SECRET} x'",
+        f"key sk-{SECRET}0123456789abcdef is wrong",
+    ):
+        assert SECRET not in hide_secrets(text)
+        assert " x" not in hide_secrets(text)
+    for text in (
         "the bearer token is wrong",
+        "unexpected token: x, hf_transfer is not installed, data.label_key=a",
         "Basic research",
         "http://host/a?page=2",
         "sampler.url=http://h:1 --tokens 5",
