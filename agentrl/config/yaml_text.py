@@ -49,17 +49,19 @@ class _Loader(yaml.SafeLoader):
             raise _refusal(f"{sign}{anchor}: anchors and aliases are not supported; write the value out", event)
         return super().compose_node(parent, index)
 
-    def construct_map(self, node: MappingNode) -> dict[Hashable, object]:
-        lines: dict[Hashable, int] = {}
-        mapping = {}
+    def construct_map(self, node: Node) -> dict[Hashable, object]:
+        if not isinstance(node, MappingNode):
+            raise _refusal("this is no mapping", node)
+        lines: dict[str, int] = {}
+        mapping: dict[Hashable, object] = {}
         for key_node, value_node in node.value:
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if not isinstance(key, Hashable):
-                raise _refusal("a key is text", key_node)
-            if key in lines:
-                where = "twice in one line" if lines[key] == line else f"in line {lines[key]} too"
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise _refusal("a key is text; put it in quotes", key_node)
+            if (name := str(key)) in lines:  # a number is text where names are expected
+                where = "twice in one line" if lines[name] == line else f"in line {lines[name]} too"
                 raise _refusal(f"the key {key!r} is {where}; leave one out", key_node)
-            lines[key], mapping[key] = line, self.construct_object(value_node, deep=True)
+            lines[name], mapping[key] = line, self.construct_object(value_node, deep=True)
         return mapping
 
     def construct_bool(self, node: ScalarNode) -> bool:

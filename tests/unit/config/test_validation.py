@@ -27,7 +27,7 @@ NUMBERS = {int, float}
         ("train.steps=1.5", "train.steps=1.5: Input should be a valid integer"),
         ("learner.fp8=yes", "learner.fp8='yes': Input should be a valid boolean"),
         ("learner=5", "learner=5: this is a section and needs keys"),
-        ("tools={null: {}}", "tools.None=null: this is text; put it in quotes"),
+        ("tools={null: {}}", "tools, line 1: a key is text; put it in quotes"),
         ("run.dir=1.50", "run.dir=1.5: this is text; put it in quotes"),
         ("sampler.temperature=1e-7", "sampler.temperature=1e-07: greedy samples of a group are all the same"),
         ("reward.timeout_s=1e10", "reward.timeout_s=10000000000.0: Input should be less than or equal to 1000000000"),
