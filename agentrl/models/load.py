@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+ROPE_BY_LENGTH = {"dynamic", "longrope", "su"}
+"""Types of RoPE scaling whose frequencies depend on the length."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "vocab.txt")
 _TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt", ".py")
 
@@ -163,6 +165,23 @@ def read_rope_types(folder: Path) -> set[str]:
         layer_section for section in sections for layer_section in section.values() if isinstance(layer_section, dict)
     ]
     return {str(section[key]) for section in sections for key in ("rope_type", "type") if key in section}
+
+
+def read_rope_limit(folder: Path) -> int | None:
+    """Return the length of rows from which on the RoPE of the model in ``folder`` depends on the longest row that is computed.
+
+    None if it never does. Packed rows, also the short ones, would be computed as the longest of them.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    if not read_rope_types(folder) & ROPE_BY_LENGTH:
+        return None
+    config = _text_config(folder)
+    sections = [config.get("rope_scaling"), config.get("rope_parameters"), config]
+    originals = [section.get("original_max_position_embeddings") for section in sections if isinstance(section, dict)]
+    limits = [limit for limit in (*originals, config.get("max_position_embeddings")) if isinstance(limit, int)]
+    return min(limits, default=0)
 
 
 def read_dtype(folder: Path) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from agentrl.algo.registry import describe_algorithm
+from agentrl.algo.registry import describe_algorithm, estimator_class
 from agentrl.cluster.placement_layout import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
@@ -17,6 +17,8 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.multi_agent_env import MultiAgentEnv
+from agentrl.core.registry import env_class
 from agentrl.core.task import MadeTasks, Task
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
@@ -35,7 +37,7 @@ from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.float8 import is_quantized
 from agentrl.models.learning_rates import LORA_FACTOR, count_weights, usual_rates
-from agentrl.models.load import read_max_positions, read_routing
+from agentrl.models.load import read_max_positions, read_rope_limit, read_routing
 from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_reference, resolve_critic, resolve_reference
 from agentrl.models.resolve import has_chat_template, model_contents, resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
@@ -91,6 +93,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
             _check_data_files(source_config.data)
     with _collect_missing(unmet):
         check_episodes(config)
+        check_comparisons(config)
     with _collect_missing(unmet):
         check_packages(config.learner, config.obs)
     make_backend(config.learner).check(config.algo, [])
@@ -195,8 +198,47 @@ def _describe_architecture(config: Config, model: Path) -> list[str]:
     check_context(config, read_max_positions(model))
     check_quantization(config, model)
     critic = resolve_critic(config.algo, model, fetch=False)
-    make_backend(config.learner).check(config.algo, [folder for folder in (model, critic) if folder is not None])
+    models = [folder for folder in (model, critic) if folder is not None]
+    make_backend(config.learner).check(config.algo, models)
+    check_rope(config, models)
     return describe_memory(config, model, critic)
+
+
+def check_comparisons(config: Config) -> None:
+    """Check that rollouts are compared with others.
+
+    Raises:
+        ConfigError: a task has one rollout, and nothing else is trained on.
+    """
+    if config.rollout.n_samples_per_prompt > 1 or config.rollout.generate is not None or config.algo.trains_everything:
+        return
+    single = [
+        source.algo.advantage.name
+        for source in config.by_source().values()
+        if estimator_class(source.algo.advantage).compares_group
+        and not issubclass(env_class(source.env.name), MultiAgentEnv)  # its roles are compared
+    ]
+    if single and not config.algo.distillation.teachers:
+        raise ConfigError(
+            f"rollout.n_samples_per_prompt=1 with algo.advantage.name={single[0]}: it compares the rollouts of a task, so "
+            "nothing would be trained; set rollout.n_samples_per_prompt to 4 or more, or algo.advantage.name=reinforce_plus_plus"
+        )
+
+
+def check_rope(config: Config, models: Sequence[Path]) -> None:
+    """Check that positions of a row do not depend on the rows that are packed with it.
+
+    Raises:
+        ConfigError: a model's RoPE depends on the longest row, from a length on that rollouts may have.
+    """
+    for folder in models:
+        limit = read_rope_limit(folder)
+        if limit is not None and config.rollout.max_tokens > limit:
+            raise ConfigError(
+                f"rollout.max_tokens={config.rollout.max_tokens}, and the RoPE of the model in {folder} depends on the longest "
+                f"of the rows that are computed together if it has more than {limit} tokens; set rollout.max_tokens={limit}, or "
+                "choose another model"
+            )
 
 
 def check_quantization(config: Config, model: Path) -> None:
@@ -240,9 +282,9 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
         critic = resolve_critic(config.algo, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)
-        make_backend(config.learner).check(
-            config.algo, [folder for folder in (model, critic, reference) if folder is not None]
-        )
+        models = [folder for folder in (model, critic, reference) if folder is not None]
+        make_backend(config.learner).check(config.algo, models)
+        check_rope(config, models)
         check_teachers(config.algo.distillation, model, fetch=fetch)
     return model
 

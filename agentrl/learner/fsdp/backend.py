@@ -11,13 +11,11 @@ from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend, RankClass
-from agentrl.models.load import read_heads, read_rope_types
+from agentrl.models.load import ROPE_BY_LENGTH, read_heads, read_rope_types
 
 KEY = "learner.context_parallel"
 _FP8_MULTIPLE = 16
 """Products in float8 take multiples of so many tokens."""
-_BY_LENGTH = ("dynamic", "longrope")
-"""Types of RoPE whose frequencies depend on the longest row of a sequence."""
 
 
 class FsdpBackend(LearnerBackend):
@@ -64,7 +62,7 @@ def _check_attention(folder: Path, size: int) -> None:
         raise ConfigError(
             f"{KEY}={size} does not divide the {heads} attention heads of the model in {folder}: set {KEY} to a divisor"
         )
-    if rope_types := sorted(read_rope_types(folder).intersection(_BY_LENGTH)):
+    if rope_types := sorted(read_rope_types(folder) & ROPE_BY_LENGTH):
         raise ConfigError(
             f"{KEY}={size}: the RoPE of the model in {folder} ({', '.join(rope_types)}) depends on the longest row, of which a "
             f"rank has only a part; set {KEY}=1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import count_parameters
-from agentrl.train.preflight import Plan, learning_rate_warnings, plan_run
+from agentrl.train.preflight import Plan, check_rope, learning_rate_warnings, plan_run
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,33 @@ def test_weights_are_counted_from_the_headers(tmp_path: Path) -> None:
     (tmp_path / "two.safetensors").write_bytes(b"cut")
     with pytest.raises(ModelError, match=r"two\.safetensors"):
         count_parameters(tmp_path)
+
+
+def test_a_task_with_one_rollout_has_nothing_to_compare_it_with(tmp_path: Path) -> None:
+    settings = ["reward=exact_match", "data.label_key=m.label", "rollout.n_samples_per_prompt=1"]
+    with pytest.raises(ConfigError, match=r"rollout\.n_samples_per_prompt=1 with algo\.advantage\.name=grpo"):
+        plan(tmp_path, *settings)
+    plan(tmp_path, *settings, "algo.advantage.name=reinforce_plus_plus")
+    plan(tmp_path, *settings, "algo.entropy_coef=0.1")
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 512}}, 512),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None),
+        ({}, None),
+    ],
+)
+def test_rows_are_no_longer_than_rope_allows_packed_rows_to_be(
+    rope: dict[str, object], limit: int | None, tmp_path: Path
+) -> None:
+    """Beyond it, short rows would be computed as the longest row of their micro-batch."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192} | rope))
+    fits, too_long = (load_config(None, [f"rollout.max_tokens={(limit or 10**6) + more}"]) for more in (0, 1))
+    check_rope(fits, [tmp_path])
+    if limit is not None:
+        with pytest.raises(ConfigError, match=rf"rollout\.max_tokens={limit + 1}.*set rollout\.max_tokens={limit}, or"):
+            check_rope(too_long, [tmp_path])
