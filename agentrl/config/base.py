@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
 
-MAX_SECONDS = 1e9
-"""Limit of times: threads and sockets cannot wait for 300 years."""
+from agentrl.core.user_code import MAX_SECONDS
+
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 _FLOAT32 = (1e-37, 3e38)
 """Sizes of numbers with which learner and engines compute."""

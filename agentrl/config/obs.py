@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from agentrl.config.base import MAX_SECONDS, Section
+from agentrl.config.base import Section
+from agentrl.core.user_code import MAX_SECONDS
 
 
 class ObsConfig(Section):

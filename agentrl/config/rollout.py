@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from agentrl.config.base import MAX_SECONDS, Seconds, Section
+from agentrl.config.base import Seconds, Section
+from agentrl.core.user_code import MAX_SECONDS
 
 FailureAction = Literal["train", "drop", "retry", "stop"]
 """``train`` on the episode with the reward it has, ``drop`` it, ``retry`` it from its start, or ``stop`` the run."""

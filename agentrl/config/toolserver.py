@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from agentrl.config.base import MAX_SECONDS, Seconds, Section
+from agentrl.config.base import Seconds, Section
 from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.user_code import MAX_SECONDS
 
 
 class ToolConfig(Section):

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from agentrl.config.base import MAX_SECONDS, Section
+from agentrl.config.base import Section
+from agentrl.core.user_code import MAX_SECONDS
 
 
 class RunConfig(Section):

@@ -33,6 +33,7 @@ from agentrl.core.tool_arguments import (
 from agentrl.core.tool_docs import tool_description
 from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
 from agentrl.core.user_code import (
+    MAX_SECONDS,
     TimeLimitExceeded,
     await_user_code,
     call_in_thread,
@@ -230,8 +231,11 @@ def tool(
             return str(a + b)
 
     Raises:
-        TypeError: no call could fit: a parameter has no type hint, or a type or a schema that JSON cannot say.
+        TypeError: ``timeout_s`` is no time, or no call could fit: a parameter has no type hint, or a type or a schema that JSON
+            cannot say.
     """
+    if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_SECONDS):
+        raise TypeError(f"@tool: timeout_s={timeout_s!r} is no number of seconds above 0, and at most {MAX_SECONDS:g}")
 
     def wrap(function: Function) -> Tool:
         if not callable(function) or inspect.isclass(function):

@@ -28,6 +28,8 @@ from agentrl.core.errors import AgentrlError, ConfigError
 
 T = TypeVar("T")
 
+MAX_SECONDS = 1e9
+"""Limit of times: threads and sockets cannot wait for 300 years."""
 END_S = 1.0
 """Seconds that a coroutine has to end after its time limit; then it is left alone."""
 _UNFIT = (StopIteration, TimeoutError, concurrent.futures.CancelledError)

@@ -21,9 +21,9 @@ from mcp import Client, MCPError
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, ValidationError
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.user_code import TimeLimitExceeded
 from agentrl.toolserver.server.auth import is_loopback
@@ -61,9 +61,9 @@ class McpOptions(Section):
     """Prefix of the tools' names, for two servers with tools of the same name."""
     shared: bool = False
     """Use one session, and one process of the command, for all episodes: for servers without state."""
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds a call may take."""
-    start_timeout_s: PositiveFloat = 60.0
+    start_timeout_s: Seconds = 60.0
     """Seconds until the server must answer."""
     max_chars: int = Field(default=8000, ge=100)
     """Characters of a result that the policy reads; the middle of longer ones is left out."""

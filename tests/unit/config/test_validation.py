@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from agentrl_tools.judge.options import JudgeOptions
+from agentrl_tools.python.service import PythonOptions
+from agentrl_tools.shell.service import ShellOptions
 from pydantic import BaseModel
 
+from agentrl.config.base import Section
 from agentrl.config.load import load_config, validate
 from agentrl.config.schema import Config
-from agentrl.config.validation import subsections
+from agentrl.config.validation import parse_section, subsections
 from agentrl.core.errors import ConfigError
+from agentrl.toolserver.mcp.connection import McpOptions
 
 NUMBERS = {int, float}
 
@@ -64,6 +70,21 @@ def numeric_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterato
                 yield f"{key}.NAME" if get_origin(info.annotation) is dict else key, number
         for subsection in subsections(info.annotation):
             yield from numeric_keys(subsection, f"{key}.NAME." if get_origin(info.annotation) is dict else f"{key}.")
+
+
+@pytest.mark.parametrize("section", [Config, PythonOptions, ShellOptions, JudgeOptions, McpOptions])
+def test_no_time_is_longer_than_threads_can_wait(section: type[Section]) -> None:
+    """Also in options of tools, which their servers read."""
+    times = [key for key, kind in numeric_keys(section) if kind is float and re.search(r"(_s|seconds)$", key)]
+    assert len(times) >= (15 if section is Config else 1)
+    for key in times:
+        tree: Any = 1e10
+        for name in reversed(key.split(".")):
+            tree = {name: tree}
+        with pytest.raises(
+            ConfigError, match=rf"{key}=10000000000\.0: Input should be less than or equal to 1000000000"
+        ):
+            parse_section(section, tree)
 
 
 def test_no_number_is_infinite_or_a_boolean_or_text() -> None:

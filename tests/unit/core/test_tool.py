@@ -56,6 +56,9 @@ def test_what_is_no_function_is_named() -> None:
     assert asyncio.run(tool(plain).run(ToolCall("c", "plain", {"a": 1}))).content == "1"
     with pytest.raises(TypeError, match=r"@tool wants a function .* generator yields"):
         tool(generator)
+    for seconds in (0, -1, 1e300, float("nan"), "5"):
+        with pytest.raises(TypeError, match=r"@tool: timeout_s=.* is no number of seconds above 0, and at most 1e\+09"):
+            tool(timeout_s=seconds)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"@tool wants a function, not 'add'"):
         tool("add")  # type: ignore[call-overload]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 
 
 class JudgeOptions(Section):
@@ -12,7 +12,7 @@ class JudgeOptions(Section):
 
     time_s: PositiveInt = 4
     """Seconds of CPU time of each of a program's processes on a test."""
-    wall_s: PositiveFloat = 10.0
+    wall_s: Seconds = 10.0
     """Wall time of a test in seconds: longer than ``time_s``, because other programs share the processor."""
     output_kb: PositiveInt = 1024
     """Output of a program on a test, KiB."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
 
@@ -17,7 +17,7 @@ from .tool import ShellTool
 class ShellOptions(Section):
     """``tools.shell.options``."""
 
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     """Seconds a call may take; without it ``sandbox.limits.wall_s``."""
     max_chars: int = Field(default=8000, ge=100)
     """Characters of output that the policy reads; the middle of longer outputs is left out."""
