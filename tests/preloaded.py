@@ -210,9 +210,9 @@ class ForkedStarts:
 
 
 def _send(address: str, request: Request) -> socket.socket:
+    data = json.dumps(asdict(request)).encode()
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    data = json.dumps(asdict(request)).encode()
     socket.send_fds(connection, [len(data).to_bytes(_LENGTH, "big")], list(request.files.values()))
     connection.sendall(data)
     return connection

@@ -1,15 +1,15 @@
 """The walk of a sampled token, traced in a real run, is the one in ``docs/architecture.md``."""
 
-import subprocess
-import sys
+import os
+
+import preloaded
 
 from tests.structure.layers import REPOSITORY
 from tests.structure.test_architecture import walk
 
 
 def test_the_traced_walk_is_that_of_the_page() -> None:
-    command = [sys.executable, "-m", "tests.structure.walk"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    run = preloaded.run("tests.structure.walk:main", [], cwd=REPOSITORY, env=dict(os.environ), timeout=300, forks=True)
     assert run.returncode == 0, run.stderr[-2000:]
     traced = run.stdout.partition(" files:\n")[2].splitlines()
     assert len(traced) > 15, run.stdout[-2000:]

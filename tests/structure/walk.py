@@ -21,7 +21,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -271,7 +271,7 @@ def trace(folder: Path) -> list[Function]:
     return tracer.walk()
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Print the walk."""
     with tempfile.TemporaryDirectory(prefix="agentrl-walk-") as folder:
         functions = trace(Path(folder))
@@ -280,4 +280,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

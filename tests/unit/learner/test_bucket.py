@@ -1,5 +1,5 @@
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -72,10 +72,11 @@ class JoiningEngine:
     """Loads weights as SGLang's loaders with a fused parameter do: a half without the other of the model is dropped."""
 
     def __init__(self, model: Collection[str]) -> None:
-        self.model = model
+        self.model = frozenset(model)
         self.names: set[str] = set()
 
-    def load_weights(self, names: Sequence[str]) -> None:
+    def load_weights(self, names: Collection[str]) -> None:
+        names = frozenset(names)
         for name in names:
             module, _, last = name.rpartition(".")
             parent, _, module = module.rpartition(".")

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from agentrl.config.model import RenderConfig
+from agentrl.config.model import FormatName, RenderConfig
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.check import Findings, check_template
 from agentrl.render.template_check.turn_transitions import Continuation
 from agentrl.render.text_arrival import KINDS, Arrival
@@ -37,6 +38,11 @@ def texts() -> dict[str, str]:
 def tokenizer(name: str) -> PreTrainedTokenizerBase:
     markers = sorted({mark for text in texts().values() for mark in re.findall(r"<[|｜][^\s<>|｜]+[|｜]>", text)})
     return qwen_tokenizer_with(markers, texts()[name])
+
+
+@cache
+def renderer_of(name: str, format: FormatName = "auto", *, keep_thinking: bool = False) -> ChatRenderer:
+    return make_renderer(tokenizer(name), RenderConfig(format=format, keep_thinking=keep_thinking))
 
 
 @cache
@@ -102,7 +108,7 @@ def text_of(format: Format, *messages: Message) -> str:
 @pytest.mark.parametrize("thought", ["re1", ""])
 def test_a_turn_without_its_reasoning_is_written_as_the_template_writes_it(name: str, thought: str, calls) -> None:
     """A sampled turn, of which the template drops the reasoning before a later user message, and the same turn as given."""
-    renderer = make_renderer(tokenizer(name), RenderConfig(format="template"))
+    renderer = renderer_of(name, "template")
     format = renderer.format
     assert isinstance(format, TemplateFormat)
     inputs, start = format.inputs, format._layout.start
@@ -134,7 +140,7 @@ def test_a_turn_without_its_reasoning_is_written_as_the_template_writes_it(name:
 def test_later_system_messages_are_in_a_bridged_prompt(name: str, new: tuple[Message, ...]) -> None:
     """With earlier reasoning kept too, a template that moves them to the front is rendered again."""
     for keep in (False, True):
-        renderer = make_renderer(tokenizer(name), RenderConfig(keep_thinking=keep))
+        renderer = renderer_of(name, keep_thinking=keep)
         for body in ("re1\n</think>\n\nas1", "<think>\nre1\n</think>\n\nas1", "as1"):
             ids = renderer.encode(body)
             added = renderer.bridge((ASK, renderer.parse(ids)), ids, new)
