@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from agentrl.core.errors import DiagnosisError
-from agentrl.doctor.diagnose import diagnose
-from agentrl.doctor.record import Finding
 from agentrl.obs.console import make_console
+
+if TYPE_CHECKING:
+    from agentrl.doctor.record import Finding
 
 STYLES = {"problem": "bold red", "hint": "yellow", "state": "bold green"}
 
@@ -26,6 +28,8 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         DiagnosisError: there is a problem.
     """
+    from agentrl.doctor.diagnose import diagnose
+
     console = make_console()
     findings = diagnose(arguments.run_dir)
     for finding in findings:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import MAIN
-from agentrl.evaluation.checkpoint_model import checkpoint_model
-from agentrl.models.export import check_free, export_model
 from agentrl.obs.console import make_console
 
 
@@ -25,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export the policies of a checkpoint."""
+    from agentrl.evaluation.checkpoint_model import checkpoint_model
+    from agentrl.models.export import check_free, export_model
+
     source = Path(checkpoint_model(arguments.source))
     if not source.is_dir():
         raise ConfigError(f"{arguments.source} is no folder of a run or of a checkpoint")

@@ -8,7 +8,6 @@ from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, comman
 from agentrl.config.layers import Layer, merge_layers
 from agentrl.obs.console import make_console
 from agentrl.planner.engine import MEMORY_GIB, Gpus
-from agentrl.planner.plan import make_plan, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the plan."""
+    from agentrl.planner.plan import make_plan, report
+
     layers = command_line_layers(arguments)
     if arguments.model is not None:
         layers.append(Layer(COMMAND_LINE, {"model": {"path": arguments.model}}))

@@ -14,6 +14,7 @@ EXTRAS = {
     "docker": "docker",
     "faiss": "e5",
     "gguf": "models",
+    "huggingface_hub": "train",
     "jinja2": "train",
     "matplotlib": "plots",
     "mcp": "mcp",

@@ -9,9 +9,6 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
 from agentrl.config.recorded import CONTENT
 from agentrl.core.checksums import sampled_checksum
 from agentrl.core.errors import MissingError, ModelError
@@ -106,6 +103,8 @@ def get_packaged(name: str, folder: Path) -> None:
 
 
 def _from_hub(path: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub client raises its own errors, those of requests and httpx, and OSError
@@ -118,6 +117,9 @@ def _from_hub(path: str, key: str) -> Path:
 
 
 def _from_cache(path: str, key: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(path, allow_patterns=list(_FILES), local_files_only=True))
     except LocalEntryNotFoundError:
