@@ -184,6 +184,7 @@ for _ in range(5):
         os.close(let_go)
         hold = b"x" * (40 << 20)
         os.write(told, b"x")
+        os.close(told)
         os.read(held, 1)  # until the attacker ends
         os._exit(0)
     children.append(child)

@@ -20,6 +20,8 @@ from tests.algo_config import make_algo
 from tests.unit.learner.learners import contract_rows
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
+    LONG,
+    LONG_OF_EXPERTS,
     ONE,
     RESUMED,
     TWO,
@@ -57,6 +59,12 @@ def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
     results = {name: _computed(folder / "qwen3", name, options) for name, options in TWO.items()}
     return results | {name: _computed(folder / "experts", name, options) for name, options in TWO_OF_EXPERTS.items()}
+
+
+def long(folder: Path) -> dict[str, Found]:
+    """Layouts of two ranks that others have in them."""
+    results = {name: _computed(folder / "qwen3", name, options) for name, options in LONG.items()}
+    return results | {name: _computed(folder / "experts", name, options) for name, options in LONG_OF_EXPERTS.items()}
 
 
 def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:

@@ -18,6 +18,8 @@ from tests.unit.learner.megatron import forked
 from tests.unit.learner.megatron.models import add_draft_layer, make_critic_model, make_model
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
+    LONG,
+    LONG_OF_EXPERTS,
     MODELS,
     ONE,
     TWO,
@@ -41,6 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_critic_model(add_draft_layer(make_model(parent / name, model)), critic_of(parent / name))
     make_model(parent / "reference", "llama")
     return parent
+
+
+@pytest.fixture(scope="module")
+def long_found(folder: Path, preloaded_children: str) -> forked.Found:
+    return forked.run_ranks(folder, preloaded_children, "rank_cases", long=2)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +78,21 @@ def expected(folder: Path):
 
 
 def model_of(layout: str) -> str:
-    return "experts" if layout in TWO_OF_EXPERTS else "tied" if layout in FOUR else "qwen3"
+    return "experts" if layout in TWO_OF_EXPERTS | LONG_OF_EXPERTS else "tied" if layout in FOUR else "qwen3"
 
 
 @pytest.mark.parametrize(("function", "layout"), LAYOUTS, ids=[name for _, name in LAYOUTS])
 def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: str, layout: str) -> None:
-    has, expected_value = found[function][layout], expected(model_of(layout))
+    assert_equal(found[function][layout], expected(model_of(layout)), layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [*LONG, *LONG_OF_EXPERTS])
+def test_a_layout_that_others_contain_computes_it_too(long_found, expected, layout: str) -> None:
+    assert_equal(long_found["long"][layout], expected(model_of(layout)), layout)
+
+
+def assert_equal(has: Found, expected_value: Found, layout: str) -> None:
     assert has.metrics.keys() == expected_value.metrics.keys() - ({"parts"} if "overlapped" in layout else set())
     for step, metrics in ((step, expected_value.metrics[step]) for step in has.metrics):
         assert metrics["train/grad_norm"] > 1e-3
