@@ -308,6 +308,10 @@ LEFT = {
         "os.sched_setaffinity(1, {min(os.sched_getaffinity(0))})",
         "len(os.sched_getaffinity(0)) == 1",
     ),
+    "the priority of input and output": (
+        "libc.syscall({'x86_64': 251, 'aarch64': 30}[os.uname().machine], 1, 1, 2 << 13 | 6)",
+        "libc.syscall({'x86_64': 252, 'aarch64': 31}[os.uname().machine], 1, 0) == 2 << 13 | 6",
+    ),
     "shared memory": ("libc.shmget(7, 64, 0o1600)", "libc.shmget(7, 64, 0) != -1"),
     "a semaphore": ("libc.semget(7, 1, 0o1600)", "libc.semget(7, 1, 0) != -1"),
     "a message queue": ("libc.msgget(7, 0o1600)", "libc.msgget(7, 0) != -1"),

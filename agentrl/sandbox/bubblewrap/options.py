@@ -42,12 +42,16 @@ PRIVATE_FOLDERS = ("dev", "proc", "work")
 
 LAUNCHER = f"""
 while [ "$1" != -- ]; do echo 0 > "$1" || exit 96; shift; done
+mount --rbind /dev /dev && mount -o remount,bind,ro,nosuid,noexec /dev || exit 97
 mount -t tmpfs -o "$2" agentrl {MOUNT} || exit 97
 install -d -m 1777 -o "$3" -g "$3" {MOUNT}/work {MOUNT}/tmp {MOUNT}/shm || exit 97
 shift 3
 exec "$@"
 """
-"""Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command to execute."""
+"""Devices are the machine's own: their times would tell all sandboxes what one has set. They can be written to on a read-only
+mount, too.
+
+Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command to execute."""
 
 
 def find_programs() -> dict[str, str]:
@@ -185,6 +189,8 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
         arguments += ["--bind", f"{MOUNT}/tmp", "/tmp"]
     arguments += ["--proc" if Defence.PROCESS_NAMESPACE in defences else "--ro-bind"]
     arguments += ["/proc"] if Defence.PROCESS_NAMESPACE in defences else ["/proc", "/proc"]
+    if defences >= {Defence.PROCESS_NAMESPACE, Defence.RUNNER}:  # its counters add up the processes of all calls
+        arguments += ["--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
     for path in config.readonly:  # after /tmp, which it may be below
         arguments += ["--ro-bind", str(path), str(path)]

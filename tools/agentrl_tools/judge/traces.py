@@ -9,7 +9,7 @@ from agentrl import ToolStatus
 from agentrl.sandbox.base import Job, Sandbox
 
 LOOK = r"""
-import ctypes, fcntl, os, resource, struct
+import ctypes, fcntl, os, platform, resource, struct
 libc = ctypes.CDLL(None)
 
 def read(path):
@@ -38,6 +38,10 @@ def flags(folder):
     finally:
         os.close(descriptor)
 
+def times(path):
+    status = os.stat(path)
+    return tuple(status), status.st_mtime_ns, status.st_ctime_ns, status.st_atime_ns
+
 def queues():
     "How many more POSIX message queues there can be."
     if not hasattr(libc, "mq_open"):
@@ -61,10 +65,11 @@ for line in read("/proc/self/mountinfo").splitlines():
     if "rw" not in options.split(",") or after.split()[0] in ("proc", "sysfs", "devpts") or not os.path.isdir(where):
         continue
     counters.append(inode(where))
-    space, folder = os.statvfs(where), os.stat(where)
-    state.append((where, space.f_blocks - space.f_bfree, space.f_files - space.f_ffree, tuple(folder), folder.st_mtime_ns,
-                  folder.st_ctime_ns, folder.st_atime_ns, flags(where),
+    space = os.statvfs(where)
+    state.append((where, space.f_blocks - space.f_bfree, space.f_files - space.f_ffree, times(where), flags(where),
                   [(name, os.getxattr(where, name)) for name in os.listxattr(where)]))
+    if where == "/dev":
+        state += [times("/dev/" + name) for name in ("null", "zero", "full", "random", "urandom", "tty")]
 state += [read("/proc/sysvipc/" + name) for name in ("shm", "sem", "msg")]
 memory, semaphore, queue = libc.shmget(0, 1, 0o600), libc.semget(0, 1, 0o600), libc.msgget(0, 0o600)
 libc.shmctl(memory, 0, None), libc.semctl(semaphore, 0, 0), libc.msgctl(queue, 0, None)
@@ -72,6 +77,7 @@ counters += [memory, semaphore, queue]
 state += [queues(), *(read("/proc/net/" + name) for name in ("dev", "snmp", "snmp6"))]
 # Of the runner, which new processes inherit it from.
 state += [sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)]
+state += [libc.syscall({"x86_64": 252, "aarch64": 31}[platform.machine()], 1, 0)]  # ioprio_get
 state += [resource.getrlimit(limit) for limit in range(16) if limit != resource.RLIMIT_CPU]
 print((repr(state), counters))
 """
