@@ -175,6 +175,8 @@ def packed_attention(  # the signature that transformers calls
         ModelError: the model needs score caps or attention sinks.
     """
     assert attention_mask is None, "packed attention takes no mask"
+    if sliding_window is None:  # some architectures put the window of a layer into the mask alone
+        sliding_window = getattr(module, "sliding_window", None)
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:
             raise ModelError(

@@ -314,10 +314,14 @@ async def open_eval_engines(
 
 
 async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
-    """Return the dtype in which weights are sent; None for the learner's."""
+    """Return the dtype in which weights are sent; None for the learner's.
+
+    Raises:
+        ConfigError: an engine has quantised weights.
+    """
+    dtypes = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
     if config.dtype != "auto":
         return config.dtype
-    dtypes = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

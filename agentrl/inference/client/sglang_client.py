@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from typing_extensions import override
 
-from agentrl.core.errors import EngineError, SamplerError
+from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_memory import SGLangMemory
 from agentrl.inference.client.engine_state import EngineMirror, EngineState, RequestsInProgress
@@ -17,6 +18,7 @@ from agentrl.inference.client.generation import KEEPING, GenerationClient, versi
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
+from agentrl.models.float8 import is_quantized
 
 _CUT_POLL_S = 0.02
 _CUT_S = 1.0
@@ -216,9 +218,23 @@ class SGLangClient(GenerationClient):
         return max_input_tokens
 
     async def dtype(self) -> str | None:
-        """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``."""
+        """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``.
+
+        Raises:
+            ConfigError: the engine reports that its weights are quantised, or its folder, which is readable here, says so.
+        """
         info = await self.control.call("/server_info", None)
-        return _DTYPES.get(str(info.get("dtype"))) if isinstance(info, dict) else None
+        info = info if isinstance(info, dict) else {}
+        quantization = info.get("quantization") or info.get("torchao_config")
+        folder = Path(str(info.get("model_path")))
+        if not quantization and is_quantized(folder):
+            quantization = f"{folder}/config.json has them"
+        if quantization:
+            raise ConfigError(
+                f"the engine at {self.url} has quantised weights ({quantization}), and the learner sends bfloat16: start it "
+                "without --quantization, from a folder whose weights are not quantised, such as one of agentrl export"
+            )
+        return _DTYPES.get(str(info.get("dtype")))
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of ``/weights_checker``, 64 bits for each weight.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
@@ -43,6 +44,10 @@ _PROBE_WINDOW = 4
 """Tokens of a window in which the rows attend; fewer than they have."""
 _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
 """Maximum absolute and relative difference of log-probabilities that counts as rounding."""
+
+
+_FAULTS_OF_MACHINES = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+"""RuntimeErrors that no architecture causes; gloo has none of its own."""
 
 
 def load_policy(
@@ -123,6 +128,7 @@ def _load(
         add_adapters(model.hf, config.lora)
     _freeze(model.hf, config)
     use_grouped_products(model.hf)
+    _name_windows(model.hf)
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
@@ -142,6 +148,15 @@ def _load(
     if config.lora is not None:
         fill_adapters(model.hf, config.lora, seed=0)
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
+
+
+def _name_windows(hf: PreTrainedModel) -> None:
+    """Give attention of Phi-3.5-MoE its sliding window, which transformers puts into the mask; packed attention takes none."""
+    config = hf.config.get_text_config()
+    if config.model_type == "phimoe":
+        for module in hf.modules():
+            if hasattr(module, "num_key_value_groups"):
+                setattr(module, "sliding_window", config.sliding_window)  # noqa: B010  modules are typed as tensors
 
 
 def _set_context(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
@@ -175,8 +190,12 @@ def _named_errors(model: PackedModel, folder: Path, key: str) -> Iterator[None]:
     """Raise errors of an architecture's code, which has other modules or arguments than expected, with the folder's key."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+    except _FAULTS_OF_MACHINES:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, AssertionError) as error:
         words = str(error).strip().splitlines() or ["no message"]
+        if "gloo" in words[0]:
+            raise
         raise ModelError(
             f"{key}={folder}: the fsdp learner cannot compute {type(model.hf).__name__}: {type(error).__name__}: {words[0]}; "
             "choose another"

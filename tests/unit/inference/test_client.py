@@ -49,6 +49,8 @@ class FakeSGLang:
     """How often it refuses to drop its cache."""
     url: str = ""
     dtype: str = "auto"
+    info: dict[str, Any] = field(default_factory=dict)
+    """Further answers of ``/server_info``."""
     """As it reports it."""
 
     async def answer(self, http: Request) -> Response:
@@ -71,7 +73,7 @@ class FakeSGLang:
             self.busy -= 1
             return JSONResponse({"success": False, "message": "requests are running"}, 400)
         if path == "/server_info":
-            return JSONResponse({"max_req_input_len": 506, "dtype": self.dtype})
+            return JSONResponse({"max_req_input_len": 506, "dtype": self.dtype} | self.info)
         if path == "/model_info":
             return JSONResponse({"weight_version": self.version})
         if path == "/abort_request":
@@ -383,6 +385,21 @@ def test_an_engine_that_holds_less_than_an_episode_is_refused_at_the_start(fake:
 def test_an_engine_reports_the_dtype_of_its_weights(fake: FakeSGLang, reported: str, dtype: str | None) -> None:
     fake.dtype = reported
     assert fake.drive(lambda client: client.dtype()) == dtype
+
+
+def test_an_engine_with_quantised_weights_is_refused(fake: FakeSGLang, tmp_path: Path) -> None:
+    """By what it reports, or by the folder that it has loaded."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    for info in (
+        {"quantization": "fp8"},
+        {"torchao_config": "int8wo"},
+        {"quantization": None, "model_path": str(tmp_path)},
+    ):
+        fake.info = info
+        with pytest.raises(ConfigError, match=rf"engine at {fake.url} has quantised weights"):
+            fake.drive(lambda client: client.dtype())
+    (tmp_path / "config.json").write_text("{}")
+    assert fake.drive(lambda client: client.dtype()) is None
 
 
 def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
