@@ -29,20 +29,38 @@ class Renderer(Protocol):
 
     @property
     def pad_token_id(self) -> int:
-        """The padding token."""
+        """The tokenizer's padding token, or else the end token; no token attends to padding."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the prompt of the whole conversation, ending with the opener of the policy's next turn."""
+        """Return the prompt of the whole conversation, ending with the opener of the policy's next turn.
+
+        Inline messages continue the assistant message before them. If the last message is inline, the policy's turn is
+        still open, and the prompt ends with that message. If the first one is inline, it is a raw prompt: no chat format is
+        applied.
+
+        Raises:
+            ConversationError: the format refuses the conversation.
+            ModelError: the format is the chat template, and the tokenizer has none.
+        """
         ...
 
     def bridge(
         self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[int, ...] | Fork:
-        """Return the ids to append to ``sampled_ids``, the last message of ``history``.
+        """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
 
-        These are the rest of the end of the turn, the ``new`` messages and the opener of the next turn. Returns a `Fork`
-        with the reason if the result is not proven to be what the chat format would write.
+        The rest of the end is what the engine has not sampled: the end token if a stop string or the length limit ended
+        the turn, and always the format's newline after it. Inline messages are appended without formatting.
+
+        Args:
+            history: the conversation so far; it ends with the assistant message that was sampled.
+            sampled_ids: ids of that message, with its end token if it has one.
+            new: messages to append.
+            tools: tools offered to the policy.
+
+        Returns:
+            ids, or a `Fork` with the reason if they are not proven to be what the chat format would write.
         """
         ...
 
@@ -51,8 +69,13 @@ class Renderer(Protocol):
     ) -> Message:
         """Return the assistant message of one sampled turn without its end token. Never raises.
 
-        ``tool_calls`` has every attempt to call one of ``tools``, each with a status. ``prompt_ids`` is the prompt of the
-        turn, which may have opened the reasoning.
+        ``content`` is the whole sampled text, reasoning and tool calls included; ``tool_calls`` has every attempt at a
+        call outside of the reasoning, each with a status.
+
+        Args:
+            sampled_ids: ids of one turn.
+            tools: tools offered to the policy; without them, names and arguments of calls are not checked.
+            prompt_ids: prompt of the turn, to see whether it opened the reasoning; if empty, the format's opener counts.
         """
         ...
 

@@ -20,7 +20,7 @@ from agentrl.render.formats.package import PACKAGE_FORMATS, PackageFormat
 from agentrl.render.formats.qwen3 import Qwen3, Qwen3Instruct
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
-from agentrl.render.probe_conversations import same_text
+from agentrl.render.probes import same_text
 from agentrl.render.renderer import ChatRenderer
 from agentrl.render.tool_preamble import make_preamble
 

@@ -11,10 +11,12 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing_extensions import override
 
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, validate_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.render.base import Renderer
 from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, split_thinking
 from agentrl.render.parsers.base import (
     THINK,
@@ -25,8 +27,8 @@ from agentrl.render.parsers.base import (
     split_markers,
     unreadable_call,
 )
+from agentrl.render.probes import ArrivalProof, message_shapes
 from agentrl.render.special_token_escaping import EscapingEncoder, unicode_json, unicode_text
-from agentrl.render.text_arrival import ArrivalProof, message_shapes
 from agentrl.render.tool_preamble import Preamble
 from agentrl.render.written_turns import split_end, turn_body
 
@@ -34,7 +36,7 @@ _OPENER_TOKENS = 16
 """Upper bound of the tokens of ``<think>`` and the white space after it, in any tokenizer."""
 
 
-class ChatRenderer:
+class ChatRenderer(Renderer):
     """Converts messages to tokens and sampled tokens to messages, in one chat format; see `Renderer`.
 
     Special-token text inside messages is encoded as plain text. Not thread-safe.
@@ -89,31 +91,23 @@ class ChatRenderer:
         return renderer
 
     @property
+    @override
     def end_token_id(self) -> int:
-        """The token that the format writes at the end of a turn of the policy."""
         return self._end_ids[0]
 
     @property
+    @override
     def end_token_ids(self) -> tuple[int, ...]:
-        """All tokens at which the engine stops a turn of the policy, `end_token_id` first."""
         return self._end_ids
 
     @property
+    @override
     def pad_token_id(self) -> int:
-        """The tokenizer's padding token, or else the end token; no token attends to padding."""
         pad = self._tokenizer.pad_token_id
         return int(pad) if pad is not None else self.end_token_id
 
+    @override
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
-        """Return the prompt of the whole conversation, ending with the opener of the policy's next turn.
-
-        Inline messages continue the assistant message before them. If the last message is inline, the policy's turn is
-        still open, and the prompt ends with that message. If the first one is inline, it is a raw prompt, see the class.
-
-        Raises:
-            ConversationError: the format refuses the conversation.
-            ModelError: the format is the chat template, and the tokenizer has none.
-        """
         if messages and messages[0].inline:
             return self._raw(messages)
         if self.tool_preamble is not None:
@@ -183,23 +177,10 @@ class ChatRenderer:
                 "render.chat_template to a template that has such messages, or render.format"
             )
 
+    @override
     def bridge(
         self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[int, ...] | Fork:
-        """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
-
-        The rest of the end is what the engine has not sampled: the end token if a stop string or the length limit ended
-        the turn, and always the format's newline after it. Inline messages are appended without formatting.
-
-        Args:
-            history: the conversation so far; it ends with the assistant message that was sampled.
-            sampled_ids: ids of that message, with its end token if it has one.
-            new: messages to append.
-            tools: tools offered to the policy.
-
-        Returns:
-            ids, or a `Fork` with the reason why the conversation cannot be continued by appending.
-        """
         inline = tuple(takewhile(lambda message: message.inline, new))
         added = tuple(index for message in inline for index in self._encoder.content(message.content))
         messages = tuple(new[len(inline) :])
@@ -220,19 +201,10 @@ class ChatRenderer:
             return added + ids
         return self._after_end(sampled_ids[-1], ids)
 
+    @override
     def parse(
         self, sampled_ids: Sequence[int], tools: Sequence[Tool] = (), *, prompt_ids: Sequence[int] = ()
     ) -> Message:
-        """Return the assistant message of one sampled turn without its end token. Never raises.
-
-        ``content`` is the whole sampled text, reasoning and tool calls included; ``tool_calls`` has every attempt at a
-        call outside of the reasoning, each with a status.
-
-        Args:
-            sampled_ids: ids of one turn.
-            tools: tools offered to the policy; without them, names and arguments of calls are not checked.
-            prompt_ids: prompt of the turn, to see whether it opened the reasoning; if empty, the format's opener counts.
-        """
         end = len(sampled_ids)
         if end and sampled_ids[end - 1] in self._end_ids:
             end -= 1
@@ -243,8 +215,8 @@ class ChatRenderer:
             "assistant", text, tuple(self._calls(pieces, tools, self._opens_reasoning(prompt_ids))), token_ids=ids
         )
 
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
         return self._decode(list(token_ids))
 
     def encode(self, text: str) -> tuple[int, ...]:

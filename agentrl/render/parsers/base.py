@@ -227,4 +227,11 @@ def named_call(name: str, arguments: Any, *, id: str = "") -> ToolCall:
     return ToolCall(id, name, arguments)
 
 
+def open_ended_call(name: str, text: str, *, id: str = "") -> ToolCall:
+    """Return the call of a format that does not mark a call's end: cut off if its arguments ``text`` are."""
+    call = named_call(name, text, id=id)
+    complete = bool(text) and (call.status is CallStatus.OK or text.endswith("}"))
+    return call if complete else truncated_call("}", name)
+
+
 MakeParser = Callable[[], CallParser]

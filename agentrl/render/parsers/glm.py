@@ -1,4 +1,4 @@
-"""GLM: ``<tool_call>NAME``, then keys and values in tags (GLM-4.5); ``NAME`` and JSON below it (GLM-4)."""
+"""GLM and Hunyuan: keys and values in tags (GLM-4.5, Hy3); ``NAME`` and JSON below it (GLM-4); a JSON list (Hunyuan A13B)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import CallStatus, ToolCall
+from agentrl.core.types import ToolCall
 from agentrl.render.parsers.base import (
+    CALL_NAME,
     CallParser,
     Piece,
     between,
+    closed_calls,
     join_pieces,
-    named_call,
+    open_ended_call,
     truncated_call,
     unopened_calls,
     unreadable_call,
 )
+from agentrl.render.parsers.json_lists import list_calls
 from agentrl.render.parsers.values import parameter_types, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -122,6 +125,31 @@ def _section_call(text: str, tool_names: Container[str]) -> ToolCall | None:
     name, arguments = name.strip(), arguments.strip()
     if name not in tool_names and (not name or any(map(str.isspace, name)) or not arguments.startswith("{")):
         return None
-    call = named_call(name, arguments)
-    cut_off = not arguments or (call.status is not CallStatus.OK and not arguments.endswith("}"))
-    return truncated_call("}", name) if cut_off else call
+    return open_ended_call(name, arguments)
+
+
+SECTION, SECTION_END, SEP = "<tool_calls>", "</tool_calls>", "<tool_sep>"
+SUFFIX = ":opensource"
+"""Ends the name of every token of Hy3."""
+
+_PLAIN = (SECTION, SECTION_END, SEP, OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+_TAGS = {f"{marker[:-1]}{SUFFIX}>": marker for marker in _PLAIN}
+
+
+class HunyuanParser(CallParser):
+    """Parser of the calls of Hunyuan A13B and of Hy3, whose tags end with ``:opensource``::
+
+    <tool_calls>[{"name": NAME, "arguments": {…}}, …]</tool_calls>
+    <tool_calls><tool_call>NAME<tool_sep><arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>…</tool_calls>
+    """
+
+    markers = (*_PLAIN, *_TAGS)
+    reasoning = (("<think>", "</think>"), (f"<think{SUFFIX}>", f"</think{SUFFIX}>"))
+
+    @override
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        plain = [Piece(_TAGS.get(piece.text, piece.text), marker=True) if piece.marker else piece for piece in pieces]
+        if not any(piece.marker and piece.text in (OPEN, CLOSE) for piece in plain):
+            return closed_calls(plain, SECTION, SECTION_END, list_calls, CALL_NAME)
+        skipped = (SECTION, SECTION_END, SEP)
+        return GlmParser().calls([piece for piece in plain if not piece.marker or piece.text not in skipped], tools)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import CallStatus, ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, join_pieces, named_call, truncated_call
+from agentrl.core.types import ToolCall
+from agentrl.render.parsers.base import CallParser, Piece, join_pieces, open_ended_call, truncated_call
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -67,7 +67,4 @@ def _call(message: _Message) -> ToolCall | None:
     name = recipient[1].removeprefix(_NAMESPACE)
     if message.body is None:
         return truncated_call(MESSAGE, name)
-    text = message.body.strip()
-    call = named_call(name, text)
-    complete = bool(text) and (call.status is CallStatus.OK or text.endswith("}"))
-    return call if complete else truncated_call("}", name)
+    return open_ended_call(name, message.body.strip())

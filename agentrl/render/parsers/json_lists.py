@@ -1,4 +1,4 @@
-"""Granite, Command A and Hunyuan A13B: a JSON list of calls between two markers."""
+"""Granite, Command A, Hunyuan A13B and Mistral: a JSON list of calls, or after a marker a name and its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from agentrl.render.parsers.base import (
     closed_calls,
     join_pieces,
     named_call,
+    open_ended_call,
     read_json,
     truncated_call,
+    unopened_calls,
     unreadable_call,
 )
 
@@ -72,3 +74,37 @@ def _call(entry: Any) -> ToolCall:
 
 def _first(entry: Any, keys: Sequence[str], default: Any) -> Any:
     return next((entry[key] for key in keys if key in entry), default) if isinstance(entry, dict) else default
+
+
+OPEN, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(CallParser):
+    """Parser of the calls of Mistral's models: a list up to version 7 of the tokenizer, then one marker a call::
+
+    [TOOL_CALLS][{"name": NAME, "arguments": {…}, "id": ID}, …]
+    [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{…}[TOOL_CALLS]…
+    """
+
+    markers = (OPEN, ARGUMENTS, ID)
+    reasoning = (("[THINK]", "[/THINK]"),)
+
+    @override
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        calls = [call for body, _ in between(pieces, OPEN, "") for call in _calls(body)]
+        return calls + unopened_calls(pieces, OPEN, "", Piece(ARGUMENTS, marker=True), needs_closing=False)
+
+
+def _calls(body: Sequence[Piece]) -> list[ToolCall]:
+    if body and not body[0].marker and join_pieces(body).lstrip().startswith("["):
+        return list_calls(join_pieces(body))
+    marked = [index for index, piece in enumerate(body) if piece.marker]
+    arguments = next((index for index in marked if body[index].text == ARGUMENTS), None)
+    name = join_pieces(body[: marked[0]] if marked else body).strip()
+    if arguments is None:
+        return [truncated_call(ARGUMENTS, name if marked else "")]
+    if not name:
+        return [unreadable_call(f"the call names no function after {OPEN}")]
+    text = join_pieces(body[arguments + 1 :]).strip()
+    id = join_pieces(body[marked[0] + 1 : arguments]).strip()
+    return [open_ended_call(name, text, id=id)]

@@ -20,8 +20,7 @@ from agentrl.render.parsers.base import (
     truncated_call,
     unreadable_call,
 )
-from agentrl.render.parsers.brackets import JSON, PYTHON, closing, next_position, positions
-from agentrl.render.parsers.pythonic import python_calls
+from agentrl.render.parsers.pythonic import JSON, PYTHON, closing, next_position, positions, python_calls
 
 TAG = "<|python_tag|>"
 

@@ -1,4 +1,4 @@
-"""Llama 3.2 and Llama 4: ``[f(a=1), g(b="x")]``, a list of Python calls that is parsed and never run."""
+"""Lists of Python calls, which are parsed and never run: ``[f(a=1), g(b="x")]`` of Llama 3.2 and 4, LFM2 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import math
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,67 @@ from typing_extensions import override
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall
-from agentrl.render.parsers.base import CallParser, Piece, join_pieces, truncated_call, unopened_calls, unreadable_call
-from agentrl.render.parsers.brackets import PYTHON, closing, next_position, positions
+from agentrl.render.parsers.base import (
+    CallParser,
+    Piece,
+    closed_calls,
+    join_pieces,
+    truncated_call,
+    unopened_calls,
+    unreadable_call,
+)
+
+_JSON = r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)'
+_PYTHON = (
+    r'"""(?:[^\\]|\\.)*?(?:"""|\\?\Z)'
+    r"|'''(?:[^\\]|\\.)*?(?:'''|\\?\Z)"
+    rf"|{_JSON}"
+    r"|'(?:[^'\\]|\\.)*(?:'|\\?\Z)"
+)
+_BRACKET = r"|[\[({]|[\])}]"
+JSON = re.compile(_JSON + _BRACKET, re.DOTALL)
+"""Strings and brackets of JSON."""
+PYTHON = re.compile(_PYTHON + _BRACKET, re.DOTALL)
+"""Strings and brackets of Python."""
+
+
+def closing(text: str, start: int, language: re.Pattern[str]) -> int | None:
+    """Return the index after the bracket that closes the one at ``start``, or None if none does.
+
+    Brackets in strings are ignored, and every kind of bracket closes every other. Linear in the text, without recursion.
+
+    Args:
+        text: text to scan.
+        start: index of an opening bracket.
+        language: `JSON` or `PYTHON`.
+    """
+    depth = 0
+    for match in language.finditer(text, start):
+        if match[0] in "[({":
+            depth += 1
+        elif match[0] in "])}":
+            depth -= 1
+            if depth == 0:
+                return match.end()
+    return None
+
+
+def positions(pieces: Sequence[Piece], marker: str) -> list[int]:
+    """Return the positions of a marker in the text of ``pieces``, in order."""
+    starts: list[int] = []
+    at = 0
+    for piece in pieces:
+        if piece.marker and piece.text == marker:
+            starts.append(at)
+        at += len(piece.text)
+    return starts
+
+
+def next_position(positions: Sequence[int], at: int, default: int) -> int:
+    """Return the first of sorted positions from ``at`` on."""
+    index = bisect_left(positions, at)
+    return positions[index] if index < len(positions) else default
+
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
 
@@ -142,3 +202,31 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError | MemoryError):
         return "it is nested too deeply"
     return error.msg if isinstance(error, SyntaxError) else str(error)
+
+
+class _PythonicBetweenMarkers(CallParser):
+    markers: tuple[str, str]
+    unopened = re.compile(r"\w\s*\(")
+    """What a call without its opening has before its closing."""
+
+    @override
+    def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
+        return closed_calls(pieces, *self.markers, python_calls, self.unopened)
+
+
+class Lfm2Parser(_PythonicBetweenMarkers):
+    """Parser of the calls of LFM2: ``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``."""
+
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+
+class ToolCodeParser(_PythonicBetweenMarkers):
+    """Parser of calls in a code block ``tool_code``, as Gemma 3 is prompted to write them::
+
+    ```tool_code
+    f(a=1)
+    ```
+    """
+
+    markers = ("```tool_code", "```")
+    unopened = re.compile(r"^tool_code\b[^(]*\(", re.MULTILINE)

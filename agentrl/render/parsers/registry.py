@@ -5,17 +5,14 @@ from __future__ import annotations
 from agentrl.render.parsers.base import CallParser, MakeParser
 from agentrl.render.parsers.deepseek import DeepSeekParser
 from agentrl.render.parsers.gemma import GemmaParser
-from agentrl.render.parsers.glm import Glm4Parser, GlmParser
+from agentrl.render.parsers.glm import Glm4Parser, GlmParser, HunyuanParser
 from agentrl.render.parsers.harmony import HarmonyParser
 from agentrl.render.parsers.hermes import HermesParser
-from agentrl.render.parsers.hunyuan import HunyuanParser
 from agentrl.render.parsers.invoke import AtemParser, DsmlParser, MiniMaxParser, Step3Parser
-from agentrl.render.parsers.json_lists import CohereParser, GraniteParser
+from agentrl.render.parsers.json_lists import CohereParser, GraniteParser, MistralParser
 from agentrl.render.parsers.kimi import KimiParser
 from agentrl.render.parsers.llama3 import Llama3Parser
-from agentrl.render.parsers.mistral import MistralParser
-from agentrl.render.parsers.pythonic import PythonicParser
-from agentrl.render.parsers.pythonic_marked import Lfm2Parser, ToolCodeParser
+from agentrl.render.parsers.pythonic import Lfm2Parser, PythonicParser, ToolCodeParser
 from agentrl.render.parsers.qwen3_coder import Qwen3CoderParser
 from agentrl.render.parsers.tags import TagsParser
 

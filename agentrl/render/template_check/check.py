@@ -13,6 +13,7 @@ from agentrl.core.types import ForkReason
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END
 from agentrl.render.parsers.registry import PARSERS
+from agentrl.render.probes import Arrival, arrivals
 from agentrl.render.registry import choose_format, make_renderer
 from agentrl.render.template_check.turn_transitions import (
     SPECIAL_TOKEN_LIKE,
@@ -21,7 +22,6 @@ from agentrl.render.template_check.turn_transitions import (
     TurnTransition,
     find_transitions,
 )
-from agentrl.render.text_arrival import Arrival, arrivals
 
 _SHORT = {"a user message": "user messages", "a tool result": "tool results", "two tool results": "tool results"}
 

@@ -16,7 +16,7 @@ from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
-from agentrl.render.probe_conversations import TOOLS
+from agentrl.render.probes import TOOLS
 from agentrl.render.renderer import ChatRenderer
 
 _ASK, _MORE, _WORDS, _THOUGHT = Message("user", "qa1"), Message("user", "qa2"), "as1", "re1"

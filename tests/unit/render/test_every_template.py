@@ -13,11 +13,11 @@ from agentrl.config.model import FormatName, RenderConfig
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.template import TemplateFormat
+from agentrl.render.probes import KINDS, Arrival
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.check import Findings, check_template
 from agentrl.render.template_check.turn_transitions import Continuation
-from agentrl.render.text_arrival import KINDS, Arrival
 from tests.unit.render.conversations import look_up
 from tests.unit.render.tokenizers import qwen_tokenizer_with
 

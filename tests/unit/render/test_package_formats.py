@@ -10,7 +10,7 @@ from agentrl.config.model import RenderConfig
 from agentrl.core.errors import MissingError, ModelError
 from agentrl.core.types import CallStatus, Fork, Message, ToolCall
 from agentrl.render.formats.package import PACKAGE_FORMATS, PREFIX
-from agentrl.render.probe_conversations import TOOLS
+from agentrl.render.probes import TOOLS
 from agentrl.render.registry import make_renderer
 from agentrl.render.template_check.check import check_template
 from tests.unit.render.oracles import Other
