@@ -31,6 +31,7 @@ from agentrl.core.tool import Tool, ToolService
 from agentrl.core.user_code import calling, is_library
 
 E = TypeVar("E", bound=type[EnvBase])
+P = TypeVar("P")
 T = TypeVar("T", bound=Tool | type[ToolService])
 
 ENVS = "agentrl.envs"
@@ -225,6 +226,26 @@ def _registered_object(group: str, name: str, kind: str, key: str) -> Any:
 def _entry_points(group: str) -> dict[str, EntryPoint]:
     """Cached: reading the metadata of all packages takes milliseconds, and an environment is made every episode."""
     return {point.name: point for point in entry_points(group=group)}
+
+
+def plugin_class(group: str, name: str, kind: str, key: str, base: type[P], own: Mapping[str, type[P]]) -> type[P]:
+    """Return the class of one of ``own`` names, of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
+
+    Raises:
+        UnknownNameError: nothing has that name.
+        ConfigError: the file, or the class in it, does not exist, is no subclass of ``base``, or is abstract.
+    """
+    if name in own:
+        return own[name]
+    if own and not is_reference(name) and name not in names(group):
+        raise unknown_name(kind, name, [*own, *names(group)], key)
+    cls = lookup(group, name, kind, key)
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise ConfigError(f"{key}={name}: {cls!r:.100} is no subclass of {base.__module__}.{base.__qualname__}")
+    if inspect.isabstract(cls):
+        methods = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{key}={name}: {cls.__name__} does not implement {methods}")
+    return cls
 
 
 def env_class(name: str, key: str = "--env") -> type[Env] | type[MultiAgentEnv]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.imports import is_reference
-from agentrl.core.registry import LEARNERS, lookup, names
+from agentrl.core.registry import LEARNERS, plugin_class
 from agentrl.learner.base import LearnerBackend
 from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.megatron.backend import MegatronBackend
@@ -24,18 +20,7 @@ def backend_class(name: str) -> type[LearnerBackend]:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `LearnerBackend`.
     """
-    if name in BACKENDS:
-        return BACKENDS[name]
-    plugins = names(LEARNERS)
-    if not is_reference(name) and name not in plugins:
-        raise unknown_name("learner backend", name, [*BACKENDS, *plugins], KEY)
-    cls = lookup(LEARNERS, name, "learner backend", KEY)
-    if not (inspect.isclass(cls) and issubclass(cls, LearnerBackend)):
-        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.learner.base.LearnerBackend")
-    if inspect.isabstract(cls):
-        methods = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {methods}")
-    return cls
+    return plugin_class(LEARNERS, name, "learner backend", KEY, LearnerBackend, BACKENDS)  # type: ignore[type-abstract]  # for issubclass
 
 
 def make_backend(config: LearnerConfig) -> LearnerBackend:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.registry import SANDBOXES, lookup
+from agentrl.core.registry import SANDBOXES, plugin_class
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.shown_folders import check_shown
 
@@ -20,13 +18,7 @@ def backend_class(name: str) -> type[SandboxBackend]:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `SandboxBackend`.
     """
-    cls = lookup(SANDBOXES, name, "sandbox backend", KEY)
-    if not (inspect.isclass(cls) and issubclass(cls, SandboxBackend)):
-        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.sandbox.base.SandboxBackend")
-    if inspect.isabstract(cls):
-        abstract_methods = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {abstract_methods}")
-    return cls
+    return plugin_class(SANDBOXES, name, "sandbox backend", KEY, SandboxBackend, {})  # type: ignore[type-abstract]  # for issubclass
 
 
 def check_images(config: SandboxConfig) -> None:

@@ -28,9 +28,9 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     """
     # takes half a second to import, and a refused run does not need it
     from agentrl.models.load import load_tokenizer, read_end_ids
+    from agentrl.render.probes import Arrival
     from agentrl.render.registry import make_renderer
     from agentrl.render.template_check.check import check_template
-    from agentrl.render.text_arrival import Arrival
 
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     if config.data.path is not None and not config.data.apply_chat_template:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, UserError, unknown_name
-from agentrl.core.imports import is_reference
+from agentrl.core.errors import UserError
 from agentrl.core.registry import TRANSPORTS as GROUP
-from agentrl.core.registry import lookup, names
+from agentrl.core.registry import plugin_class
 from agentrl.weight_sync.base import Transport, TransportOptions
 from agentrl.weight_sync.bucketwise import IpcSync, TensorSync
 from agentrl.weight_sync.delta import DeltaSync
@@ -34,18 +31,7 @@ def transport_class(name: str) -> type[Transport]:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the class in it, does not exist or is no `Transport`.
     """
-    if name in TRANSPORTS:
-        return TRANSPORTS[name]
-    entry_points = names(GROUP)
-    if not is_reference(name) and name not in entry_points:
-        raise unknown_name("weight transport", name, [*TRANSPORTS, *entry_points], KEY)
-    cls = lookup(GROUP, name, "weight transport", KEY)
-    if not (inspect.isclass(cls) and issubclass(cls, Transport)):
-        raise ConfigError(f"{KEY}={name}: {cls!r:.100} is no subclass of agentrl.weight_sync.base.Transport")
-    if inspect.isabstract(cls):
-        methods = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{KEY}={name}: {cls.__name__} does not implement {methods}")
-    return cls
+    return plugin_class(GROUP, name, "weight transport", KEY, Transport, TRANSPORTS)  # type: ignore[type-abstract]  # for issubclass
 
 
 def make_transport(name: str, options: TransportOptions) -> Transport:
