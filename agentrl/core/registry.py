@@ -242,9 +242,8 @@ def plugin_class(group: str, name: str, kind: str, key: str, base: type[P], own:
     cls = lookup(group, name, kind, key)
     if not (inspect.isclass(cls) and issubclass(cls, base)):
         raise ConfigError(f"{key}={name}: {cls!r:.100} is no subclass of {base.__module__}.{base.__qualname__}")
-    if inspect.isabstract(cls):
-        methods = ", ".join(sorted(cls.__abstractmethods__))
-        raise ConfigError(f"{key}={name}: {cls.__name__} does not implement {methods}")
+    if abstract := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ConfigError(f"{key}={name}: {cls.__name__} does not implement {', '.join(abstract)}")
     return cls
 
 
