@@ -131,7 +131,7 @@ class EgressProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._handle(reader, writer)
-        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
+        except* (OSError, EOFError, asyncio.LimitOverrunError) as error:
             _log.debug("a connection of a sandbox ended: %r", error)
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -235,16 +235,9 @@ async def _tunnel(
     upstream_reader: asyncio.StreamReader,
     upstream: asyncio.StreamWriter,
 ) -> None:
-    copies = [
-        asyncio.create_task(_copy(reader, upstream, None, end=True)),
-        asyncio.create_task(_copy(upstream_reader, writer, None, end=True)),
-    ]
-    try:
-        await asyncio.gather(*copies)
-    finally:
-        for copy in copies:
-            copy.cancel()
-        await asyncio.gather(*copies, return_exceptions=True)
+    async with asyncio.TaskGroup() as copies:
+        copies.create_task(_copy(reader, upstream, None, end=True))
+        copies.create_task(_copy(upstream_reader, writer, None, end=True))
 
 
 async def _copy(

@@ -139,11 +139,10 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             if Defence.SECCOMP in self.defences:
                 self._files["seccomp"] = _memory_file("seccomp", bpf_program())
             await self._check_start()
-        except SandboxFailure as error:
+        except BaseException as error:
             await self.close()
-            raise MissingError(f"sandbox.backend=bubblewrap does not work here: {error}. {HINT}") from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, SandboxFailure):
+                raise MissingError(f"sandbox.backend=bubblewrap does not work here: {error}. {HINT}") from error
             raise
 
     async def _check_start(self) -> None:
@@ -243,7 +242,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
 
     async def close(self) -> None:
         """Close all sandboxes, those being opened included, and the server's cgroup."""
-        await self._close_sandboxes()
+        await super().close()
         if self._tree is not None:
             await asyncio.to_thread(self._tree.close)
             self._tree = None

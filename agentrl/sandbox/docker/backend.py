@@ -141,19 +141,17 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             async with sandbox:
                 assert isinstance(sandbox, DockerSandbox)
                 version = await sandbox.python_version()
-        except SandboxFailure as error:
+            if version < OLDEST_PYTHON:
+                raise MissingError(
+                    f"sandbox.image={self.config.image} has Python {version[0]}.{version[1]}; 3.9 or newer is needed"
+                )
+        except BaseException as error:
             await self.close()
-            raise MissingError(
-                f"sandbox.image={self.config.image} with sandbox.python={self.config.python} does not work: {error}"
-            ) from error
-        except BaseException:
-            await self.close()
+            if isinstance(error, SandboxFailure):
+                raise MissingError(
+                    f"sandbox.image={self.config.image} with sandbox.python={self.config.python} does not work: {error}"
+                ) from error
             raise
-        if version < OLDEST_PYTHON:
-            await self.close()
-            raise MissingError(
-                f"sandbox.image={self.config.image} has Python {version[0]}.{version[1]}; 3.9 or newer is needed"
-            )
 
     def _prepare(self) -> None:
         try:
@@ -322,7 +320,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
 
     async def close(self) -> None:
         """Close all sandboxes, those being opened included, and the connection to the daemon."""
-        await self._close_sandboxes()
+        await super().close()
         await self._remove_containers()
         if self._to_remove:
             _log.error(
