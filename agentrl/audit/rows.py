@@ -128,7 +128,6 @@ def graph_faults(rollout: Rollout) -> Iterator[Fault]:
 
 
 def _agent_faults(rows: Sequence[Row]) -> Iterator[Fault]:
-    """Yield requests that sampled for several agents."""
     agents: dict[str, str] = {}
     for row in rows:
         for name in row.request_ids:

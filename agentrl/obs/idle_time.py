@@ -121,7 +121,6 @@ class IdleTime:
 
 
 def _phase(wait: object) -> str:
-    """Return the name of the phase around a wait."""
     while isinstance(wait, waiting):
         if wait.kind == PHASE:
             return wait.details.rpartition(", ")[2]

@@ -138,7 +138,6 @@ class TraceFiles(Tracker):
             track.top = self._open[wait] = _Span(wait, track, track.top)
 
     def _around(self, wait: waiting) -> _Span | None:
-        """Return the innermost span around a wait."""
         outer = wait.parent
         while isinstance(outer, waiting):
             if (span := self._open.get(outer)) is not None:

@@ -206,7 +206,6 @@ class RewardGrader:
         return _finite(result[key], f"its {key!r} is"), metrics
 
     def _apply_on_error(self, rollouts: Sequence[Rollout], error: BaseException) -> None:
-        """Apply ``reward.on_error`` to the rollouts."""
         message = describe(error)
         if self._config.on_error == "stop":
             raise RunStopped(

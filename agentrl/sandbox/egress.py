@@ -213,7 +213,6 @@ def _body_length(headers: list[tuple[str, str]]) -> int:
 
 
 def _request_head(method: str, url: str, headers: list[tuple[str, str]]) -> str:
-    """Return the request's head as it is sent to the host."""
     authority_and_path = url.partition("://")[2]
     authority = _authority(authority_and_path)
     path = authority_and_path[len(authority) :]

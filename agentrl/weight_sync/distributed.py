@@ -190,7 +190,6 @@ class DistributedSync(BucketwiseSync):
         raise kind(f"engine {blamed.engine} of {len(engines)} ({url}), {blamed.phase}: {dead}{why}")
 
     async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> WeightGroup:
-        """Return a group with exactly these members."""
         if self._joined is not None and self._joined.has(learner, engines):
             return self._joined.group
         await self.aclose()

@@ -88,7 +88,6 @@ class EngineHttp:
     async def _send_again(
         self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Send a request, and again with exponential backoff if the connection fails."""
         for attempt in itertools.count():
             try:
                 return await send(request)

@@ -93,7 +93,6 @@ def _uniforms(requests: Sequence[Request]) -> Tensor:
 
 
 def _apply_top_k_top_p(probabilities_BV: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Set the probabilities that top-k and top-p exclude to zero."""
     size = probabilities_BV.shape[1]
     rows = [row for row, r in enumerate(requests) if r.options.top_p < 1 or 0 < r.options.top_k < size]
     if not rows:

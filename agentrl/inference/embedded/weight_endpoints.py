@@ -139,7 +139,6 @@ class WeightEndpoints:
         return _success_reply()
 
     async def _join_group(self, body: Body) -> Response:
-        """Join a process group in which weights are broadcast."""
         try:
             group = WeightGroup(
                 name=str(body["group_name"]),
@@ -209,7 +208,6 @@ class WeightEndpoints:
         return _success_reply()
 
     async def _check_weights(self, body: Body) -> Response:
-        """Return the SHA-256 checksum of each weight by name."""
         if body.get("action", "checksum") != "checksum":
             raise BadRequestError(f"action={body['action']!r}: the embedded engine supports checksum only")
         self._model.check_present()

@@ -154,7 +154,6 @@ class HealthMonitor:
             await (self._wait_recovery(engine, why) if engine.process is None else self._restart(engine, why))
 
     async def _wait_failure(self, engine: Engine) -> str:
-        """Wait until the engine fails, and return the reason."""
         checks = [self._until_hung(engine)]
         checks.append(self._until_unreachable(engine) if engine.process is None else self._until_exit(engine))
         async with first_ended(*checks) as tasks:

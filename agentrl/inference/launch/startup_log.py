@@ -141,7 +141,6 @@ def _as_configured(name: str, options: Mapping[str, Any]) -> str:
 
 
 def _memory_sizes(text: str) -> str:
-    """Return the memory sizes in an error message."""
     patterns = {
         "it tried to allocate {}": rf"Tried to allocate {_SIZE}",
         "the GPU has {}": rf"total capacity of {_SIZE}",

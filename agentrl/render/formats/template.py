@@ -187,7 +187,6 @@ class TemplateFormat(Format):
         )
 
     def _kind(self, message: Message) -> TurnKind:
-        """Return the kind of a turn of the policy."""
         reasoning, _ = self.inputs.split(message.content)
         if reasoning is not None:
             thought = Reasoning.SOME if reasoning.strip() else Reasoning.EMPTY

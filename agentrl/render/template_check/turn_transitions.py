@@ -308,7 +308,6 @@ class TemplateProbe:
         return self.tools if calls or any(message.role == "tool" for message in new) else ()
 
     def _text_after_words(self, new: Sequence[Message]) -> str:
-        """Return the text after the content of a turn."""
         tools = self._tools((), new)
         text = self.text((_ASK, Message("assistant", _WORDS), *new), tools, opener=bool(new))
         return text.partition(_WORDS)[2] if text else ""
