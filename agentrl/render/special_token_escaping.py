@@ -9,7 +9,7 @@ everywhere unless they are to be escaped too.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -70,13 +70,7 @@ class EscapingEncoder:
 
     def escape_json(self, value: Any) -> Any:
         """Return a JSON-able value with every string in it escaped."""
-        if isinstance(value, str):
-            return self.escape(value)
-        if isinstance(value, Mapping):
-            return {self.escape(str(key)): self.escape_json(item) for key, item in value.items()}
-        if isinstance(value, Sequence):
-            return [self.escape_json(item) for item in value]
-        return value
+        return _map_strings(value, self.escape)
 
     def unescape(self, text: str) -> str:
         """Return the text that `escape` has escaped."""
@@ -124,10 +118,14 @@ def unicode_json(value: Any) -> Any:
     Raises:
         RecursionError: it is nested too deeply.
     """
+    return _map_strings(value, unicode_text)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return unicode_text(value)
+        return change(value)
     if isinstance(value, Mapping):
-        return {unicode_text(str(key)): unicode_json(item) for key, item in value.items()}
+        return {change(str(key)): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [unicode_json(item) for item in value]
+        return [_map_strings(item, change) for item in value]
     return value

@@ -15,6 +15,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.template import TemplateFormat
+from agentrl.render.formats.template_inputs import shared_prefix
 from agentrl.render.parsers.base import THINK, THINK_END, CallParser
 from agentrl.render.probes import TOOLS
 from agentrl.render.renderer import ChatRenderer
@@ -340,12 +341,5 @@ def _difference(was: str, is_now: str) -> Difference | None:
     """Return the first difference of ``is_now`` from ``was``; None if it starts with ``was``."""
     if is_now.startswith(was):
         return None
-    at = next(
-        (
-            at
-            for at, (character, new_character) in enumerate(zip(was, is_now, strict=False))
-            if character != new_character
-        ),
-        len(is_now),
-    )
+    at = len(shared_prefix([was, is_now]))
     return Difference(was[max(0, at - _SHOWN // 2) : at], was[at : at + _SHOWN], is_now[at : at + _SHOWN])
