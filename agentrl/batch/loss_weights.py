@@ -44,7 +44,7 @@ def row_weights(
     ]
     if context_weight:
         contexts = [(row.mask_reason == MaskReason.OBSERVED) & (np.arange(len(row.mask)) > 0) for row in rows]
-        total = sum(int(context.sum()) for context in contexts)
+        total = max(1, sum(int(context.sum()) for context in contexts))
         for weight, context in zip(weights, contexts, strict=True):
             weight[context] = context_weight / total
     return weights

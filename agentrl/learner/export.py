@@ -177,10 +177,11 @@ class BucketPlan:
     """Whether no bucket follows."""
 
 
-_JOINED = ({"q_a_proj", "kv_a_proj_with_mqa"}, {"wq_a", "wkv", "wgate"})
+_JOINED = ({"q_a_proj", "kv_a_proj_with_mqa", "g_proj"}, {"wq_a", "wkv", "wgate"})
 """Modules that SGLang's loaders join into one weight within a call; they drop a part without the others without an error.
 
-The first are multi-head latent attention's (DeepSeek V3, Kimi K2, GLM-4.7-Flash, LongCat), the others DeepSeek V4's.
+The first are multi-head latent attention's (DeepSeek V3, Kimi K2, GLM-4.7-Flash, LongCat; with a gate dots3), the others
+DeepSeek V4's.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 
 from agentrl.algo.base import AdvantageInput
 from agentrl.algo.estimate import RunEstimators
+from agentrl.batch.loss_weights import row_weights
 from agentrl.batch.packing import RowSignals, pack
 from agentrl.config.load import validate
+from agentrl.core.types import MaskReason
 from agentrl.train.step_scores import pack_options
 from tests.batches import training_step
 from tests.unit.algo.ragged import SampledTokens, make_ragged
@@ -85,3 +88,10 @@ def test_tokens_weigh_what_the_aggregation_says(aggregation, denominator, steps)
                 assert sum(actual.values()) == pytest.approx(1, rel=1e-5)
             seen |= {sequence.group for sequence in own}
         assert seen == {sequence.group for sequence in data.sequences}
+
+
+def test_rows_without_observed_tokens_have_no_weight_of_context():
+    row = make_ragged(0, sizes=(1,), dropped=0).rows[0]
+    demonstrated = replace(row, mask_reason=np.full_like(row.mask_reason, MaskReason.NONE))
+    [weights_T] = row_weights([demonstrated], "token_mean", context_weight=0.3)
+    assert weights_T.sum() == pytest.approx(1)

@@ -64,7 +64,7 @@ def test_weights_follow_each_other_without_padding_and_are_aligned(specs: list[T
 
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
-SIBLINGS = {"q_a_proj": "kv_a_proj_with_mqa", "wq_a": "wkv", "wgate": "wkv"}
+SIBLINGS = {"q_a_proj": "kv_a_proj_with_mqa", "g_proj": "kv_a_proj_with_mqa", "wq_a": "wkv", "wgate": "wkv"}
 """By module, one that SGLang joins with it within a call of ``load_weights`` (0.5.17 and 0.5.23)."""
 
 
