@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,16 +145,31 @@ def _read_whole(path: Path, key: str) -> list[Row]:
     """Return the rows of a ``.json`` file with a list of objects, or of a ``.csv`` file, whose values are texts."""
     with reading(f"{key}={path}", f"{path.suffix} file"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".json":
-            rows = json.load(file)
+            rows = _parse_json(file.read())
         else:
             csv.field_size_limit(sys.maxsize)
-            rows = list(csv.DictReader(file, restkey="", strict=True))
+            try:
+                reader = csv.DictReader(file, restkey="", strict=True)
+                rows = list(reader)
+            except csv.Error as error:
+                raise ConfigError(f"{path}, line {reader.line_num} ({key}) is no CSV: {error}") from None
+            twice = [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]
+            if twice:
+                raise ConfigError(f"{path} ({key}) has several columns {twice[0]!r}; rename or remove all but one")
     for number, values in enumerate(rows, 1):
         if not isinstance(values, dict):
             raise ConfigError(f"{path}, row {number} ({key}) must be a JSON object, and is {str(values)[:_SHOWN]!r}")
         if path.suffix == ".csv" and isinstance(values.get(""), list):
             raise ConfigError(f"{path}, row {number} ({key}) has more values than there are columns: {values['']}")
     return [Row(path, number, values) for number, values in enumerate(rows, 1)]
+
+
+def _parse_json(text: str | bytes) -> Any:
+    """Return a value in JSON, whose texts can be encoded in UTF-8; `ValueError` if it is none."""
+    value = json.loads(text)
+    if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # a half of a surrogate pair may be alone
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _jsonl(path: Path, key: str) -> Iterator[Row]:
@@ -170,7 +186,7 @@ def parse_line(path: Path, number: int, line: bytes, key: str) -> Row:
         ConfigError: it is no JSON object.
     """
     try:
-        values = json.loads(line)
+        values = _parse_json(line)
     except (ValueError, RecursionError) as error:
         shown = line[:_SHOWN].decode(errors="replace").rstrip()
         raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}") from None

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
+from math import isfinite
 
 from agentrl.rewards import answers, math_equivalence
 from agentrl.rewards.extraction import answer_text, last_boxed
@@ -81,7 +82,10 @@ def check_label(label: object, prompt_id: str) -> None:
 
 
 def _is_answer(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool) and bool(str(value).strip())
+    is_finite = not isinstance(value, float) or isfinite(value)
+    return (
+        isinstance(value, str | int | float) and not isinstance(value, bool) and is_finite and bool(str(value).strip())
+    )
 
 
 def _squad_texts(sample: Sample) -> list[str]:

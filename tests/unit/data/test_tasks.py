@@ -77,6 +77,23 @@ def test_a_csv_file_has_texts(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,label\na,b,c\n")
     with pytest.raises(ConfigError, match=r"rows\.csv, row 1 .* has more values than there are columns"):
         read_tasks(tmp_path / "rows.csv", DataConfig())
+    (tmp_path / "rows.csv").write_text('prompt,label\n"a,b\n')
+    with pytest.raises(ConfigError, match=r"rows\.csv, line 1 .* is no CSV: unexpected end of data"):
+        read_tasks(tmp_path / "rows.csv", DataConfig())
+    (tmp_path / "rows.csv").write_text("prompt,label,prompt\na,b,c\n")
+    with pytest.raises(ConfigError, match=r"rows\.csv .* has several columns 'prompt'"):
+        read_tasks(tmp_path / "rows.csv", DataConfig())
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path, name: str) -> None:
+    rows = '{"prompt": "\\uD83D\\uDE00"}', '{"prompt": "\\ud83d"}'
+    as_file = "[{}]" if name == "rows.json" else "{}"
+    (tmp_path / name).write_text(as_file.format(rows[0]))
+    assert read_tasks(tmp_path / name, DataConfig())[0].prompt[0].content == "\U0001f600"
+    (tmp_path / name).write_text(as_file.format(rows[1]))
+    with pytest.raises(ConfigError, match="surrogates not allowed"):
+        read_tasks(tmp_path / name, DataConfig())
     (tmp_path / "rows.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"rows\.json, row 1 .* must be a JSON object, and is '1'"):
         read_tasks(tmp_path / "rows.json", DataConfig())

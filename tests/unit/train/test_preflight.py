@@ -62,12 +62,17 @@ def test_the_model_is_named_and_one_that_nobody_chose_is_warned_of(tmp_path: Pat
 def test_labels_are_judged_before_the_start(tmp_path: Path) -> None:
     model = "model.path=multihop-warm"
     (tmp_path / "eval.jsonl").write_text('{"prompt": "2?", "m": {"label": []}}\n')
+    (tmp_path / "nan.jsonl").write_text('{"prompt": "2?", "m": {"label": NaN}}\n')
     for keys, message in (
         (["data.path=none.jsonl", "reward=exact_match"], r"data\.path=none\.jsonl: there is no such file"),
         (["data.label_key=m", "reward=exact_match"], r"reward\.function=exact_match: the label of rows\.jsonl:1 is \{"),
         (
             ["data.label_key=m.label", "reward=exact_match", f"data.eval_path={tmp_path}/eval.jsonl"],
             r"reward\.function=exact_match: the label of eval\.jsonl:1 is \[\]",
+        ),
+        (
+            ["data.label_key=m.label", "reward=exact_match", f"data.eval_path={tmp_path}/nan.jsonl"],
+            r"reward\.function=exact_match: the label of nan\.jsonl:1 is nan",
         ),
         (["data.label_key=m.x", "reward=exact_match"], r"'m' has the keys: label"),
     ):
