@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.registry import TOOLS, env_class, names, reference_paths
 from agentrl.core.tool import Tool, ToolService
+from agentrl.data.hub import PREFIX
 from agentrl.episode.custom_loop import required_tools
 from agentrl.sandbox.base import unsafe_warning
 from agentrl.sandbox.registry import backend_class
-from agentrl.sandbox.shown_folders import check_shown
+from agentrl.sandbox.shown_folders import check_shown, is_program
 from agentrl.toolserver.service import find_service
 
 _log = logging.getLogger(__name__)
@@ -81,7 +83,16 @@ def check_tools(config: Config) -> None:
 def _private_files(config: Config) -> dict[Path, str]:
     """Return the files of a run that code must not read, with what they are."""
     files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "run.dir": config.run.dir}
+    files |= {f"eval.sets.{name}.path": eval_set.path for name, eval_set in config.eval.sets.items()}
+    files["eval.path"] = config.eval.path
     paths = {path.resolve(): f"run's {key}" for key, path in files.items() if path is not None}
+    for key, path in files.items():
+        if path is not None and str(path).startswith(PREFIX):
+            paths |= dict.fromkeys(_hub_caches(str(path).removeprefix(PREFIX).partition(":")[0]), f"run's {key}={path}")
+    for key, options in {"env.options": config.env.options, "tasks.options": config.tasks.options}.items():
+        for name, value in options.items():
+            if isinstance(value, str | Path) and Path(value).is_file() and not is_program(Path(value)):
+                paths[Path(value).resolve()] = f"run's {key}.{name}"
     references = {
         "env.name": config.env.name,
         "tasks.name": config.tasks.name,
@@ -94,6 +105,14 @@ def _private_files(config: Config) -> dict[Path, str]:
         if reference is not None and is_reference(reference):
             paths |= dict.fromkeys(reference_paths(reference), f"run's {key}")
     return paths
+
+
+def _hub_caches(dataset: str) -> list[Path]:
+    """Return the folders in which the Hugging Face libraries keep a dataset of the hub, as it is and as they have read it."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    downloads = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub") / f"datasets--{dataset.replace('/', '--')}"
+    read = Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets")
+    return [path.expanduser().resolve() for path in (downloads, read)]
 
 
 def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,31 @@ def test_settings_of_a_tool_that_does_not_exist(setting: str) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown tool 'serch' \(tools\.serch\)\. Did you mean 'search'\?"):
         check(f"tools.serch.{setting}")
     check("tools.python.port=8300")  # of another environment: harmless in a file for several
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown", "key"),
+    [
+        ("data.path=hf:owner/name", "hub", "data.path"),
+        ("data.eval_path=hf:owner/name:test", "home/datasets/parquet", "data.eval_path"),
+        ("eval.path=answers.jsonl", ".", "eval.path"),
+        ("eval.sets.hard.path=answers.jsonl", ".", "eval.sets.hard.path"),
+        ("tasks.options.path=answers.jsonl", ".", "tasks.options.path"),
+    ],
+)
+def test_code_is_shown_no_file_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, shown: str, key: str
+) -> None:
+    """Hub datasets are in caches; evaluation sets and options have files, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    (tmp_path / "answers.jsonl").write_text("")
+    (tmp_path / shown).mkdir(parents=True, exist_ok=True)
+    config = load_config(None, ["env.name=python_math", setting, f"sandbox.readonly=[{tmp_path / shown}]"])
+    with pytest.raises(ConfigError, match=rf"shows the run's {key}.* to code in the sandbox"):
+        check_tools(config)
 
 
 def test_a_tool_server_that_does_not_answer() -> None:
