@@ -24,6 +24,7 @@ LOGS = {
     "05_own_documents": ("exact_match", "searches"),
     "06_own_algorithm": ("exact_match", "searches"),
     "07_mcp_tools": ("right", "calls", "refused"),
+    "08_own_chats": ("right",),
 }
 """The figures that an example's own code gives, by its folder."""
 
@@ -57,7 +58,12 @@ def test_it_states_the_result_to_expect(name: str) -> None:
 
 @pytest.mark.parametrize(
     "reference",
-    ["02_own_environment/env.py:Trail", "03_own_tool/registry_env.py:Registry", "07_mcp_tools/mcp_env.py:McpEnv"],
+    [
+        "02_own_environment/env.py:Trail",
+        "03_own_tool/registry_env.py:Registry",
+        "07_mcp_tools/mcp_env.py:McpEnv",
+        "08_own_chats/words_env.py:Words",
+    ],
 )
 def test_its_environment_keeps_the_contract(reference: str) -> None:
     check_env(env_class(str(EXAMPLES / reference)))
@@ -67,7 +73,10 @@ def test_its_environment_keeps_the_contract(reference: str) -> None:
 def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
     cwd = tmp_path / name
     shutil.copytree(EXAMPLES / name, cwd, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    done = services.agentrl(*command(name), *SMALL, cwd=cwd, search=name in SEARCHES)
+    short = (
+        ["model.warm_start_options={sft: {steps: 2, epochs: null, batch_size: 4}}"] if name == "08_own_chats" else []
+    )
+    done = services.agentrl(*command(name), *SMALL, *short, cwd=cwd, search=name in SEARCHES)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = metrics(cwd / "run")
     steps = [row for row in rows if "train/reward" in row]

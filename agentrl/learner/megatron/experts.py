@@ -210,7 +210,7 @@ class RoutedLayer(TransformerLayer):  # type: ignore[misc]
         """Compute the layer with the recorded experts of this layer."""
         experts = packed_seq_params.experts
         options["padding_mask"] = None if experts is None else experts[self.layer_number - 1]
-        self.mlp.router.loss_weight = packed_seq_params.loss_weight
+        self.mlp.router.tokens = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
@@ -226,25 +226,33 @@ class RoutedMixture(MoELayer):  # type: ignore[misc]
 class Router(TopKRouter):  # type: ignore[misc]
     """A router whose losses, of balance and of large logits, have the weight of the micro-batch in the optimizer step.
 
+    Padding has no part in them.
+
     Megatron-Core multiplies them by the number of tokens, and divides the gradient of all losses by it. agentrl's own loss has
     its denominators in the weights of tokens, and its gradient is not divided.
     """
 
-    loss_weight: float = 0.0
+    tokens: PackedTokens
+
+    def routing(self, logits: torch.Tensor, padding_mask: None = None) -> Any:
+        """Return probabilities and map of the experts; ``padding_mask`` has taken the recorded experts to the mixture."""
+        has_losses = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
+        return super().routing(logits, self.tokens.padding if has_losses else None)
 
     def attach_and_log_load_balancing_loss(
         self, activation: torch.Tensor, coefficient: float, loss: torch.Tensor, *args: object, **options: object
     ) -> torch.Tensor:
         """Add the gradient of a loss of balance in the backward pass of the activation."""
-        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * self.loss_weight)
+        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(activation, loss * self.tokens.loss_weight)
         return weighted
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: None = None) -> torch.Tensor:
-        """Add the gradient of the loss of large logits in their backward pass; its mean is over tensor and context ranks."""
+        """Add the gradient of the loss of large logits in their backward pass; its mean is over the tokens of all ranks."""
         if self.config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
             return logits
-        loss = z_loss_func(logits, self.config.moe_z_loss_coeff / self.tp_cp_group.size())
-        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.loss_weight)
+        coefficient = self.config.moe_z_loss_coeff * self.tokens.router_share
+        loss = z_loss_func(logits, coefficient, self.tokens.padding)
+        weighted: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss * self.tokens.loss_weight)
         return weighted
 
 

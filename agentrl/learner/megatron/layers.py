@@ -49,6 +49,10 @@ class PackedTokens:
     """Cosines and sines ``[L, 1, 1, D]`` of the tokens' positions, the same in all layers; None with latent attention."""
     loss_weight: float = 0.0
     """Sum of the weights of the micro-batch's tokens in the loss: its part of an optimizer step."""
+    padding: torch.Tensor | None = None
+    """bool ``[T]`` of the tokens of this rank's routers, for their losses."""
+    router_share: float = 1.0
+    """The tokens of this rank's routers, without padding, over those of all ranks together."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None

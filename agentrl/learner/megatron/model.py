@@ -149,11 +149,21 @@ def packed_tokens(
     local = local_tokens(len(position_ids_L))
     positions = to_device(position_ids_L[local], device)
     context = rank_context()
-    experts = None
-    if experts_L is not None:
-        experts = experts_by_layer(experts_L, _routed_tokens(local, model.config.sequence_parallel), device)
+    routed = _routed_tokens(local, model.config.sequence_parallel)
+    experts = None if experts_L is None else experts_by_layer(experts_L, routed, device)
     divided = rows if context is None else DividedRows(rows, context)
-    return PackedTokens(positions, divided, experts, model.rotary.cos_sin(positions, dtype), loss_weight)
+    padding_L = row_L < 0
+    tokens, all_tokens = (int((~padding).sum()) for padding in (padding_L[routed], padding_L))
+    replicas = 1 if model.config.sequence_parallel else parallel_state.get_tensor_model_parallel_world_size()
+    return PackedTokens(
+        positions,
+        divided,
+        experts,
+        model.rotary.cos_sin(positions, dtype),
+        loss_weight,
+        to_device(padding_L[routed], device),
+        tokens / (max(1, all_tokens) * replicas),
+    )
 
 
 def _routed_tokens(local: slice, sequence_parallel: bool) -> slice:

@@ -101,17 +101,21 @@ def _router_norms(
     router.register_forward_hook(lambda module, inputs, output: states.append(inputs[0].detach()))
     token_ids_L, positions_L, row_L = rows()
 
-    def norm(repeats: int, weight: float) -> float:
+    def norm(repeats: int, weight: float, padding: int = 0) -> float:
         chunk.zero_grad()
         row_numbers = torch.cat([row_L + number * (int(row_L.max()) + 1) for number in range(repeats)])
-        ids, positions = token_ids_L.repeat(repeats), positions_L.repeat(repeats)
+        row_numbers = torch.cat([row_numbers, torch.full((padding,), -1, dtype=row_numbers.dtype)])
+        ids, positions = (
+            torch.cat([values.repeat(repeats), torch.arange(padding)]) for values in (token_ids_L, positions_L)
+        )
         packed = packed_tokens(built, positions, row_numbers, CPU, loss_weight=weight)
         (0 * chunk(ids[None], positions[None], None, packed_seq_params=packed).sum()).backward()
         return float(router.weight.grad.norm())
 
     norms = {"1": norm(1, 1.0), "4": norm(4, 1.0), "16": norm(16, 1.0), "half": norm(1, 0.5)}
+    norms["padded"] = norm(1, 1.0, padding=64)
     chunk.zero_grad()
-    logits_T_E = router.gating(states[0]).flatten(0, 1)
+    logits_T_E = router.gating(states[0]).flatten(0, 1)[row_L >= 0]
     loss(logits_T_E.softmax(-1), logits_T_E).backward()
     return norms | {"expected": float(router.weight.grad.norm())}
 

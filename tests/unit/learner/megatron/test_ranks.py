@@ -72,6 +72,7 @@ def test_losses_of_routers_do_not_grow_with_the_number_of_tokens(found: Found) -
         assert norms["1"] > 1e-3, loss
         assert norms["4"] == pytest.approx(norms["1"], rel=1e-4), loss
         assert norms["16"] == pytest.approx(norms["1"], rel=1e-4), loss
+        assert norms["padded"] == pytest.approx(norms["1"], rel=1e-4), loss
         assert norms["half"] == pytest.approx(norms["1"] / 2, rel=1e-4), loss
         assert norms["expected"] == pytest.approx(norms["1"], rel=1e-4), loss
 
