@@ -167,7 +167,8 @@ def _read_whole(path: Path, key: str) -> list[Row]:
 def _parse_json(text: str | bytes) -> Any:
     """Return a value in JSON, whose texts can be encoded in UTF-8; `ValueError` if it is none."""
     value = json.loads(text)
-    if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # a half of a surrogate pair may be alone
+    lower = text.lower()
+    if "\\ud" in lower if isinstance(lower, str) else b"\\ud" in lower:  # a half of a surrogate pair may be alone
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
