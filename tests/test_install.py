@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "install.md").read_text()
 
 
+@cache
 def said() -> str:
     """Return every text in agentrl's code, with … for what an f-string fills in."""
     texts = []

@@ -8,7 +8,7 @@ import pytest
 
 from tests.structure.layers import REPOSITORY
 from tests.structure.names import FOLDERS, TESTS, Names, bindings, is_participle, python_files, read_names
-from tests.structure.signatures import read_signatures
+from tests.structure.signatures import Signatures, read_signatures
 
 MOST_CONTEXT_WORDS, MOST_IN_TESTS = 2.0, 12.0
 """For 1,000 bindings."""
@@ -20,6 +20,11 @@ MOST_UNTYPED = 702
 @cache
 def names_of_folder(folder: str) -> Names:
     return read_names(python_files(REPOSITORY / folder))
+
+
+@cache
+def signatures_of_folder(folder: str) -> Signatures:
+    return read_signatures(python_files(REPOSITORY / folder))
 
 
 @pytest.mark.parametrize(
@@ -39,12 +44,11 @@ def test_functions_say_what_they_do() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_signatures_have_at_most_eight_parameters_or_a_reason(folder: str) -> None:
-    assert read_signatures(python_files(REPOSITORY / folder)).long == []
+    assert signatures_of_folder(folder).long == []
 
 
 def test_signatures_are_typed() -> None:
-    signatures = read_signatures(python_files(REPOSITORY / "agentrl"))
-    assert len(signatures.untyped) <= MOST_UNTYPED
+    assert len(signatures_of_folder("agentrl").untyped) <= MOST_UNTYPED
 
 
 def test_names_of_a_small_module(tmp_path: Path) -> None:
