@@ -84,8 +84,8 @@ def split_records(data: bytes, *, may_be_torn: bool = False) -> list[bytes]:
     return records
 
 
-def decode_record(record: bytes) -> Rollout:
-    """Return the rollout of a record.
+def check_record(record: bytes) -> int:
+    """Check the checksum of a record, and return the size of its header.
 
     Raises:
         ValueError: it is damaged.
@@ -93,6 +93,16 @@ def decode_record(record: bytes) -> Rollout:
     _, checksum, size, header_size = _FRAME.unpack_from(record)
     if _checksum(record[_FRAME.size :], size, header_size) != checksum:
         raise ValueError("the checksum (crc32) is wrong")
+    return int(header_size)
+
+
+def decode_record(record: bytes) -> Rollout:
+    """Return the rollout of a record.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    header_size = check_record(record)
     content = zlib.decompress(memoryview(record)[_FRAME.size :])
     header = orjson.loads(memoryview(content)[:header_size])
     start = header_size

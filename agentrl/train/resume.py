@@ -70,6 +70,7 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
         return text
     step, position = (0, TaskPosition()) if progress is None else (progress.step, progress.position)
     journal = Journal(folder, step=step, position=position, keys=keys, discard=discard)
+    journal.check_rollouts()
     return f"{text}; journal: {journal.reuse}"
 
 

@@ -20,7 +20,7 @@ from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
-from agentrl.episode.record import decode_record, encode_record, split_records
+from agentrl.episode.record import check_record, decode_record, encode_record, split_records
 from agentrl.learner.checkpoints import checkpoint_step, complete_checkpoints
 from agentrl.obs.journal import (
     JOURNAL,
@@ -122,6 +122,21 @@ class Journal:
                 f"{self._folder.parent} does not reach back to the checkpoint of step {step}: {fault}. Resume from a newer "
                 "checkpoint, or add --resample: groups that the checkpoint has not trained are sampled again then"
             )
+
+    def check_rollouts(self) -> None:
+        """Check that the rollouts that are used again are as they were written.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
+        try:
+            for position in sorted(self._finished | self._waiting.keys()):
+                if (path := self._file(position)).exists():
+                    _check(path, may_be_torn=not self.is_finished(position))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. Add --resample: what the journal has after the checkpoint is discarded, and sampled again"
+            ) from error
 
     def batch(self, step: int) -> JournaledBatch | None:
         """Return the batch of a step that is trained again, or None if a step's groups are to be sampled."""
@@ -265,6 +280,14 @@ def newest_version(rollout: Rollout) -> int:
 def _has_failed(rollout: Rollout) -> bool:
     """Return whether the failure policy dropped a rollout; filters come later."""
     return rollout.dropped and rollout.failure is not None
+
+
+def _check(path: Path, *, may_be_torn: bool) -> None:
+    with reading(path, "file of a group's rollouts"):
+        records = split_records(path.read_bytes(), may_be_torn=may_be_torn)
+    for number, record in enumerate(records, 1):
+        with reading(f"{path}, record {number}", "rollout of the journal"):
+            check_record(record)
 
 
 def _read(path: Path) -> list[Rollout]:

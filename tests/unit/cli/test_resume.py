@@ -248,6 +248,24 @@ def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
     assert resume(recorded, "--resample") == 0
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_damaged_rollouts_are_refused_before_anything_starts(
+    recorded: Path, capsys: pytest.CaptureFixture[str], position: int
+) -> None:
+    """Of two groups that a step has taken, and one that waits."""
+    path = recorded / "journal" / "groups" / f"{position:08d}.rollouts"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    before = files_of(recorded)
+    assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}, record 2 is not a rollout of the journal, or is damaged" in error
+    assert "Add --resample" in error
+    assert files_of(recorded) == before
+    assert resume(recorded, "--resample") == 0
+
+
 def test_a_journal_that_lacks_a_file_is_refused_and_nothing_is_changed(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
