@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,31 @@ def measure_concurrency(
     for concurrency in concurrencies:
         load = replace(bench, concurrency=concurrency, episodes=max(concurrency, _EPISODES))
         delay_s = concurrency * _TURN_S
-        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, reserve_port() as port:
-            options = {"--port": port, "--vocabulary": read_vocab_size(source), "--delay-s": delay_s}
-            words = [str(word) for pair in options.items() for word in pair]
-            command = [sys.executable, str(Path(scripted_engine.__file__)), *words]
-            name = "the scripted engine"
-            with ChildProcess.start(command, log=Path(folder) / "engine.log", name=name, error=EngineError) as engine:
-                url = f"http://{LOOPBACK}:{port}"
-                engine.wait_healthy(f"{url}/health", _START_S)
-                sampler = {"backend": "sglang", "url": url}
-                settings = config.model_dump(mode="json", include={"run", "model", "render"}) | {"sampler": sampler}
-                for over_http in (False, True):
-                    progress(f"{concurrency} episodes, {'HTTP' if over_http else 'sampler in the process'}")
-                    spawn = multiprocessing.get_context("spawn")
-                    with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                        yield process.submit(run_load, settings, load, delay_s, over_http=over_http).result()
+        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, ExitStack() as exits:
+            url = start_scripted_engine(exits, Path(folder) / "engine.log", read_vocab_size(source), delay_s)
+            sampler = {"backend": "sglang", "url": url}
+            settings = config.model_dump(mode="json", include={"run", "model", "render"}) | {"sampler": sampler}
+            for over_http in (False, True):
+                progress(f"{concurrency} episodes, {'HTTP' if over_http else 'sampler in the process'}")
+                spawn = multiprocessing.get_context("spawn")
+                with ProcessPoolExecutor(1, mp_context=spawn) as process:
+                    yield process.submit(run_load, settings, load, delay_s, over_http=over_http).result()
+
+
+def start_scripted_engine(exits: ExitStack, log: Path, vocabulary: int, delay_s: float) -> str:
+    """Start a scripted engine, which ``exits`` ends, and return its address.
+
+    Raises:
+        EngineError: it does not start.
+    """
+    port = exits.enter_context(reserve_port())
+    options = {"--port": port, "--vocabulary": vocabulary, "--delay-s": delay_s}
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, str(Path(scripted_engine.__file__)), *words]
+    name, url = "the scripted engine", f"http://{LOOPBACK}:{port}"
+    engine = exits.enter_context(ChildProcess.start(command, log=log, name=name, error=EngineError))
+    engine.wait_healthy(f"{url}/health", _START_S)
+    return url
 
 
 def run_load(settings: dict[str, Any], bench: EfficiencyBench, delay_s: float, *, over_http: bool) -> LoadTimes:
@@ -103,7 +114,7 @@ async def _run_load(config: Config, bench: EfficiencyBench, delay_s: float, *, o
             runner = full_turns(services, bench.new_tokens, sampler)
             first, *jobs = make_jobs(source, replace(bench, episodes=bench.episodes + 1), config.run.seed)
             await runner.run_many([first])
-            probe = _Probe()
+            probe = LoopProbe()
             probing = asyncio.create_task(probe.run())
             times = await bench_rollout(runner, jobs)
             probing.cancel()
@@ -119,7 +130,7 @@ async def _run_load(config: Config, bench: EfficiencyBench, delay_s: float, *, o
     )
 
 
-class _Probe:
+class LoopProbe:
     """Measures the longest stall of the event loop, and the memory and threads of the process."""
 
     def __init__(self) -> None:

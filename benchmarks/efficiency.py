@@ -54,6 +54,8 @@ class EfficiencyBench:
     prompt_tokens: int
     observation_tokens: int
     repeats: int
+    runners: int = 0
+    """Runner processes."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -289,6 +291,7 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
         "max_tokens": bench.context,
         "max_seconds": 3600.0,
         "concurrency": bench.concurrency,
+        "runners": bench.runners,
         "failure": dict.fromkeys(("sampler", "environment", "task"), "stop"),
     }
     env = {"name": f"{RecordedEnv.__module__}:{RecordedEnv.__qualname__}", "options": {"turns": bench.turns}}

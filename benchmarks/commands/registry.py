@@ -6,11 +6,12 @@ import argparse
 from types import ModuleType
 
 from agentrl.obs.console import make_console
-from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, sandbox, view, weights
+from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, runners, sandbox, view, weights
 
 BENCHMARKS: dict[str, ModuleType] = {
     "rollout": rollout,
     "efficiency": efficiency,
+    "runners": runners,
     "weights": weights,
     "learner": learner,
     "async": asynchronous,

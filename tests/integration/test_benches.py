@@ -1,4 +1,4 @@
-"""``agentrl bench weights`` and ``bench efficiency`` on a tiny random model and the embedded engine."""
+"""``agentrl bench weights`` and ``bench efficiency`` on a tiny random model and the embedded engine; ``bench runners``."""
 
 import re
 
@@ -41,3 +41,15 @@ def test_efficiency_with_the_embedded_engine(capsys: pytest.CaptureFixture[str])
     ratios = re.search(r"efficiency (\d+\.\d+) synchronous, (\d+\.\d+) asynchronous:", text)
     assert ratios is not None
     assert min(map(float, ratios.groups())) > 0
+
+
+def test_runners_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--runners 0,1 --episodes 8 --concurrency 8 --turns 2 --new-tokens 8 --prompt-tokens 24"
+    code = main(["bench", "runners", *options.split(), "--observation-tokens", "8"])
+    text = capsys.readouterr().out
+    assert code == 0
+    in_driver, in_runner = ([float(cell) for cell in line[:7]] for line in rows(text, 7))
+    assert (in_driver[0], in_runner[0]) == (0, 1)
+    assert min(in_driver[1], in_runner[1]) > 0
+    assert in_driver[3] == 0 < in_runner[3], "only a pass with runners has CPU time of theirs"
+    assert min(in_driver[5], in_runner[5]) > 0

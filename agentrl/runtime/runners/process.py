@@ -14,6 +14,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvloop
+
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
 from agentrl.core.types import Rollout
 from agentrl.episode.record import encode_record
@@ -218,7 +220,7 @@ def main() -> None:
     ):  # they may reach all processes of a run: its own one ends this
         signal.signal(ending_signal, signal.SIG_IGN)
     raise_file_limit()
-    asyncio.run(_main(int(sys.argv[1])))
+    uvloop.run(_main(int(sys.argv[1])))  # a sixth less CPU time a turn than asyncio's loop
 
 
 if __name__ == "__main__":
