@@ -35,6 +35,8 @@ from agentrl.learner.tree_attention import (
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
+_LACKING = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""Options of transformers' attention for score caps, attention sinks, biases and sparse attention."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Fewer key heads than query heads; torch 2.11 takes them without an argument."""
 
@@ -172,12 +174,12 @@ def packed_attention(  # the signature that transformers calls
         ``[R, L, H, D]`` and None, as transformers expects.
 
     Raises:
-        ModelError: the model needs score caps or attention sinks.
+        ModelError: the model needs something of `_LACKING`.
     """
     assert attention_mask is None, "packed attention takes no mask"
     if sliding_window is None:  # some architectures put the window of a layer into the mask alone
         sliding_window = getattr(module, "sliding_window", None)
-    for option in ("softcap", "s_aux"):
+    for option in _LACKING:
         if options.get(option) is not None:
             raise ModelError(
                 f"the model's attention wants {option}, which the fsdp learner lacks; choose another model.path"
