@@ -25,7 +25,7 @@ from agentrl.core.user_code import describe, user_code
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine, launch
 from agentrl.learner.base import LearnerGroup
-from agentrl.models.load import load_tokenizer, read_vocab_size
+from agentrl.models.load import load_tokenizer, read_end_ids, read_vocab_size
 from agentrl.models.reference_policy import check_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.render.base import Renderer
@@ -283,7 +283,8 @@ async def _open(config: Config, name: str, number: int, model: Path, logs: Path,
     privileged = None
     if teacher.context is not None:
         key = f"{KEY}.{name}.context"
-        privileged = PrivilegedRows(load_context(teacher.context, key), key, make_renderer(tokenizer, config.render))
+        renderer = make_renderer(tokenizer, config.render, read_end_ids(model))
+        privileged = PrivilegedRows(load_context(teacher.context, key), key, renderer)
     if teacher.policy is not None:
         return Teacher(policy=teacher.policy, privileged=privileged)
     process, url, setting = None, teacher.url, f"{KEY}.{name}.url={teacher.url}"
