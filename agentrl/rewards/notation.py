@@ -64,6 +64,10 @@ _UNIT = re.compile(
 )
 _DEGREES = re.compile(r"\s?(?:°|\\degree|\^\s?\{?\s?\\circ\s?\}?)$")
 _CURRENCY = re.compile(r"(-?)(?:(\\?\$)|€)\s?(?=[0-9.])")
+_ALTERNATIVE = re.compile(
+    r"\\(?:lor|vee|land|wedge|to|rightarrow|parallel|oplus)\b|[∨∧→∥∣ǀ⊕]|[0-9]\s{0,3}\\equiv|[0-9]\s{0,3}\\text\s?\{[^{}0-9]{0,99}[0-9]"
+)
+"""What stands between several answers. Of all of them but one math-verify reads only the last or the first."""
 _BRACKETS = {"(": "interval", "[": "interval", "\\{": "set"}
 _RELATIONS = {
     spelling: relation
@@ -159,7 +163,7 @@ def differ(answer: str, label: str) -> bool:
     brackets = [next((kind for start, kind in _BRACKETS.items() if form.startswith(start)), None) for form in forms]
     bases = [_BASE.search(form) for form in forms]
     relations = [next((kind for start, kind in _RELATIONS.items() if form.startswith(start)), None) for form in forms]
-    alternatives = [len(re.findall(r"\\lor|\\vee|∨", form)) + form.count("|") % 2 for form in forms]
+    alternatives = [len(_ALTERNATIVE.findall(_bare(text))) + text.count("|") % 2 for text in (answer, label)]
     return (
         (None not in brackets and brackets[0] != brackets[1])
         or (bases[0] and bases[0][1]) != (bases[1] and bases[1][1])

@@ -90,7 +90,12 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], Pairs]] = {
     "a number and alternatives": (
         ("math",),
         pairs(
-            st.tuples(WHOLE, st.sampled_from([r"{}\lor {}", r"{} \vee {}", "{} | {}"])),
+            st.tuples(
+                WHOLE,
+                st.sampled_from(
+                    [r"{}\lor {}", r"{} \vee {}", "{} | {}", r"{} \to {}", r"{}\land{}", r"{1}\text{{ (or {0})}}"]
+                ),
+            ),
             "{0[0]}".format,
             lambda n: n[1].format(n[0] - 1, n[0]),
         ),
