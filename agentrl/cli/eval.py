@@ -20,14 +20,19 @@ from agentrl.obs.console import make_console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
+    add_checkpoint_arguments(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics to this file too")
+    parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a configuration, and ``--checkpoint``; see `checkpoint_config`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--checkpoint",
         help="a run's folder, a checkpoint, or a model folder; default model.path. "
         "Without --env and --config the configuration is that of the run",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics to this file too")
-    parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
 
 
 def run(arguments: argparse.Namespace) -> None:

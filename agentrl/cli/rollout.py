@@ -6,19 +6,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from agentrl.cli.eval import checkpoint_config
-from agentrl.cli.options import add_config_arguments
+from agentrl.cli.eval import add_checkpoint_arguments, checkpoint_config
 from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    add_config_arguments(parser)
-    parser.add_argument(
-        "--checkpoint",
-        help="a run's folder, a checkpoint, or a model folder; default model.path. "
-        "Without --env and --config the configuration is that of the run",
-    )
+    add_checkpoint_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="samples.jsonl or samples.parquet")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="which tasks; default train")
     parser.add_argument("--tasks", type=int, metavar="N", help="how many tasks; default rollout.batch_size")

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.inference.client.control import ControlEndpoint
-from agentrl.inference.client.engine_memory import SGLangMemory
 from agentrl.inference.client.http import ErrorReply
+from agentrl.inference.client.sglang_client import SGLangMemory
 from agentrl.inference.client.weight_updates import SGLangWeightUpdates
 from tests.unit.inference.fake_http import replying
 
