@@ -305,7 +305,7 @@ class RunnerBackend(SandboxBackend, Generic[S]):
         sandbox.on_closed = partial(self._sandboxes.discard, sandbox)
         return sandbox
 
-    async def close(self) -> None:
+    async def _close_sandboxes(self) -> None:
         """Close all sandboxes, those being opened included, and refuse to open others."""
         self._closing = True
         await asyncio.gather(*self._starting, return_exceptions=True)

@@ -71,3 +71,7 @@ class UnsafeBackend(RunnerBackend[UnsafeSandbox]):
         sandbox = UnsafeSandbox(name, reader, writer, self.config.limits, self.defences)
         sandbox.process, sandbox.folder = process, folder
         return sandbox
+
+    async def close(self) -> None:
+        """Close all open sandboxes."""
+        await self._close_sandboxes()

@@ -242,7 +242,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
 
     async def close(self) -> None:
         """Close all sandboxes, those being opened included, and the server's cgroup."""
-        await super().close()
+        await self._close_sandboxes()
         if self._tree is not None:
             await asyncio.to_thread(self._tree.close)
             self._tree = None

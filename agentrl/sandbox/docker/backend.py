@@ -320,7 +320,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
 
     async def close(self) -> None:
         """Close all sandboxes, those being opened included, and the connection to the daemon."""
-        await super().close()
+        await self._close_sandboxes()
         await self._remove_containers()
         if self._to_remove:
             _log.error(
