@@ -145,7 +145,9 @@ def _read_whole(path: Path, key: str) -> list[Row]:
     """Return the rows of a ``.json`` file with a list of objects, or of a ``.csv`` file, whose values are texts."""
     with reading(f"{key}={path}", f"{path.suffix} file"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".json":
-            rows = _parse_json(file.read())
+            source = file.read()
+            rows = json.loads(source)
+            _check_texts(source, rows)
         else:
             csv.field_size_limit(sys.maxsize)
             try:
@@ -164,13 +166,10 @@ def _read_whole(path: Path, key: str) -> list[Row]:
     return [Row(path, number, values) for number, values in enumerate(rows, 1)]
 
 
-def _parse_json(text: str | bytes) -> Any:
-    """Return a value in JSON, whose texts can be encoded in UTF-8; `ValueError` if it is none."""
-    value = json.loads(text)
-    lower = text.lower()
-    if "\\ud" in lower if isinstance(lower, str) else b"\\ud" in lower:  # a half of a surrogate pair may be alone
+def _check_texts(source: str, value: object) -> None:
+    """Check that the texts of a value in JSON can be encoded in UTF-8; `ValueError` if not."""
+    if "\\ud" in source.lower():  # a half of a surrogate pair may be alone
         json.dumps(value, ensure_ascii=False).encode()
-    return value
 
 
 def _jsonl(path: Path, key: str) -> Iterator[Row]:
@@ -187,7 +186,8 @@ def parse_line(path: Path, number: int, line: bytes, key: str) -> Row:
         ConfigError: it is no JSON object.
     """
     try:
-        values = _parse_json(line)
+        values = json.loads(line)
+        _check_texts(line.decode(errors="replace"), values)
     except (ValueError, RecursionError) as error:
         shown = line[:_SHOWN].decode(errors="replace").rstrip()
         raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}") from None
