@@ -45,8 +45,6 @@ LONGEST = (
     "integration/test_fleet.py",
     "integration/test_train_ends.py",
     "unit/learner/megatron/test_layouts.py",
-    "test_algorithm_guide.py",
-    "structure/test_walk.py",
     "unit/sft/test_sft.py",
     "integration/test_single_turn.py",
     "integration/test_benches.py",

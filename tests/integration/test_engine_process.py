@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from deadlines import wait_until
 from engine_tiny import save_model
 
 from agentrl.config.sampler import EmbeddedConfig
-from agentrl.core import child_process
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.core.types import FinishReason, Prompt, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
@@ -20,10 +18,8 @@ from agentrl.models.load import load_model
 
 
 def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """One engine for both, because starting one by its command takes seconds."""
-    monkeypatch.setattr(child_process, "subprocess", subprocess)
     folder = save_model(tmp_path / "model", end=17)
     broken = {name: tensor * float("nan") for name, tensor in load_model(folder).state_dict().items()}
     engine = launch_embedded(folder, EmbeddedConfig(slots=8, context=512, threads=1), log=tmp_path / "log", version=4)
