@@ -13,6 +13,7 @@ from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.checkpoints import STATE, latest_checkpoint, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
+from agentrl.obs.metrics import read_metrics
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
 
@@ -54,10 +55,11 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
         discard: use nothing that the journal has after the checkpoint (``--resample``).
 
     Raises:
-        ConfigError: it is another run, or what was recorded was made with other keys.
+        ConfigError: it is another run, what was recorded was made with other keys, or metrics or journal are damaged.
         CheckpointError: the state of the newest checkpoint is damaged.
     """
     check_run_keys(folder, keys)
+    read_metrics(folder / "metrics.jsonl")
     progress, text = _read_progress(folder), "starts at step 0"
     if progress is not None:
         count = progress.position.first + len(progress.position.ahead)

@@ -143,3 +143,13 @@ def test_an_option_that_is_a_setting_is_told_how_settings_are_written(
         main(["train", *words.split()])
     assert end.value.code == 2
     assert hint in capsys.readouterr().err
+
+
+def test_an_interrupt_names_the_code_that_it_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By Ctrl-C, or raised by the code, which cannot be told apart."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("\nraise KeyboardInterrupt\n")
+    assert main(["env", "check", "mine.py:Mine"]) == 1
+    assert f"interrupted at {tmp_path / 'mine.py'}:2, by Ctrl-C or" in capsys.readouterr().err

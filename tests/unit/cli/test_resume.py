@@ -266,6 +266,14 @@ def test_damaged_rollouts_are_refused_before_anything_starts(
     assert resume(recorded, "--resample") == 0
 
 
+def test_damaged_metrics_are_refused_before_anything_starts(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recorded / "metrics.jsonl").write_text('{"step": 1}\n{"stXp": 2}\n{"step": 3}\n')
+    before = files_of(recorded)
+    assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
+    assert f"{recorded / 'metrics.jsonl'}, line 2 is not a row of metrics" in capsys.readouterr().err
+    assert files_of(recorded) == before
+
+
 def test_a_journal_that_lacks_a_file_is_refused_and_nothing_is_changed(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
