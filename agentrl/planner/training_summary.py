@@ -11,6 +11,7 @@ from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.config.schema import Config
 from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, count_weights, describe_optimizer
+from agentrl.models.load import empty_model
 from agentrl.models.reference_policy import CRITIC_KEY, resolve_critic
 from agentrl.models.shipped_architectures import meta_model
 
@@ -42,6 +43,10 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     if critic is not None:
         lines.append(f"{'critic':<13}{describe_optimizer(config.algo.critic.optimizer, critic, 'critic')}")
     if (lora := config.learner.lora) is not None:
+        if lora.target != "linear":
+            from agentrl.learner.fsdp.lora import adapted_layers
+
+            adapted_layers(empty_model(folder, "eager"), lora)  # each pattern names one
         per_policy = f", each of the policies {', '.join(lora.policies)}" if len(lora.policies) > 1 else ""
         lines.append(f"{'trained':<13}LoRA adapters of rank {lora.rank}{per_policy} (learner.lora)")
     if config.learner.freeze:

@@ -154,3 +154,11 @@ def test_rows_are_no_longer_than_rope_allows_packed_rows_to_be(
     if limit is not None:
         with pytest.raises(ConfigError, match=rf"rollout\.max_tokens={limit + 1}.*set rollout\.max_tokens={limit}, or"):
             check_rope(too_long, [tmp_path])
+
+
+def test_patterns_of_adapters_are_compared_with_the_layers_before_the_start(tmp_path: Path) -> None:
+    settings = ["reward=exact_match", "data.label_key=m.label", "model.path=multihop-warm"]
+    with pytest.raises(ConfigError, match=r"learner\.lora\.target: 'nosuch' matches no linear layer"):
+        plan(tmp_path, *settings, "learner.lora.target=[nosuch]")
+    lines = plan(tmp_path, *settings, "learner.lora.target=['*.q_proj']").training
+    assert any("LoRA adapters of rank 16" in line for line in lines)
