@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from typing_extensions import override
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
-from agentrl.cluster.ray_runtime import check_ray, kill_actor
+from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
@@ -25,8 +25,6 @@ _ANSWER_S = 30.0
 """Time limit of calls that a host answers at once."""
 _HOST_S = 120.0
 """Time limit of a host's start."""
-_LOOK_S = 1.0
-"""Seconds between two looks at Ray's processes while an engine starts."""
 
 
 class EngineHost:
@@ -188,7 +186,7 @@ def _result(reference: Any, timeout_s: float) -> Any:
         RayError: the call has failed.
     """
     end = time.monotonic() + timeout_s
-    while not ray.wait([reference], timeout=min(_LOOK_S, max(0.0, end - time.monotonic())))[0]:
+    while not ray.wait([reference], timeout=min(LOOK_S, max(0.0, end - time.monotonic())))[0]:
         check_ray()
         if time.monotonic() >= end:
             raise GetTimeoutError(f"no result after {timeout_s:g} s")

@@ -24,8 +24,8 @@ from agentrl.core.errors import LearnerError
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
 
-_LOOK_S = 0.5
-"""Seconds between two looks at Ray's processes while it starts."""
+LOOK_S = 0.5
+"""Seconds between two looks at Ray's processes while it, or something on it, starts."""
 _WITHOUT_GCS_S = 600
 """Seconds that processes of a run go on without Ray's GCS: a training step that is being computed takes less."""
 
@@ -58,7 +58,7 @@ class RayRuntime:
         if not self._options:
             return
         self._thread.start()
-        while not self._up.wait(_LOOK_S):
+        while not self._up.wait(LOOK_S):
             if ended := ended_servers(psutil.Process()):  # what `ray.init` waits for will not come
                 kill_raylets(psutil.Process())
                 raise LearnerError(f"Ray does not start: its process {ended[0]} has ended")

@@ -13,7 +13,7 @@ from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_crit
 from agentrl.cluster.placement_group import ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
-from agentrl.cluster.ray_runtime import RayRuntime, check_ray, store_bytes
+from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, store_bytes
 from agentrl.config.schema import Config
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import ConfigError
@@ -21,9 +21,6 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLaunche
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import CRITIC
 from agentrl.models.reference_policy import resolve_critic, resolve_reference
-
-_LOOK_S = 1.0
-"""Seconds between two looks at Ray's processes while the ranks start."""
 
 
 @dataclass(slots=True)
@@ -66,8 +63,8 @@ class RunCluster:
         self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
         if self._placement is None or not self.config.placement.shares_gpus:
-            self._loaded = asyncio.ensure_future(self._load())
-            self._exits.push_async_callback(self._wait_for_load, self._loaded)
+            loaded = self._loaded = asyncio.ensure_future(self._load())
+            self._exits.push_async_callback(lambda: asyncio.gather(loaded, return_exceptions=True))
 
     async def engine_launcher(self) -> Callable[[EngineSpec], Launcher]:
         """Return what starts the engines: on this machine, or in the reserved placement once the ranks have theirs."""
@@ -99,7 +96,7 @@ class RunCluster:
             LearnerError: a process of Ray has ended, or see `start_learners`.
         """
         started = asyncio.wrap_future(run_in_daemon_thread(self._start_ranks, "ranks"))
-        while not (await asyncio.wait([started], timeout=_LOOK_S))[0]:
+        while not (await asyncio.wait([started], timeout=LOOK_S))[0]:
             check_ray()
         return started.result()
 
@@ -145,9 +142,6 @@ class RunCluster:
             if self._critic is not None:
                 await asyncio.to_thread(self._critic.load, self.checkpoint / CRITIC)
         return learner
-
-    async def _wait_for_load(self, loaded: asyncio.Future[RayLearnerGroup]) -> None:
-        await asyncio.gather(loaded, return_exceptions=True)
 
     async def _close_ranks(self) -> None:
         try:
