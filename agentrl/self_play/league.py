@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,18 +125,20 @@ class StepPlay:
 
 def step_play(rollouts: Sequence[Rollout]) -> StepPlay:
     """Return the statistics of the policy's rollouts of a step."""
-    scores: dict[str, list[float]] = {}
-    rewards: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if rollout.opponent == MIRROR:
-            scores.setdefault(rollout.role, []).append(rollout_score(rollout))
-            rewards.setdefault(rollout.role, []).append(rollout.reward)
-    tokens = float(np.mean([rollout.sampled_tokens for rollout in rollouts])) if rollouts else None
+    mirror = [rollout for rollout in rollouts if rollout.opponent == MIRROR]
     return StepPlay(
-        {role: float(np.mean(role_scores)) for role, role_scores in sorted(scores.items())},
-        {role: float(np.mean(role_rewards)) for role, role_rewards in sorted(rewards.items())},
-        tokens,
+        scores=_means((rollout.role, rollout_score(rollout)) for rollout in mirror),
+        rewards=_means((rollout.role, rollout.reward) for rollout in mirror),
+        tokens=float(np.mean([rollout.sampled_tokens for rollout in rollouts])) if rollouts else None,
     )
+
+
+def _means(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of the values of each name, in the order of names."""
+    by_name: dict[str, list[float]] = {}
+    for name, value in values:
+        by_name.setdefault(name, []).append(value)
+    return {name: float(np.mean(numbers)) for name, numbers in sorted(by_name.items())}
 
 
 @dataclass(slots=True)
@@ -265,18 +267,14 @@ class League:
             metrics["self_play/asymmetry"] = max(play.scores.values()) - min(play.scores.values())
         for role, reward in play.rewards.items():
             metrics[f"self_play/mirror_reward/{role}"] = reward
-        for role in sorted({rollout.role for rollout in rollouts}):
-            by_role = [rollout_score(rollout) for rollout in rollouts if rollout.role == role]
-            metrics[f"self_play/score/role={role}"] = float(np.mean(by_role))
-        scores: dict[str, list[float]] = {}
-        for game in games:
-            for seat, opponent_seat in policy_seat_pairs(game):
-                opponent = game.players[opponent_seat]
-                kind = label(opponent) if is_fixed(opponent) else PAST
-                scores.setdefault(kind, []).append(game.score(seat, opponent_seat))
-        metrics |= {
-            f"self_play/score/{kind}": float(np.mean(kind_scores)) for kind, kind_scores in sorted(scores.items())
-        }
+        scores = _means((f"role={rollout.role}", rollout_score(rollout)) for rollout in rollouts)
+        opponents = [
+            (game.players[opponent_seat], game.score(seat, opponent_seat))
+            for game in games
+            for seat, opponent_seat in policy_seat_pairs(game)
+        ]
+        scores |= _means((label(name) if is_fixed(name) else PAST, score) for name, score in opponents)
+        metrics |= {f"self_play/score/{name}": score for name, score in scores.items()}
         return metrics, self.alarm.update(play)
 
     def state(self) -> dict[str, Any]:

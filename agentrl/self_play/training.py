@@ -57,7 +57,8 @@ class SelfPlay:
     """Snapshots of the pool in the newest checkpoint, which may be incomplete."""
     _evaluated_pool: Sequence[str] = field(default=(), init=False)
     """Snapshots of the pool when the newest evaluation began."""
-    _metrics: dict[str, float] = field(default_factory=dict, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    """Of the step that was recorded last."""
     _strategies: dict[str, PlayedStrategy] = field(default_factory=dict, init=False)
     """In a game with a tree, of snapshots by name."""
 
@@ -147,7 +148,7 @@ class SelfPlay:
         games = {
             rollout.episode: Game(rollout.episode, players_by_seat(rollout), rollout.seat_rewards) for rollout in played
         }
-        self._metrics, warnings = self.league.record(list(games.values()), played)
+        self.metrics, warnings = self.league.record(list(games.values()), played)
         for text in warnings:
             _log.warning("step %d: %s", step, text)
         self.log.write(step, self.league)
@@ -180,10 +181,6 @@ class SelfPlay:
         self._strategies = {name: self._strategies[name] for name in names if name in self._strategies}
         self._evaluated_pool = ()
         return scores.pool_metrics(list(self._strategies.values()))
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step that was recorded last."""
-        return self._metrics
 
 
 async def open_self_play(

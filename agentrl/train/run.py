@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,78 +45,72 @@ from agentrl.train.training_step import StepTrainer
 from agentrl.train.warm_start import initial_policy
 
 
-@dataclass(slots=True)
-class TrainingRun:
-    """A run whose services are not started."""
+async def _train(
+    run: RunInputs,
+    console: Console,
+    checkpoint: Path | None,
+    replay: Path | None,
+    interrupt: Interrupt,
+    on_loaded: Callable[[], None],
+) -> Trainer:
+    """Start the services, train to the end, end the services, and return the finished trainer.
 
-    inputs: RunInputs
-    console: Console
-    checkpoint: Path | None
-    """The checkpoint from which the run resumes; None starts at step 0."""
-    replay: Path | None
-    """Recorded rollouts to train on in place of sampling."""
-    on_loaded: Callable[[], None]
-    """Called once everything is loaded: what was there before is changed only then."""
+    ``on_loaded`` is called once everything is loaded: what was there before is changed only then.
+    """
+    config, folder, step, state = run.config, run.folder, run.step, run.state
+    async with AsyncExitStack() as exits:
+        view = exits.enter_context(ProgressView(console, config.train.steps, config.obs.progress, config.sources))
+        view.phase("starting")
+        traces, monitor = open_monitor(config, folder, view, step, exits)
+        with waiting(PHASE, START):
+            teachers = await open_teachers(config, run.model, folder / "logs", exits)
+            source, evaluator, learner, critic = await _open(run, checkpoint, replay, interrupt, exits)
+        on_loaded()
+        models = (learner,) if critic is None else (learner, critic)
+        packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
+        estimators = RunEstimators(config.algo.by_source)
+        estimators.load_state(state["estimators"])
+        view.total = source.steps
+        metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, traces))
+        checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
+        evaluated, score = state["evaluated"], state.get("score")
+        trainer = Trainer(
+            StepTrainer(
+                StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
+            ),
+            checkpoints,
+            metrics,
+            view,
+            Evaluations(config.eval, config.train, evaluator, checkpoints, metrics, view, evaluated, score),
+            step=step,
+            position=run.position,
+            spent_s=state["spent_s"],
+            saved=step if checkpoint else -1,
+            keys=run.keys,
+            monitor=monitor,
+        )
+        begin_random(state, config.run.seed)  # starting services has drawn from the generators
+        await trainer.run()
+        return trainer
 
-    async def train(self, interrupt: Interrupt) -> Trainer:
-        """Start the services, train to the end, end the services, and return the finished trainer."""
-        run = self.inputs
-        config, folder, step, state = run.config, run.folder, run.step, run.state
-        async with AsyncExitStack() as exits:
-            view = exits.enter_context(
-                ProgressView(self.console, config.train.steps, config.obs.progress, config.sources)
-            )
-            view.phase("starting")
-            traces, monitor = open_monitor(config, folder, view, step, exits)
-            with waiting(PHASE, START):
-                teachers = await open_teachers(config, run.model, folder / "logs", exits)
-                source, evaluator, learner, critic = await self._open(interrupt, exits)
-            self.on_loaded()
-            models = (learner,) if critic is None else (learner, critic)
-            packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
-            estimators = RunEstimators(config.algo.by_source)
-            estimators.load_state(state["estimators"])
-            view.total = source.steps
-            metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, traces))
-            checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=self.checkpoint)
-            evaluated, score = state["evaluated"], state.get("score")
-            trainer = Trainer(
-                StepTrainer(
-                    StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
-                ),
-                checkpoints,
-                metrics,
-                view,
-                Evaluations(config.eval, config.train, evaluator, checkpoints, metrics, view, evaluated, score),
-                step=step,
-                position=run.position,
-                spent_s=state["spent_s"],
-                saved=step if self.checkpoint else -1,
-                keys=run.keys,
-                monitor=monitor,
-            )
-            begin_random(state, config.run.seed)  # starting services has drawn from the generators
-            await trainer.run()
-            return trainer
 
-    async def _open(
-        self, interrupt: Interrupt, exits: AsyncExitStack
-    ) -> tuple[RolloutSource, Evaluator | None, LearnerGroup, CriticGroup | None]:
-        """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
-        run = self.inputs
-        cluster = RunCluster(run.config, run.folder, run.model, self.checkpoint, with_engines=self.replay is None)
-        exits.push_async_callback(cluster.aclose)
-        await cluster.open()
-        if self.replay is not None:
-            source = open_replay(run.config, self.replay, run.model, interrupt)
-            return source, None, *(await cluster.learner())
-        tasks = open_tasks(run.config)
-        sampling = await open_sampling(run, cluster, tasks, interrupt, exits)
-        evaluator = _open_evaluator(sampling, tasks)
-        learner, critic = await cluster.learner()
-        sampling.add_critic(critic)
-        sampling.begin()
-        return sampling, evaluator, learner, critic
+async def _open(
+    run: RunInputs, checkpoint: Path | None, replay: Path | None, interrupt: Interrupt, exits: AsyncExitStack
+) -> tuple[RolloutSource, Evaluator | None, LearnerGroup, CriticGroup | None]:
+    """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
+    cluster = RunCluster(run.config, run.folder, run.model, checkpoint, with_engines=replay is None)
+    exits.push_async_callback(cluster.aclose)
+    await cluster.open()
+    if replay is not None:
+        source = open_replay(run.config, replay, run.model, interrupt)
+        return source, None, *(await cluster.learner())
+    tasks = open_tasks(run.config)
+    sampling = await open_sampling(run, cluster, tasks, interrupt, exits)
+    evaluator = _open_evaluator(sampling, tasks)
+    learner, critic = await cluster.learner()
+    sampling.add_critic(critic)
+    sampling.begin()
+    return sampling, evaluator, learner, critic
 
 
 def _open_evaluator(sampling: Sampling, tasks: TaskSources) -> Evaluator:
@@ -198,7 +191,7 @@ async def run_training(
                     begin()
                     save_config(saved_config, folder)
 
-                trainer = await TrainingRun(inputs, console, checkpoint, replay, on_loaded).train(interrupt)
+                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded)
         except CheckpointError as error:
             raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

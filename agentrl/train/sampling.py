@@ -278,7 +278,7 @@ class Sampling(RolloutSource):
     @override
     def metrics(self) -> dict[str, float]:
         metrics = self.services.fleet.metrics() | self.weights.metrics | self.tasks.buffer.metrics()
-        metrics |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics())
+        metrics |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics)
         return metrics | ({} if self._scheduler is None else self._scheduler.metrics())
 
     @override

@@ -178,16 +178,11 @@ class Teachers:
             if teacher.client is not None:
                 scored = await _score_at_server(teacher, teacher.client, rows)
             else:
-                scored = await asyncio.to_thread(self._score_by_learner, teacher, rows, learner, packing)
+                assert teacher.policy is not None
+                batch = await asyncio.to_thread(pack, rows, packing)
+                scored = await asyncio.to_thread(learner.logprobs, batch, teacher.policy)
             scores_by_teacher[name] = {key: _align_values(values, longer[key]) for key, values in scored.items()}
         return scores_by_teacher
-
-    def _score_by_learner(
-        self, teacher: Teacher, rows: Sequence[Row], learner: LearnerGroup, packing: PackOptions
-    ) -> Scores:
-        assert teacher.policy is not None
-        logprobs = learner.logprobs(pack(rows, packing), teacher.policy)
-        return {key: np.asarray(values, np.float32) for key, values in logprobs.items()}
 
 
 def select_teachers(config: DistillationConfig, rollout: Rollout) -> list[str]:

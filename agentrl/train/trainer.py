@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
-from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
@@ -59,11 +58,6 @@ class Trainer:
     _warned: set[str] = field(default_factory=set, init=False)
 
     @property
-    def config(self) -> Config:
-        """The run's configuration."""
-        return self.steps.settings.config
-
-    @property
     def source(self) -> RolloutSource:
         """The run's rollout source."""
         return self.steps.source
@@ -80,7 +74,7 @@ class Trainer:
         await self._finish_save()
 
     async def _loop(self) -> None:
-        save_every = self.config.train.save_every
+        save_every = self.steps.settings.config.train.save_every
         await self._sync_weights(Stopwatch())
         # A resumed run may have been interrupted in an evaluation.
         enough = await self.evaluations.after(self.step, last=self._is_finished())
@@ -138,7 +132,7 @@ class Trainer:
 
     def _seconds_left(self) -> float | None:
         """Return what is left of ``train.minutes``, or None without that limit."""
-        minutes = self.config.train.minutes
+        minutes = self.steps.settings.config.train.minutes
         return None if minutes is None else 60 * minutes - self.spent_s
 
     def state(self) -> dict[str, Any]:

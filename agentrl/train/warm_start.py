@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -110,7 +109,7 @@ async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, conso
     print_message(console, f"warm start {config.model.warm_start}: {describe(warm.sft)}")
     with _start(warm_folder, folder / "logs" / f"{FOLDER}.log") as child:
         async with interrupt.guard():
-            await _LogTail(child, console).follow()
+            await _print_log(child, console)
     finished.touch()
     return model
 
@@ -123,34 +122,21 @@ def _start(warm_folder: Path, log: Path) -> ChildProcess:
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
 
 
-@dataclass(slots=True)
-class _LogTail:
-    """Prints the log of the fine-tuning line by line."""
+async def _print_log(child: ChildProcess, console: Console) -> None:
+    """Print the log of the fine-tuning line by line until it has ended.
 
-    child: ChildProcess
-    console: Console
-    _shown: int = 0
-    """Printed bytes of the log."""
-
-    async def follow(self) -> None:
-        """Print until the process has ended.
-
-        Raises:
-            LearnerError, UserError: it failed.
-        """
-        while (code := self.child.exit_code()) is None:
-            self._show()
-            await asyncio.sleep(_POLL_S)
-        self._show()
-        if code == 2:
-            raise UserError(f"model.warm_start: {self.child.log_tail(3)}")
-        if code != 0:
-            self.child.check()
-
-    def _show(self) -> None:
-        with self.child.log.open("rb") as log:
-            log.seek(self._shown)
-            lines, newline, _ = log.read().rpartition(b"\n")
-        self._shown += len(lines) + len(newline)
-        for line in lines.decode(errors="replace").splitlines():
-            self.console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    Raises:
+        LearnerError, UserError: it failed.
+    """
+    code, last_line = None, b""
+    with child.log.open("rb") as log:
+        while code is None:
+            code = child.exit_code()
+            lines, _, last_line = (last_line + log.read()).rpartition(b"\n")
+            for line in lines.decode(errors="replace").splitlines():
+                console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            await asyncio.sleep(_POLL_S if code is None else 0)
+    if code == 2:
+        raise UserError(f"model.warm_start: {child.log_tail(3)}")
+    if code != 0:
+        child.check()

@@ -157,7 +157,7 @@ def test_a_model_at_an_endpoint_is_an_opponent_that_is_rated(tmp_path):
     assert {seat.name for job in episodes for seat in job.lineup.seats.values()} == {"big"}
     assert all(isinstance(seat, EndpointSeat) for job in episodes for seat in job.lineup.seats.values())
     play.on_step_trained(1, range(TASKS), rollouts_of(episodes))
-    assert "self_play/score/big" in play.metrics()
+    assert "self_play/score/big" in play.metrics
     assert "endpoint:big" in play.league.ratings.table
 
 
@@ -217,7 +217,7 @@ def test_a_step_is_recorded_once_it_is_trained(tmp_path):
     assert play.opponents == {}
     games = sum(record.games for record in play.league.results.records.values()) / 2
     assert games == 15, "one of sixteen failed"
-    assert play.metrics()["self_play/asymmetry"] == 1.0
+    assert play.metrics["self_play/asymmetry"] == 1.0
     [row] = read_league(tmp_path)
     assert (row["step"], row["ratings"]) == (1, play.league.ratings.state())
 
