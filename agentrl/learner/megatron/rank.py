@@ -1,29 +1,56 @@
-"""One rank of the Megatron-Core learner. The process group must exist before it is constructed."""
+"""One rank of the Megatron-Core learner. The process group must exist before it is constructed.
+
+A checkpoint loads with any tensor, pipeline, expert and data parallel sizes::
+
+    folder/
+      model/         Hugging Face folder: safetensors in the learner's precision, configuration, the tokenizer's files
+      megatron/      Megatron-Core's distributed format (torch_dist): float32 weights and moments, and a changed reference
+      random/        one file per rank: torch, CUDA, NumPy and Python states
+      learner.json   finished steps, number of ranks, shapes of weights, frozen weights
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
+from agentrl.core.atomic_files import names_file
+from agentrl.core.background import run_in_daemon_thread
+from agentrl.core.errors import CheckpointError
+from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
 from agentrl.learner.device import compiles
+from agentrl.learner.export import plan_buckets
 from agentrl.learner.megatron.cpu import computing_on
+from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles
+from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.options import learner_options
 from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
-from agentrl.learner.megatron.state import Writers, load_state, start_saving
 from agentrl.learner.megatron.weights import GatherGroups
+from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, mask_positions, score_positions
 from agentrl.learner.step_metrics import StepMetrics
+from agentrl.models.export import copy_other_files
+from agentrl.models.reference_policy import CRITIC_KEY
+from agentrl.models.weight_writer import DraftLayers, WeightWriter
+
+_BUCKET_BYTES = 256 << 20
+"""Weights that are gathered at a time."""
 
 
 class MegatronRank(BackendRank):
@@ -54,7 +81,10 @@ class MegatronRank(BackendRank):
         self._data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         """Ranks that together have each token of a batch once."""
         self._all_ranks = dist.new_group(backend="gloo")
-        self.writers = Writers.join()
+        self.writers = dist.new_group(backend="gloo")
+        """Of the threads that write checkpoints."""
+        self.writer_groups = GatherGroups.with_rank_0()
+        """Of the threads that gather weights for them."""
 
     @override
     def computing(self) -> AbstractContextManager[None]:
@@ -203,14 +233,135 @@ class MegatronRank(BackendRank):
 
     @override
     def _start_saving(self, folder: Path) -> Future[None]:
-        return start_saving(self, folder)
+        model = self.trained.model
+        drafts = None if model.values else DraftLayers(self.model_folder, model.config.num_layers, "model.path")
+        writer = WeightWriter(folder / "model", [*self.trained.weights.specs(), *(drafts.specs if drafts else ())])
+        first = dist.get_rank() == 0
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+            with names_file(folder):
+                for name in ("model", "megatron", "random"):
+                    (folder / name).mkdir(parents=True)
+                copy_other_files(self.model_folder, folder / "model")
+                _copy_config(self, folder / "model")
+                writer.create()
+                (folder / "learner.json").write_text(json.dumps(_description(self), indent=1), encoding="utf-8")
+        dist.barrier()
+        with self.training.reading(self.readable):
+            state = _sharded_state(self, loading=False)
+        dict_list_map_inplace(lambda shard: _move_to_cpu(shard, self.cpu_copy), state)
+        files = ShardedFiles(state, folder / "megatron")
+        states = rank_states(self.device)
+
+        def write() -> None:
+            files.write(self.writers)
+            _write_model(self, writer)
+            if drafts is not None and first:
+                drafts.write(writer)
+            save_rank_states(states, folder / "random")
+
+        return run_in_daemon_thread(write, "checkpoint")
 
     @override
     def _load(self, folder: Path) -> None:
-        load_state(self, folder)
+        description, expected = _read_description(folder), _description(self)
+        path = CRITIC_KEY if self.trained.model.values else "model.path"
+        for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
+            if description[key] != expected[key]:
+                name = min(name for name, _ in {*_items(description[key])} ^ {*_items(expected[key])})
+                raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
+        self.reference_changed = self.reference is not None and description["reference"]
+        state = _sharded_state(self, loading=True)
+        try:
+            loaded = dist_checkpointing.load(state, str(folder / "megatron"))
+        except Exception as error:
+            words = str(error).strip().splitlines() or ["no message"]
+            raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
+        for number, chunk in enumerate(self.trained.model.chunks):
+            chunk.load_state_dict(loaded[f"model{number}"])
+            if self.reference is not None and self.reference_changed:
+                self.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
+        self.training.load(loaded["optimizer"])
+        self.step = int(description["step"])
+        restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", self.device)
 
     @override
     def close(self) -> None:
         wait([self._writing])
         parallel_state.destroy_model_parallel()
         super().close()
+
+
+def _write_model(rank: MegatronRank, writer: WeightWriter) -> None:
+    """Gather the weights on rank 0, which writes them."""
+    groups = rank.writer_groups
+    if all(dist.get_rank(group) < 0 for group in (groups.layers, groups.experts)):
+        return
+    fault: OSError | None = None
+    for bucket_plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
+        into = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in bucket_plan.specs]
+        rank.trained.weights.gather(into, groups, rank.cpu_copy)
+        if dist.get_rank() == 0 and fault is None:
+            try:
+                for name, tensor in into:
+                    writer.write(name, tensor)
+            except OSError as error:
+                fault = error  # other ranks still send their weights
+    if fault is not None:
+        raise fault
+
+
+def _sharded_state(rank: MegatronRank, *, loading: bool) -> dict[str, Any]:
+    """Return the state in Megatron-Core's sharded form."""
+    chunks = rank.trained.model.chunks
+    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    optimizer = rank.training.optimizer.sharded_state_dict(state, is_loading=loading, metadata=SHARDING)
+    if rank.reference is not None and rank.reference_changed:
+        for number, chunk in enumerate(rank.reference.model.chunks):
+            state[f"reference{number}"] = chunk.sharded_state_dict(prefix="reference.")
+    return state | {"optimizer": optimizer}
+
+
+def _move_to_cpu(shard: Any, cpu_copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(shard, ShardedTensor | ShardedTensorFactory) and isinstance(shard.data, torch.Tensor):
+        shard.data = cpu_copy(shard.data)
+    return shard
+
+
+def _copy_config(rank: MegatronRank, folder: Path) -> None:
+    config = json.loads((rank.model_folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    config["dtype"] = str(rank.trained.model.config.params_dtype).removeprefix("torch.")
+    if rank.trained.model.values:
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number a token
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _description(rank: MegatronRank) -> dict[str, Any]:
+    return {
+        "step": rank.step,
+        "ranks": dist.get_world_size(),
+        "shapes": {spec.name: list(spec.shape) for spec in rank.trained.weights.specs()},
+        "frozen": sorted(rank.config.freeze),
+        "reference": rank.reference_changed,
+    }
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
+        description: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        return {
+            "step": int(description["step"]),
+            "shapes": dict(description["shapes"]),
+            "frozen": list(description["frozen"]),
+            "reference": bool(description["reference"]),
+        }
+
+
+def _items(described: Any) -> list[tuple[str, str]]:
+    return [
+        (str(name), str(value))
+        for name, value in (
+            described.items() if isinstance(described, dict) else zip(described, described, strict=True)
+        )
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 class _FailingOnRank1(ShardedFiles):
     def _write_part(self) -> list[Any]:
         if dist.get_rank() == 1:
-            raise OSError("no space left")
+            raise OSError(errno.ENOSPC, "no space left")
         return super()._write_part()
 
 

@@ -85,8 +85,8 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
 
 def test_all_ranks_notice_that_one_could_not_write(found: Found) -> None:
     assert found["resumed"]["failed"] == [
-        "LearnerError: FOLDER could not be written by rank 1: no space left",
-        "OSError: no space left",
+        "LearnerError: FOLDER could not be written by rank 1: [Errno 28] no space left: 'FOLDER'",
+        "OSError: [Errno 28] no space left: 'FOLDER'",
     ]
 
 
