@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -111,60 +111,6 @@ class SharedTensor:
         return reductions.rebuild_cuda_tensor, (*tensor_args, device, handle, size, offset, False, *counter_and_event)
 
 
-class WeightBroadcaster:
-    """Opens a group, joins it as rank 0 and broadcasts; `leave` may be called concurrently from another thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._store: object = None
-        """The server of the group's store. It ends with this reference, and then processes that wait for it fail."""
-        self._group: WeightGroup | None = None
-        self._timeout_s = 0.0
-        self._joined: BroadcastGroup | None = None
-
-    def open(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open the store; see `LearnerGroup.open_group`. An earlier group is left."""
-        self.leave()
-        hosts = [host_towards(url) for url in urls]
-        host = next((address for address in hosts if not address.startswith("127.")), "127.0.0.1")
-        store = open_store(host, timeout_s)
-        group = WeightGroup(f"agentrl-{uuid.uuid4().hex[:12]}", host, store.port, size, backend)
-        with self._lock:
-            self._store, self._group, self._timeout_s = store, group, timeout_s
-        return group
-
-    def join(self, group: WeightGroup) -> None:
-        """Wait until all ranks have joined; see `LearnerGroup.join_group`."""
-        if self._group != group:
-            raise EngineError(f"the group {group.name} was left")
-        joined = BroadcastGroup.join(group, 0, timeout_s=self._timeout_s)
-        with self._lock:
-            if self._group == group:
-                self._joined = joined
-                return
-        joined.close()
-        raise EngineError(f"the group {group.name} was left while it was joined")
-
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast the tensors of a bucket, all on one device; see `WeightBucket.broadcast`."""
-        joined = self._joined
-        if joined is None:
-            raise LearnerError("rank 0 has joined no group for weight sync")
-        on = "cuda" if joined.group.backend == "nccl" else "cpu"
-        if on == "cuda" and tensors[0].device.type != on:
-            raise LearnerError("NCCL broadcasts from a GPU only, and the weights are on the CPU: the learner sleeps")
-        joined.broadcast([tensor.to(on) for tensor in tensors])
-
-    def leave(self) -> None:
-        """Leave the group, if there is one; see `LearnerGroup.leave_group`."""
-        with self._lock:
-            joined, self._joined, self._group = self._joined, None, None
-            store, self._store = self._store, None
-        if joined is not None:
-            joined.close()
-        del store
-
-
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """The weights of one bucket."""
@@ -223,14 +169,18 @@ class RankBucket(WeightBucket):
     """The bucket on one rank. Valid until the next one is requested."""
 
     def __init__(
-        self, bucket_plan: BucketPlan, memory: SharedMemory, broadcaster: WeightBroadcaster, sent: SentWeights
+        self,
+        bucket_plan: BucketPlan,
+        memory: SharedMemory,
+        broadcast: Callable[[Sequence[torch.Tensor]], None],
+        sent: SentWeights,
     ) -> None:
-        """Hold the weights in ``memory``, to be sent by ``broadcaster``; those of `changes` are kept in ``sent``."""
+        """Hold the weights in ``memory``; those of `changes` are kept in ``sent``."""
         self.specs = bucket_plan.specs
         self.last = bucket_plan.last
         self._size = bucket_plan.size
         self._memory = memory
-        self._broadcaster = broadcaster
+        self._broadcast = broadcast
         self._sent = sent
 
     def on_device(self) -> list[tuple[str, torch.Tensor]]:
@@ -280,37 +230,13 @@ class RankBucket(WeightBucket):
     @override
     def broadcast(self) -> None:
         if broadcast_as_one(self.specs):
-            self._broadcaster.broadcast([self._memory.flat[: self._size]])
+            self._broadcast([self._memory.flat[: self._size]])
         else:
-            self._broadcaster.broadcast([tensor for _, tensor in self.on_device()])
+            self._broadcast([tensor for _, tensor in self.on_device()])
 
     @override
     def ipc_handles(self) -> list[str]:
         return [self._memory.handle(self._size, self.specs)]
-
-
-def rank_buckets(
-    source: WeightSource,
-    bucket_bytes: int,
-    dtype: str | None,
-    broadcaster: WeightBroadcaster,
-    sent: SentWeights | None = None,
-) -> Iterator[RankBucket]:
-    """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
-    specs = [
-        spec
-        if dtype is None or is_always_float32(spec.name) or spec.name in source.float32_weights
-        else replace(spec, dtype=dtype)
-        for spec in source.specs()
-    ]
-    bucket_plans = plan_buckets(specs, bucket_bytes)
-    if not bucket_plans:
-        return
-    memory = SharedMemory.reserve(max(bucket_plan.size for bucket_plan in bucket_plans), source.gathers_on)
-    for bucket_plan in bucket_plans:
-        bucket = RankBucket(bucket_plan, memory, broadcaster, {} if sent is None else sent)
-        source.gather(bucket.on_device())
-        yield bucket
 
 
 class NamedTensors(WeightSource):
@@ -344,28 +270,82 @@ class WeightExporter(WeightExport):
         """Export the weights of ``source``, and LoRA adapters by policy."""
         self._source = source
         self._adapters = adapters
-        self._broadcaster = WeightBroadcaster()
         self._sent: SentWeights = {}
+        self._lock = threading.Lock()
+        self._store: object = None
+        """The server of the group's store. It ends with this reference, and then processes that wait for it fail."""
+        self._group: WeightGroup | None = None
+        self._timeout_s = 0.0
+        self._joined: BroadcastGroup | None = None
 
     @override
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        return rank_buckets(self._source, bucket_bytes, dtype, self._broadcaster, self._sent)
+        return self._gather(self._source, bucket_bytes, dtype, self._sent)
 
     @override
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         if policy not in self._adapters:
             return []
-        buckets = rank_buckets(self._adapters[policy], sys.maxsize, dtype, self._broadcaster)
+        buckets = self._gather(self._adapters[policy], sys.maxsize, dtype, {})
         return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors()]
+
+    def _gather(
+        self, source: WeightSource, bucket_bytes: int, dtype: str | None, sent: SentWeights
+    ) -> Iterator[RankBucket]:
+        """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
+        specs = [
+            spec
+            if dtype is None or is_always_float32(spec.name) or spec.name in source.float32_weights
+            else replace(spec, dtype=dtype)
+            for spec in source.specs()
+        ]
+        bucket_plans = plan_buckets(specs, bucket_bytes)
+        if not bucket_plans:
+            return
+        memory = SharedMemory.reserve(max(bucket_plan.size for bucket_plan in bucket_plans), source.gathers_on)
+        for bucket_plan in bucket_plans:
+            bucket = RankBucket(bucket_plan, memory, self._broadcast, sent)
+            source.gather(bucket.on_device())
+            yield bucket
 
     @override
     def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        return self._broadcaster.open(urls, size, backend, timeout_s)
+        self.leave_group()
+        hosts = [host_towards(url) for url in urls]
+        host = next((address for address in hosts if not address.startswith("127.")), "127.0.0.1")
+        store = open_store(host, timeout_s)
+        group = WeightGroup(f"agentrl-{uuid.uuid4().hex[:12]}", host, store.port, size, backend)
+        with self._lock:
+            self._store, self._group, self._timeout_s = store, group, timeout_s
+        return group
 
     @override
     def join_group(self, group: WeightGroup) -> None:
-        self._broadcaster.join(group)
+        if self._group != group:
+            raise EngineError(f"the group {group.name} was left")
+        joined = BroadcastGroup.join(group, 0, timeout_s=self._timeout_s)
+        with self._lock:
+            if self._group == group:
+                self._joined = joined
+                return
+        joined.close()
+        raise EngineError(f"the group {group.name} was left while it was joined")
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Broadcast the tensors of a bucket, all on one device; see `WeightBucket.broadcast`."""
+        joined = self._joined
+        if joined is None:
+            raise LearnerError("rank 0 has joined no group for weight sync")
+        on = "cuda" if joined.group.backend == "nccl" else "cpu"
+        if on == "cuda" and tensors[0].device.type != on:
+            raise LearnerError("NCCL broadcasts from a GPU only, and the weights are on the CPU: the learner sleeps")
+        joined.broadcast([tensor.to(on) for tensor in tensors])
 
     @override
     def leave_group(self) -> None:
-        self._broadcaster.leave()
+        with self._lock:
+            joined, self._joined, self._group = self._joined, None, None
+            store, self._store = self._store, None
+        if joined is not None:
+            joined.close()
+        del store

@@ -75,13 +75,7 @@ def load_policy(
         ModelError: the folder cannot be loaded, or the architecture does more than a head on hidden states.
     """
     policy = PolicyModel(empty_model(folder, IMPLEMENTATION, key=key), config.logits_chunk)
-    with _named_errors(policy, folder, key):
-        _load(policy, folder, config, device, mesh, key)
-    with _named_errors(policy, folder, key), _probing(policy, config):
-        policy.separates_rows = _mixes_rows(policy)
-        _check_head(policy, folder, key)
-        _check_rows(policy, folder, key)
-    _set_context(policy, config, folder, key, context)
+    _load(policy, folder, config, device, mesh, key, context)
     return policy
 
 
@@ -95,11 +89,7 @@ def load_critic(
         ModelError: the folder cannot be loaded, or transformers has no such head for the architecture.
     """
     critic = ValueModel(empty_model(folder, IMPLEMENTATION, values=True, key=key), config.logits_chunk)
-    with _named_errors(critic, folder, key):
-        _load(critic, folder, config, device, mesh, key)
-    with _named_errors(critic, folder, key), _probing(critic, config):
-        critic.separates_rows = _mixes_rows(critic)
-    _set_context(critic, config, folder, key, None)
+    _load(critic, folder, config, device, mesh, key, None)
     return critic
 
 
@@ -119,6 +109,31 @@ def load_frozen(
 
 
 def _load(
+    model: PackedModel,
+    folder: Path,
+    config: LearnerConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    key: str,
+    context: Context | None,
+) -> None:
+    """Load a model, check it, and let it compute micro-batches together with the ranks of ``context``, or of a new one."""
+    with _named_errors(model, folder, key):
+        _fill(model, folder, config, device, mesh, key)
+    with _named_errors(model, folder, key), _probing(model, config):
+        model.separates_rows = _mixes_rows(model)
+        if isinstance(model, PolicyModel):
+            _check_head(model, folder, key)
+            _check_rows(model, folder, key)
+    if config.context_parallel > 1 and model.separates_rows:
+        raise ConfigError(
+            f"learner.context_parallel={config.context_parallel}: layers of {type(model.hf).__name__} ({key}={folder}) that "
+            "are not attention need all tokens of a row on one rank; set learner.context_parallel=1"
+        )
+    model.context = context or join_context(config.context_parallel)
+
+
+def _fill(
     model: PackedModel, folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
 ) -> None:
     """Set a model on `meta` up for training, shard it, and read its weights."""
@@ -126,7 +141,9 @@ def _load(
     untie_different(model.hf, files)
     if config.lora is not None:
         add_adapters(model.hf, config.lora)
-    _freeze(model.hf, config)
+    parameters = dict(model.hf.named_parameters())
+    for name in frozen_names(parameters, config.freeze):
+        parameters[name].requires_grad_(False)
     use_grouped_products(model.hf)
     _name_windows(model.hf)
     model.hf.train()
@@ -157,27 +174,6 @@ def _name_windows(hf: PreTrainedModel) -> None:
         for module in hf.modules():
             if hasattr(module, "num_key_value_groups"):
                 setattr(module, "sliding_window", config.sliding_window)  # noqa: B010  modules are typed as tensors
-
-
-def _set_context(model: PackedModel, config: LearnerConfig, folder: Path, key: str, context: Context | None) -> None:
-    """Compute micro-batches together with the other ranks of ``context``, or of a new one. Collective."""
-    if config.context_parallel > 1 and model.separates_rows:
-        raise ConfigError(
-            f"learner.context_parallel={config.context_parallel}: layers of {type(model.hf).__name__} ({key}={folder}) that "
-            "are not attention need all tokens of a row on one rank; set learner.context_parallel=1"
-        )
-    model.context = context or join_context(config.context_parallel)
-
-
-def _freeze(hf: nn.Module, config: LearnerConfig) -> None:
-    """Mark the weights of `LearnerConfig.freeze`, before they are sharded.
-
-    Raises:
-        ConfigError: see `frozen_names`.
-    """
-    parameters = dict(hf.named_parameters())
-    for name in frozen_names(parameters, config.freeze):
-        parameters[name].requires_grad_(False)
 
 
 def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:

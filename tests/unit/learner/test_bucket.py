@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.distributed.base import TensorSpec
 from agentrl.distributed.flat_bucket import ALIGNMENT, total_bytes, views
-from agentrl.learner.export import NamedTensors, WeightBroadcaster, joined_name, plan_buckets, rank_buckets
+from agentrl.learner.export import NamedTensors, WeightExporter, joined_name, plan_buckets
 from agentrl.learner.megatron.families.base import model_weights
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.models.shipped_architectures import shipped_architectures
@@ -118,11 +118,11 @@ def test_weights_that_an_engine_joins_are_in_one_bucket(module: str, last: str) 
 def test_both_halves_are_sent_if_one_has_changed() -> None:
     """What has not changed is sent with no numbers, so that an engine's loader has both halves in one call."""
     names = [ATTENTION.format(0, name) for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
-    weights, sent = {name: torch.zeros(3, 4) for name in names}, {}
-    source = NamedTensors(weights)
+    weights = {name: torch.zeros(3, 4) for name in names}
+    learner = WeightExporter(NamedTensors(weights))
 
     def changes(base: str | None, version: str) -> list[tuple[str, int]]:
-        [bucket] = rank_buckets(source, 1 << 20, None, WeightBroadcaster(), sent)
+        [bucket] = learner.buckets(1 << 20)
         return [(part.name, part.changed) for part in bucket.changes(base, version).parts]
 
     assert changes(None, "a") == [(name, 12) for name in names]
@@ -142,7 +142,7 @@ def test_weights_with_a_dtype_of_their_own_are_not_cast() -> None:
     """A bias of 8 in bfloat16 has steps of 1/16, which choose other experts."""
     names = ("model.norm.weight", "model.layers.0.mlp.gate.e_score_correction_bias", "model.layers.0.mixer.A_log")
     weights = {name: torch.full((4,), 8.001) for name in (*names, "model.embed_tokens.weight")}
-    [bucket] = rank_buckets(OwnDtypes(weights), 1 << 20, "bfloat16", WeightBroadcaster())
+    [bucket] = WeightExporter(OwnDtypes(weights)).buckets(1 << 20, "bfloat16")
     for name, tensor in bucket.tensors():
         assert tensor.dtype is (torch.float32 if name in names else torch.bfloat16)
         assert torch.equal(tensor, weights[name].to(tensor.dtype))
