@@ -146,11 +146,12 @@ def _critic(algo: AlgoConfig, steps: int) -> Iterator[str]:
     critic = algo.critic
     if not needs_critic(algo):
         defaults = CriticConfig().model_dump()
+        with_critic = " or ".join(name for name, estimator in ESTIMATORS.items() if estimator.needs_critic)
         for key, value in critic.model_dump().items():
             if value != defaults[key]:
                 yield (
                     f"algo.critic.{key} is set, and algo.advantage.name={algo.advantage.name} has no critic; set "
-                    f"algo.advantage.name={_with_critic()}, or leave out algo.critic.{key}"
+                    f"algo.advantage.name={with_critic}, or leave out algo.critic.{key}"
                 )
         return
     if steps and critic.warmup_steps >= steps:
@@ -176,21 +177,16 @@ def _mask_older_than(algo: AlgoConfig, asynchronous: AsyncConfig) -> Iterator[st
 
 def _streaming(algo: AlgoConfig, asynchronous: AsyncConfig) -> Iterator[str]:
     """Whether the gradient of a group can be computed before all groups of its step are there."""
-    estimators = _estimators(algo, lambda source: not _streams(source))
-    if asynchronous.streaming and estimators:
+
+    def needs_step(source: AlgoConfig) -> bool:
+        estimator = estimator_class(source.advantage)
+        return not estimator.streams or estimator.needs_critic  # values are computed for a whole step
+
+    if asynchronous.streaming and (estimators := _estimators(algo, needs_step)):
         yield f"async.streaming=true with {estimators}: it needs all groups of a step; leave it out, or async.streaming"
-
-
-def _streams(algo: AlgoConfig) -> bool:
-    estimator = estimator_class(algo.advantage)
-    return estimator.streams and not estimator.needs_critic  # values are computed for a whole step
 
 
 def _estimators(config: AlgoConfig, applies: Callable[[AlgoConfig], bool]) -> str:
     """Return the estimators of the sources to which a rule applies, as a setting; empty without any."""
     names = {algo.advantage.name for algo in config.by_source.values() if applies(algo)}
     return f"algo.advantage.name={', '.join(sorted(names))}" if names else ""
-
-
-def _with_critic() -> str:
-    return " or ".join(name for name, estimator in ESTIMATORS.items() if estimator.needs_critic)

@@ -96,10 +96,6 @@ def _is_secret(path: tuple[str, ...], value: object) -> bool:
         return False
     if isinstance(value, str) and (_IN_TEXT.search(value) or ("@" in value and _ADDRESS_NAME.search(path[-1]))):
         return True
-    return _is_secret_name(path)
-
-
-def _is_secret_name(path: tuple[str, ...]) -> bool:
     if _NAME.search(path[-1]):
         return True
     return any(name in _WHOLE and (not _WHOLE[name] or path[0] in _WHOLE[name]) for name in path[2:-1])

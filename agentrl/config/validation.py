@@ -44,9 +44,8 @@ def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, 
     names: list[str] = []
     annotation: object = section
     for name in location:
-        members = (
-            [arg for arg in get_args(annotation) if arg is not NoneType] if _is_union(annotation) else [annotation]
-        )
+        is_union = get_origin(annotation) in (Union, UnionType)
+        members = [arg for arg in get_args(annotation) if arg is not NoneType] if is_union else [annotation]
         annotation = members[0]
         if len(members) > 1:
             annotation = None  # this name is that of a member
@@ -54,10 +53,6 @@ def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, 
             names.append(str(name))
             annotation = _inner_type(annotation, name)
     return tuple(names)
-
-
-def _is_union(annotation: object) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
 
 
 def _inner_type(annotation: object, name: int | str) -> object:

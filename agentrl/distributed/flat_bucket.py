@@ -64,12 +64,13 @@ def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
         flat: pickles as the uint8 tensor of all weights.
         specs: the weights, in the order of `order_by_alignment`.
     """
+    ends = list(accumulate(map(total_bytes, specs)))
     # SGLang reads attributes, and its unpickler lets this class pass; that of SGLang need not be installed here.
     metadata = [
         SimpleNamespace(
             name=spec.name, shape=spec.shape, dtype=torch_dtype(spec), start_idx=begin, end_idx=end, numel=end - begin
         )
-        for spec, begin, end in _places(specs)
+        for spec, begin, end in zip(specs, [0, *ends], ends, strict=False)
     ]
     return base64.b64encode(pickle.dumps({"flattened_tensor": flat, "metadata": metadata})).decode()
 
@@ -83,12 +84,6 @@ def serialize_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
     for name, view in views(specs, flat):
         view.copy_(tensors[name].detach())
     return serialize(flat, specs)
-
-
-def _places(specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int, int]]:
-    """Return each weight with its first byte and the byte after its last."""
-    ends = list(accumulate(map(total_bytes, specs)))
-    return list(zip(specs, [0, *ends], ends, strict=False))
 
 
 def _power_of_two(spec: TensorSpec) -> int:

@@ -91,15 +91,13 @@ async def evaluate_policy(
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 async with interrupt.guard_episodes(services.check):
                     results = await evaluate(sets, services.runner(), done)
-                    exploitability = await _exploitability(services)
+                    scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
+                    exploitability = (
+                        {} if scores is None else scores.metrics(await scores.score_strategy(services.fleet))
+                    )
     if file is not None:
         file.finish()
     return results, exploitability
-
-
-async def _exploitability(services: Services) -> dict[str, float]:
-    scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
-    return {} if scores is None else scores.metrics(await scores.score_strategy(services.fleet))
 
 
 def open_eval_tasks(config: Config) -> TaskSources:

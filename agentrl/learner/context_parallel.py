@@ -117,11 +117,7 @@ def _keep_group(ctx: Any, inputs: Sequence[Any], output: torch.Tensor) -> None:
     _, ctx.group = inputs
 
 
-def _exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return exchange(gradient, ctx.group), None
-
-
-exchange.register_autograd(_exchange_back, setup_context=_keep_group)
+exchange.register_autograd(lambda ctx, gradient: (exchange(gradient, ctx.group), None), setup_context=_keep_group)
 
 
 @dataclass(frozen=True, slots=True)

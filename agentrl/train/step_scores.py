@@ -15,7 +15,7 @@ from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.packing import PackOptions, pack
-from agentrl.batch.sequences import RowValues, SampledSequence, group_sequences
+from agentrl.batch.sequences import RowValues, group_sequences
 from agentrl.config.algo import AlgoConfig, CorrectionConfig
 from agentrl.config.learner import OptimizerConfig
 from agentrl.config.schema import Config
@@ -168,7 +168,10 @@ class StepScores:
         sequences = [sequence for sequence in group_sequences(groups.rows) if sequence.size]
         if not sequences:
             return {}
-        log_ratios = [self._log_ratio(sequence) for sequence in sequences]
+        log_ratios = [
+            sequence.gather(self.learner) - sequence.gather({row.key: row.logprobs for row in sequence.rows})
+            for sequence in sequences
+        ]
         sizes = [len(log_ratio_S) for log_ratio_S in log_ratios]
         sequence_N = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
         weights_N = importance_weights(torch.from_numpy(np.concatenate(log_ratios)), sequence_N, config).numpy()
@@ -178,9 +181,6 @@ class StepScores:
             for sequence, weights_S in zip(sequences, weights_by_sequence, strict=True)
             for key, weights_T in sequence.scatter(weights_S).items()
         }
-
-    def _log_ratio(self, sequence: SampledSequence) -> NDArray[np.float64]:
-        return sequence.gather(self.learner) - sequence.gather({row.key: row.logprobs for row in sequence.rows})
 
 
 def score_rollouts(

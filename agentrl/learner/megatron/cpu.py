@@ -24,12 +24,9 @@ def computing_on(device: torch.device, *, compiled: bool = False) -> AbstractCon
         device: of the rank.
         compiled: whether code is compiled on a CPU. Megatron-Core always compiles, for longer than a small run takes.
     """
-    return nullcontext() if device.type == "cuda" or _is_active() else _on_cpu(compiled)
-
-
-def _is_active() -> bool:
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(isinstance(mode, _CudaTensorsOnCpu) for mode in modes)
+    is_active = any(isinstance(mode, _CudaTensorsOnCpu) for mode in modes)
+    return nullcontext() if device.type == "cuda" or is_active else _on_cpu(compiled)
 
 
 @contextmanager
