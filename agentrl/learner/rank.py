@@ -18,14 +18,31 @@ from typing_extensions import override
 
 from agentrl.algo.batch_loss import BatchLoss
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch, to_device
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.learner.base import LearnerRank, RankOptions, RowLogprobs, RowScores, WeightSource
 from agentrl.learner.device import peak_memory
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.random_states import seed_everything
-from agentrl.learner.role_config import config_of_role
 from agentrl.learner.step_metrics import StepMetrics
+from agentrl.models.learning_rates import resolve_optimizer
 from agentrl.models.weight_files import WeightFiles, float32_weights
+
+
+def _config_of_role(options: RankOptions) -> LearnerConfig:
+    """Return the configuration of a policy's or a critic's learner, without ``auto``."""
+    config = options.config
+    if options.role == "critic":
+        config = config.model_copy(update={"optimizer": options.algo.critic.optimizer, "freeze": [], "lora": None})
+    optimizer = resolve_optimizer(config.optimizer, options.folder, options.role, lora=config.lora is not None)
+    return config.model_copy(update={"optimizer": optimizer})
+
+
+def learning_rate(config: OptimizerConfig, step: int, scale: float) -> float:
+    """Return the learning rate after ``step`` finished steps: linear warm-up, times the schedule's factor."""
+    steps = config.fixed_warmup_steps
+    warm = min(1.0, (step + 1) / steps) if steps else 1.0
+    return config.fixed_lr * warm * scale
 
 
 class SequenceRatios:
@@ -90,7 +107,7 @@ class BackendRank(LearnerRank, ABC):
     """The reference policy, if the loss needs one."""
 
     def __init__(self, options: RankOptions) -> None:
-        self.config = config_of_role(options.config, options.algo, options.folder, options.role)
+        self.config = _config_of_role(options)
         self.device = options.device
         self.model_folder = options.folder
         self.float32_weights = float32_weights(WeightFiles(options.folder, "model.path").specs())

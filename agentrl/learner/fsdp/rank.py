@@ -27,8 +27,7 @@ from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
-from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, mask_positions, score_positions
-from agentrl.learner.role_config import learning_rate
+from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, learning_rate, mask_positions, score_positions
 from agentrl.learner.step_metrics import StepMetrics
 
 

@@ -46,12 +46,12 @@ from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
-from agentrl.learner.fsdp.policy_folders import PolicyFolders
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
+from agentrl.models.peft_folder import ADAPTERS, write_peft_config
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import DraftLayers, WeightWriter
 
@@ -117,7 +117,7 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     sharded = tree_map_only(torch.Tensor, rank.cpu_copy, sharded)
     merged = {name: rank.merged.get(name, rank.cpu_copy) for name in rank.merged.base}
     staged = {name: rank.cpu_copy(tensor) for name, tensor in weights.items() if name not in merged} | merged
-    adapters = PolicyFolders(rank.merged, rank.config.lora, rank.cpu_copy, folder / "policies")
+    adapters = _begin_policies(rank, folder / "policies")
     states = rank_states(rank.device)
     dist.barrier()
 
@@ -125,15 +125,37 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
         for name, state in sharded.items():  # first: it fails on all ranks together
             _save_sharded(state, folder / name, rank.writers)
         for tensor in tensors:
-            weight = staged[tensor.weight]
-            if local(weight).numel() and (isinstance(weight, DTensor) or dist.get_rank() == 0):
+            if _has_shard(weight := staged[tensor.weight]):
                 _write(writer, tensor, weight)
-        adapters.write()
+        for adapter_writer, name, weight in adapters:
+            if _has_shard(weight):
+                adapter_writer.write(name, local(weight), shard_slices(weight)[0].start)
         if drafts is not None and dist.get_rank() == 0:
             drafts.write(writer)
         save_rank_states(states, folder / "random")
 
     return run_in_daemon_thread(write, "checkpoint")
+
+
+def _has_shard(weight: torch.Tensor) -> bool:
+    """Return whether this rank writes a part of a weight."""
+    return local(weight).numel() > 0 and (isinstance(weight, DTensor) or dist.get_rank() == 0)
+
+
+def _begin_policies(rank: SavedRank, folder: Path) -> list[tuple[WeightWriter, str, torch.Tensor]]:
+    """Begin a PEFT folder for each policy, and return the copies of all adapters to write; none without LoRA."""
+    staged: list[tuple[WeightWriter, str, torch.Tensor]] = []
+    for policy, names in rank.merged.exported.items():
+        assert rank.config.lora is not None, "it has adapters"
+        adapters = {name: rank.merged.adapters[inner] for name, inner in names.items()}
+        specs = [tensor_spec(*adapter) for adapter in adapters.items()]
+        writer = WeightWriter(folder / policy, specs, single=ADAPTERS)
+        if dist.get_rank() == 0:
+            (folder / policy).mkdir(parents=True)
+            writer.create()
+            write_peft_config(folder / policy, rank.config.lora, [*adapters])
+        staged += [(writer, name, rank.cpu_copy(weight)) for name, weight in adapters.items()]
+    return staged
 
 
 class _Files(FileSystem):

@@ -30,7 +30,7 @@ from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config, recomputed_layers
 from agentrl.learner.megatron.pipeline import Pipeline
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
-from agentrl.learner.role_config import learning_rate
+from agentrl.learner.rank import learning_rate
 from agentrl.models.freezing import KEY as FREEZE_KEY
 from agentrl.models.freezing import frozen_names
 from agentrl.models.reference_policy import CRITIC_KEY, check_reference

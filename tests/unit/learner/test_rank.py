@@ -15,7 +15,7 @@ from agentrl.batch.loss_weights import Aggregation, count_units
 from agentrl.config.learner import OptimizerConfig
 from agentrl.core.errors import CheckpointError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
-from agentrl.learner.role_config import learning_rate
+from agentrl.learner.rank import learning_rate
 from tests.batches import pack_rows
 from tests.unit.learner.learners import gradients, make_batch, make_model, make_rows, tensors
 
