@@ -6,9 +6,9 @@ Legend: ``N`` tokens at the loss mask of a micro-batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -211,8 +211,6 @@ class PolicyLoss(Algorithm):
         """
 
 
-class Loss(Protocol):
-    """The loss of a micro-batch: policy loss, KL term and entropy bonus, or the loss of supervised fine-tuning."""
-
-    def __call__(self, logprobs_N: torch.Tensor, inputs: LossInput) -> tuple[torch.Tensor, LossMetrics]:
-        """Return ``Σ weight · loss`` over the mask, a scalar, and its metrics."""
+Loss = Callable[[torch.Tensor, LossInput], tuple[torch.Tensor, LossMetrics]]
+"""Returns ``Σ weight · loss`` over the mask of a micro-batch, a scalar, and its metrics, from the scores of tokens: policy loss,
+KL term and entropy bonus, or the loss of supervised fine-tuning."""

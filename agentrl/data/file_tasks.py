@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,24 +34,6 @@ from agentrl.data.rows import Row, RowTable, describe_location, open_table, read
 KEY = "data.path"
 
 
-class StreamedRows(Protocol):
-    """The rows of ``data.path`` in their order of training."""
-
-    @property
-    def size(self) -> int | None:
-        """Number of rows; None: not known."""
-
-    @property
-    def table(self) -> RowTable | None:
-        """Reads rows by number; None: pieces have the rows."""
-
-    def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
-        """Return the rows after a state, without end; ``{"position": 0}`` is the first one."""
-
-    def sample(self, most: int) -> list[Row]:
-        """Return rows for checks."""
-
-
 class TableRows:
     """Rows of a file or dataset on the disk: a new permutation of all of them every epoch."""
 
@@ -60,7 +42,7 @@ class TableRows:
         self.size = size
 
     def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
-        """Return numbers of rows; see `StreamedRows.pieces`."""
+        """Return numbers of rows after a state, without end; ``{"position": 0}`` is the first one."""
         first, start = divmod(state["position"], self.size)
         for epoch in count(first):
             order = np.random.default_rng([seed, epoch]).permutation(self.size)
@@ -93,8 +75,8 @@ class HubRows:
     none before it.
     """
 
-    size = None
-    table = None
+    size = table = None
+    """Not known, and none: pieces have the rows."""
 
     def __init__(self, path: Path, data: DataConfig, columns: set[str] | None) -> None:
         self._path = path
@@ -106,7 +88,7 @@ class HubRows:
         return open_stream(self._path, KEY, self._columns)
 
     def pieces(self, seed: int, state: Mapping[str, Any]) -> Iterator[Piece]:
-        """Return rows; see `StreamedRows.pieces`."""
+        """Return the rows after a state, without end; see `TableRows.pieces`."""
         blocks = self._blocks(state.get("epoch", 0), state.get("first", 0), state.get("stream"))
         ahead, begin = run_in_daemon_thread(partial(next, blocks), "data"), state["position"]
         while True:
@@ -259,7 +241,7 @@ class TaskStream:
         """In a mixed run the name with which ids begin."""
         self._data = data
         if str(path).startswith(PREFIX):
-            self._rows: StreamedRows = HubRows(path, data, convert.columns)
+            self._rows: HubRows | TableRows = HubRows(path, data, convert.columns)
         else:
             table = open_table(path, KEY, convert.columns)
             self._rows = TableRows(table, min(len(table), data.limit or len(table)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,34 +20,6 @@ from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.weights import local
 from agentrl.models.reference_policy import KEY, check_reference
-
-
-class Reference(Protocol):
-    """A reference policy."""
-
-    @property
-    def was_updated(self) -> bool:
-        """Whether it was the policy of an earlier step (``algo.reference_steps``): checkpoints have `weights` then."""
-
-    @property
-    def separates_rows(self) -> bool:
-        """See `PackedModel.separates_rows`."""
-
-    def model(self) -> AbstractContextManager[PackedModel]:
-        """Return a model that is the reference in the block, without gradients; its weights are sharded again at the end."""
-
-    def update(self) -> None:
-        """Become the policy.
-
-        Raises:
-            LearnerError: it is of another architecture.
-        """
-
-    def load(self, folder: Path) -> None:
-        """Load `weights` that torch.distributed.checkpoint wrote. Collective."""
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the sharded weights that it has in addition to the policy's, by name."""
 
 
 def load_reference(
@@ -85,6 +56,7 @@ class LoadedReference:
 
     def __init__(self, model: PackedModel, policy: MergedWeights) -> None:
         self.was_updated = False
+        """Whether it was the policy of an earlier step (``algo.reference_steps``): checkpoints have `weights` then."""
         self._model = model
         self._policy = policy
 
@@ -95,13 +67,17 @@ class LoadedReference:
 
     @contextmanager
     def model(self) -> Iterator[PackedModel]:
-        """Return the model; see `Reference.model`."""
+        """Return a model that is the reference in the block, without gradients; its weights are sharded again at the end."""
         yield self._model
         reshard(self._model)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the policy's weights; see `Reference.update`."""
+        """Become the policy.
+
+        Raises:
+            LearnerError: it is of another architecture.
+        """
         parameters, policy_weights = dict(self._model.hf.named_parameters()), self._policy.base
         if {name: p.shape for name, p in parameters.items()} != {name: p.shape for name, p in policy_weights.items()}:
             raise LearnerError(
@@ -113,12 +89,12 @@ class LoadedReference:
         self.was_updated = True
 
     def load(self, folder: Path) -> None:
-        """Load the model's weights; see `Reference.load`."""
+        """Load `weights` that torch.distributed.checkpoint wrote. Collective."""
         load_sharded(self.weights(), checkpoint_id=folder)
         self.was_updated = True
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's weights; see `Reference.weights`."""
+        """Return the sharded weights that it has in addition to the policy's, by name."""
         return {name: parameter.detach() for name, parameter in self._model.hf.named_parameters()}
 
 
@@ -133,7 +109,7 @@ class BaseReference:
 
     @property
     def was_updated(self) -> bool:
-        """See `Reference.was_updated`."""
+        """See `LoadedReference`."""
         return bool(self._earlier_adapters)
 
     @property
@@ -143,7 +119,7 @@ class BaseReference:
 
     @contextmanager
     def model(self) -> Iterator[PackedModel]:
-        """Return the policy with the reference's adapters and without routing replay; see `Reference.model`."""
+        """Return the policy with the reference's adapters and without routing replay; see `LoadedReference.model`."""
         replays, self._policy.replays_routing = self._policy.replays_routing, False
         try:
             with self._reference_adapters():
@@ -166,16 +142,16 @@ class BaseReference:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the policy's adapters; see `Reference.update`."""
+        """Copy the policy's adapters; see `LoadedReference.update`."""
         self._earlier_adapters = {name: adapter.detach().clone() for name, adapter in self._adapters.items()}
 
     def load(self, folder: Path) -> None:
-        """Load the adapters; see `Reference.load`."""
+        """Load the adapters; see `LoadedReference.load`."""
         self.update()
         load_sharded(self._earlier_adapters, checkpoint_id=folder)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the adapters of the earlier step; see `Reference.weights`."""
+        """Return the adapters of the earlier step; see `LoadedReference.weights`."""
         return self._earlier_adapters
 
     @torch.no_grad()
@@ -187,3 +163,7 @@ class BaseReference:
             copy = shard.clone()
             shard.copy_(earlier_shard)
             earlier_shard.copy_(copy)
+
+
+Reference = LoadedReference | BaseReference
+"""A reference policy."""
