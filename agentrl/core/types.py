@@ -214,7 +214,7 @@ class Provenance(IntEnum):
     SAMPLED = 1
     """An engine sampled it: id, log-probability, request and policy version came with it."""
     DEMONSTRATED = 2
-    """A scripted expert wrote it; supervised fine-tuning only."""
+    """A scripted expert, or the assistant of a chat, wrote it; supervised fine-tuning only."""
 
 
 class MaskReason(IntEnum):

@@ -174,7 +174,8 @@ class ChatRenderer(Renderer):
         if lost:
             raise ConversationError(
                 f"the chat format {self.format.name} of the {self._where} leaves out {', '.join(lost)}; set "
-                "render.chat_template to a template that has such messages, or render.format"
+                "render.chat_template to a template that has such messages, or render.format; for tool calls also "
+                "render.tool_preamble=true"
             )
 
     @override

@@ -28,7 +28,8 @@ class Preamble:
     """One of `_CALLS`."""
 
     def __call__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Sequence[Message]:
-        """Return messages with the tools described in the system message."""
+        """Return messages with the tools described in the system message, and calls that were not sampled in contents."""
+        messages = [message if message.token_ids else self.with_calls(message) for message in messages]
         if not tools:
             return messages
         lines = [
@@ -45,6 +46,8 @@ class Preamble:
 
     def with_calls(self, message: Message) -> Message:
         """Return a message with its calls written into its content."""
+        if not message.tool_calls:
+            return message
         calls = [
             self.call.format(name=to_json(call.name), tag=call.name, arguments=to_json(call.arguments))
             for call in message.tool_calls

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentrl.config.model import RenderConfig
-from agentrl.core.types import CallStatus, Fork, ForkReason, Message
+from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render import tokenizers
 from tests.unit.render.conversations import TOOLS, contents, hermes, thought, turns_of, well_formed, words
@@ -246,3 +246,11 @@ def test_a_turn_with_inline_text_is_one_turn():
         [ASK, Message("assistant", thought("r", "a")), *turns[0][1], Message("assistant", "b")], (65,), [MORE]
     )
     assert thinking.reason is ForkReason.THINKING
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3-instruct"])
+@pytest.mark.parametrize("content", ["", "as1", thought("re1", ""), thought("re1", "as1")])
+def test_a_call_after_reasoning_is_written_as_the_template_writes_it(name: str, content: str) -> None:
+    messages = (ASK, Message("assistant", content, (ToolCall("c", "look_up", {"word": "x"}),)))
+    text = FORMATS[name](RenderConfig()).text(messages, TOOLS, opener=False)
+    assert text == template_text(qwen_tokenizer(), name, messages, TOOLS, opener=False)

@@ -336,6 +336,10 @@ def test_a_preamble_writes_calls_that_the_template_has_no_place_for() -> None:
         config = RenderConfig(format="chatml", tool_preamble=True, tool_parser=parser)  # type: ignore[arg-type]
         renderer = make_renderer(family_tokenizer("chatml"), config)
         assert trained_texts(renderer, rows_of(renderer, "call")) == [f"{call}<|im_end|>", "as2<|im_end|>"]
+        messages, tools = CHATS["call"]
+        [row] = asyncio.run(chat_rows(Chat("chats.jsonl, line 1", messages, tools, 3), renderer))
+        assert trained_texts(renderer, [row]) == ["as2<|im_end|>"]
+        assert f"<|im_start|>assistant\n{call}<|im_end|>" in renderer.decode(row.token_ids), "of the prompt"
 
 
 def write_chats(path: Path, count: int) -> Path:
