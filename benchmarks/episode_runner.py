@@ -16,7 +16,7 @@ from agentrl.core.types import FinishReason, Generation, Rollout, Row
 from agentrl.data.jobs import Job
 from agentrl.episode.runner import GroupRunner
 from agentrl.episode.trajectory import Trajectory
-from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.obs.rollouts import Form, RolloutRecorder
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousScheduler
 from agentrl.train.pipeline.staleness_bound import Admission
@@ -50,7 +50,12 @@ async def bench_rollout(runner: GroupRunner, jobs: Sequence[Job]) -> RolloutTime
 
 
 async def bench_loop(
-    runner: GroupRunner, jobs: Sequence[Job], concurrency: int, max_staleness: int, folder: Path
+    runner: GroupRunner,
+    jobs: Sequence[Job],
+    concurrency: int,
+    max_staleness: int,
+    folder: Path,
+    form: Form = "jsonl",
 ) -> RolloutTimes:
     """Run all jobs once as groups of training steps, and return the times.
 
@@ -63,6 +68,7 @@ async def bench_loop(
         concurrency: most episodes at the same time, as the runner has it.
         max_staleness: as ``async.max_staleness``.
         folder: for journal and rollouts; without those of another call.
+        form: of the files of rollouts.
     """
     batch, steps = max(1, len(jobs) // _SAMPLES), 1
     if max_staleness:
@@ -70,7 +76,7 @@ async def bench_loop(
         steps = max(1, len(jobs) // (batch * _SAMPLES))
     groups = [list(jobs[first :: steps * batch]) for first in range(steps * batch)]
     admission = Admission(itertools.count(), step=0, steps=steps, batch_size=batch, max_staleness=max_staleness)
-    journal, recorder = Journal(folder).begin(), RolloutRecorder(folder / "rollouts")
+    journal, recorder = Journal(folder).begin(), RolloutRecorder(folder / "rollouts", form=form)
     kind = GroupScheduler if max_staleness else SynchronousScheduler
     rollout = RolloutConfig(concurrency=concurrency)
     scheduler = kind(admission, runner, groups.__getitem__, nullcontext, journal, rollout)

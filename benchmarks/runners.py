@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from agentrl.config.load import validate
+from agentrl.config.runners import rollout_form
 from agentrl.config.schema import Config
 from agentrl.data.task_sources import NoTasks
 from agentrl.models.load import read_vocab_size
@@ -94,7 +95,7 @@ async def _run_episodes(config: Config, bench: EfficiencyBench) -> RunnerTimes:
             probe = LoopProbe()
             probing = asyncio.create_task(probe.run())
             wall, cpu, runner_s = time.perf_counter(), time.process_time(), _runner_cpu_s(services)
-            times = await bench_loop(runner, jobs, bench.concurrency, 0, folder)
+            times = await bench_loop(runner, jobs, bench.concurrency, 0, folder, rollout_form(services.config))
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             runner_s = _runner_cpu_s(services) - runner_s
             probing.cancel()

@@ -17,8 +17,10 @@ class ObsConfig(Section):
     """Write TensorBoard event files next to ``metrics.jsonl``; ``auto`` does if the package is installed, and says so if not."""
     rollouts: Literal["all", "first", "none"] = "all"
     """Which of a step's rollouts to write to ``rollouts/``: all, the first group of each step, or none."""
-    rollout_format: Literal["jsonl", "parquet"] = "jsonl"
-    """File format of rollouts; parquet is converted from the JSON lines at the end of a step."""
+    rollout_format: Literal["auto", "jsonl", "records", "parquet"] = "auto"
+    """File format of rollouts: JSON lines; compressed records, a fifth as large, which ``agentrl view`` and
+    ``agentrl.obs.rollouts.read_rollouts`` read; or parquet, converted from JSON lines at the end of a step. ``auto``: records
+    with runner processes (``rollout.runners``), which encode them, otherwise JSON lines."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases: off, online (needs a key), or offline for ``wandb sync`` later."""
     wandb_project: str = "agentrl"

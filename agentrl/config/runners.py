@@ -1,9 +1,10 @@
-"""The number of processes that run a run's episodes."""
+"""The number of processes that run a run's episodes, and what follows from it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 from agentrl.config.schema import Config
 
@@ -24,6 +25,12 @@ def runner_count(config: Config) -> int:
     if count < 2 or config.rollout.concurrency < LEAST_CONCURRENCY or [*_in_process_keys(config)]:
         return 0
     return count
+
+
+def rollout_form(config: Config) -> Literal["jsonl", "records", "parquet"]:
+    """Return the format of files of rollouts."""
+    form = config.obs.rollout_format
+    return form if form != "auto" else "records" if runner_count(config) else "jsonl"
 
 
 def _in_process_keys(config: Config) -> Iterator[str]:

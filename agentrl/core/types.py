@@ -455,7 +455,7 @@ class Rollout:
     seats: tuple[SeatRecord, ...] = ()
     """Who played the agents of a multi-agent episode, and when, by seat."""
     record: bytes = field(default=b"", repr=False)
-    """What a runner process has sent (`agentrl.episode.record`), until the journal has it. Not recorded in files."""
+    """The rollout as a runner process has encoded it (`agentrl.obs.records`), until it is in all files, or changes."""
 
 
 def json_state(value: Any) -> Any:

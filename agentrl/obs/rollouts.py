@@ -4,6 +4,7 @@
 
     rollouts/
       step_000012.jsonl             one JSON object per line, written when a rollout ends; or
+      step_000012.rollouts          compressed records, see `agentrl.obs.records`; or
       step_000012.parquet           the same, converted from the lines when the step is complete
       step_000012.advantages.json   {rollout_id: advantage} of all rollouts that were not dropped
       eval_000012.jsonl             with eval.save_rollouts: those of the evaluation after the step
@@ -11,9 +12,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,13 +27,21 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
 from agentrl.obs.parquet import iter_parquet, write_parquet
+from agentrl.obs.records import decode_record, encode_record, split_records
 from agentrl.obs.rollout_format import ARRAYS, encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
 
 Keep = Literal["all", "first", "none"]
 """Which of a step's rollouts are written: all, those of the step's first task, or none."""
 
-_STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|advantages\.json)")
-_EVALUATION = re.compile(r"eval_(\d{6,})\.(?:jsonl|parquet)")
+Form = Literal["jsonl", "parquet", "records"]
+"""The format of files of rollouts."""
+RECORDS = ".rollouts"
+"""Suffix of a file of records."""
+SUFFIXES: Mapping[Form, str] = {"jsonl": ".jsonl", "parquet": ".parquet", "records": RECORDS}
+"""By format."""
+
+_STEP = re.compile(r"step_(\d{6,})\.(?:jsonl|parquet|rollouts|advantages\.json)")
+_EVALUATION = re.compile(r"eval_(\d{6,})\.(?:jsonl|parquet|rollouts)")
 
 
 class RolloutFile:
@@ -39,12 +50,13 @@ class RolloutFile:
     A rollout of which a full disk takes only a part is removed.
 
     Args:
-        path: ``….jsonl``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
+        path: ``….jsonl``, ``….rollouts``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = path.with_suffix(".jsonl")
+        self.lines = path if path.suffix == RECORDS else path.with_suffix(".jsonl")
+        """To which rollouts are appended."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         self.lines.write_bytes(b"")
@@ -53,10 +65,16 @@ class RolloutFile:
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts."""
         batch = [rollouts] if isinstance(rollouts, Rollout) else rollouts
-        append(
-            self.lines, b"".join(encode_rollout(rollout, self._written + index) for index, rollout in enumerate(batch))
-        )
+        append(self.lines, b"".join(map(self._encode, batch, itertools.count(self._written))))
         self._written += len(batch)
+
+    def _encode(self, rollout: Rollout, number: int) -> bytes:
+        if self.path.suffix == RECORDS:
+            if any(row.experts is not None for row in rollout.rows):  # they are not recorded in files
+                rows = [replace(row, experts=None) for row in rollout.rows]
+                return encode_record(replace(rollout, rows=rows))
+            return rollout.record or encode_record(rollout)
+        return encode_rollout(rollout, number)
 
     def finish(self) -> Path:
         """Complete the file, and return its path."""
@@ -75,10 +93,10 @@ class RolloutRecorder:
         form: file format.
     """
 
-    def __init__(self, folder: Path, *, keep: Keep = "all", form: Literal["jsonl", "parquet"] = "jsonl") -> None:
+    def __init__(self, folder: Path, *, keep: Keep = "all", form: Form = "jsonl") -> None:
         self.folder = folder
         self._keep = keep
-        self._form = form
+        self._suffix = SUFFIXES[form]
         self._first: dict[int, str] = {}
         self._files: dict[int, RolloutFile] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,12 +121,12 @@ class RolloutRecorder:
         if self._keep == "none" or not batch:
             return
         if step not in self._files:
-            self._files[step] = RolloutFile(self.folder / f"{step_name(step)}.{self._form}")
+            self._files[step] = RolloutFile(self.folder / f"{step_name(step)}{self._suffix}")
         self._files[step].write(batch)
 
     def evaluation(self, step: int) -> RolloutFile:
         """Return a file for the rollouts of the evaluation after a step."""
-        return RolloutFile(self.folder / f"eval_{step:06d}.{self._form}")
+        return RolloutFile(self.folder / f"eval_{step:06d}{self._suffix}")
 
     def finish(self, step: int, advantages: Mapping[str, float]) -> None:
         """Complete a step's file, and write the ``advantages`` with which its rollouts are trained."""
@@ -130,16 +148,40 @@ def step_name(step: int) -> str:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Return the rollouts of a JSON lines or parquet file; an incomplete last line, from a killed run, is skipped.
+    """Return the rollouts of a file; an incomplete last line or record, from a killed run, is skipped.
 
     Raises:
         ConfigError: the file cannot be read, or a line is not a rollout.
     """
     if path.suffix == ".parquet":
         return [_decode(f"{path}, rollout {number}", data) for number, data in enumerate(iter_parquet(path), 1)]
+    if path.suffix == RECORDS:
+        return [_decode_record(f"{path}, record {number}", record) for number, record in enumerate(_records(path), 1)]
     with reading(path, "file of rollouts"):
         lines = path.read_bytes().split(b"\n")
     return [_decode(f"{path}, line {number}", line) for number, line in enumerate(lines[:-1], 1)]
+
+
+def _records(path: Path) -> list[bytes]:
+    with reading(path, "file of rollouts"):
+        return split_records(path.read_bytes(), may_be_torn=True)
+
+
+def _decode_record(location: str, record: bytes) -> Rollout:
+    with reading(location, "rollout of agentrl"):
+        return decode_record(record)
+
+
+def count_rollouts(path: Path) -> int:
+    """Return the number of rollouts in a file of lines or records.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path.suffix == RECORDS:
+        return len(_records(path))
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
 class ScannedRollout(NamedTuple):
@@ -162,6 +204,9 @@ def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
     if path.suffix == ".parquet":
         yield from map(_scan_line, iter_parquet(path))
         return
+    if path.suffix == RECORDS:
+        yield from map(_scan_record, _records(path))
+        return
     try:
         with path.open("rb") as file:
             for line in file:
@@ -169,6 +214,13 @@ def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
                     yield _scan_line(line)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _scan_record(record: bytes) -> ScannedRollout:
+    try:
+        return ScannedRollout(decode_record(record))
+    except DECODE_ERRORS as error:
+        return ScannedRollout(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
 def _scan_line(line: bytes | dict[str, Any]) -> ScannedRollout:
@@ -210,7 +262,7 @@ def _decode(location: str, line: bytes | dict[str, Any]) -> Rollout:
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; parquet has priority over JSON lines."""
+    """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; of JSON lines and another form the other."""
     inner = folder / "rollouts"
     files: dict[int, Path] = {}
     for path in sorted((inner if inner.is_dir() else folder).iterdir()):  # .jsonl before .parquet

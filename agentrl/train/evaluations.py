@@ -79,6 +79,7 @@ class Evaluator:
         def done(rollout: Rollout) -> None:
             if file is not None:
                 file.write(rollout)
+            rollout.record = b""
             on_done(rollout)
 
         engines = self.weights.eval_engines

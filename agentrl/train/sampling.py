@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from agentrl.batch.groups import kept_rollouts
 from agentrl.cluster.run_cluster import RunCluster
+from agentrl.config.runners import rollout_form
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
@@ -55,7 +56,7 @@ class RunRecords:
             ConfigError: see `Journal`.
         """
         config = run.config
-        recorder = RolloutRecorder(run.folder / "rollouts", keep=config.obs.rollouts, form=config.obs.rollout_format)
+        recorder = RolloutRecorder(run.folder / "rollouts", keep=config.obs.rollouts, form=rollout_form(config))
         journal = Journal(
             run.folder,
             step=run.step,
@@ -220,6 +221,8 @@ class Sampling(RolloutSource):
         await self.records.journal.record_taken(step, groups.positions, next_position, groups.filtered_positions)
         unwritten = groups.filtered if self._writes_finished else [*groups.rollouts, *groups.filtered]
         await asyncio.to_thread(self.records.recorder.write, step, unwritten)
+        for rollout in (*groups.rollouts, *groups.filtered):
+            rollout.record = b""  # it is in all files
         self._batch = StepRollouts(groups.rollouts, next_position, groups.filtered)
         return self._batch
 

@@ -12,7 +12,7 @@ from agentrl.core.errors import UserError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout, StopReason
-from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files, sampled_with
+from agentrl.obs.rollouts import SUFFIXES, count_rollouts, read_advantages, read_rollouts, rollout_files, sampled_with
 
 READ_AHEAD = 4
 """Without filters, at most about this multiple of the requested rollouts is read; steps are sampled before."""
@@ -120,7 +120,7 @@ def open_run(folder: Path) -> RunFiles:
         UserError: the folder does not exist, is not a run, or has no rollouts.
     """
     config = _nearest_config(folder.absolute())
-    if folder.is_file() and folder.suffix in (".jsonl", ".parquet"):
+    if folder.is_file() and folder.suffix in SUFFIXES.values():
         return RunFiles(folder, folder.parent, {0: folder}, config)
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
@@ -156,8 +156,7 @@ def _count(path: Path) -> int:
 
         with reading(path, "parquet file"):
             return int(read_metadata(path).num_rows)
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+    return count_rollouts(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class RolloutDone:
 
     group: int
     record: bytes
-    """See `agentrl.episode.record`."""
+    """See `agentrl.obs.records`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from agentrl.core.errors import ConfigError, RunnerError, RunStopped
 from agentrl.core.types import Failure, FailureKind, Rollout, StopReason, json_state
 from agentrl.data.jobs import Job
 from agentrl.episode.failure_policy import FailurePolicy
-from agentrl.episode.record import decode_record
 from agentrl.episode.runner import GroupRunner, SamplingChange
 from agentrl.episode.state import SavedStates
 from agentrl.inference.client.engine_state import FleetUpdate
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.router import RoutedSampler
+from agentrl.obs.records import decode_record
 from agentrl.obs.waiting import waiting
 from agentrl.runtime.runners.messages import (
     CancelGroup,

@@ -18,13 +18,13 @@ import uvloop
 
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
 from agentrl.core.types import Rollout
-from agentrl.episode.record import encode_record
 from agentrl.episode.runner import EpisodeRunner, EpisodeSlots, SamplingChange
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.mirror import MirroredFleet
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
+from agentrl.obs.records import encode_record
 from agentrl.obs.waiting import WaitRegistry
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer

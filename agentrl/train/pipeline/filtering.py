@@ -59,7 +59,7 @@ class Filtering:
         self._reasons[reason] += 1
         for rollout in kept_rollouts(group):
             self._rewards.append(rollout.reward)
-            rollout.dropped, rollout.filtered = True, reason
+            rollout.dropped, rollout.filtered, rollout.record = True, reason, b""
 
     def check(self, step: int) -> None:
         """Check the number of groups that were filtered since the step before.

@@ -20,7 +20,6 @@ from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
-from agentrl.episode.record import check_record, decode_record, encode_record, split_records
 from agentrl.learner.checkpoints import checkpoint_step, complete_checkpoints
 from agentrl.obs.journal import (
     JOURNAL,
@@ -31,6 +30,7 @@ from agentrl.obs.journal import (
     RecordedGroups,
     read_journal,
 )
+from agentrl.obs.records import check_record, decode_record, encode_record, split_records
 from agentrl.train.pipeline.saved_episodes import SavedEpisodes
 from agentrl.train.rollout_source import TaskPosition
 
@@ -184,7 +184,7 @@ class Journal:
 
     def record_ended(self, position: int, rollout: Rollout) -> None:
         """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
-        record, rollout.record = rollout.record or encode_record(rollout), b""
+        record = rollout.record or encode_record(rollout)
         start = append(self._file(position), record)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(record))
 
@@ -268,8 +268,6 @@ class Journal:
             file.write(b"".join(records))
             file.flush()
             os.fsync(file.fileno())
-        for rollout in rollouts:
-            rollout.record = b""
 
 
 def newest_version(rollout: Rollout) -> int:

@@ -37,12 +37,14 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
 def mask_stale(rollouts: Iterable[Rollout], version: int, limit: int) -> float:
     """Set the loss mask of tokens to 0 that are older than ``limit`` policy versions; return their share of the trained ones."""
     masked = trained = 0
-    for row in (row for rollout in rollouts for row in rollout.rows):
-        stale_T = (row.mask == 1) & (version - row.versions > limit)
-        trained += int((row.mask == 1).sum())
-        masked += int(stale_T.sum())
-        row.mask[stale_T] = 0
-        row.mask_reason[stale_T] = MaskReason.STALE
+    for rollout in rollouts:
+        for row in rollout.rows:
+            stale_T = (row.mask == 1) & (version - row.versions > limit)
+            trained += int((row.mask == 1).sum())
+            masked += int(stale_T.sum())
+            row.mask[stale_T] = 0
+            row.mask_reason[stale_T] = MaskReason.STALE
+        rollout.record = b""
     return masked / max(1, trained)
 
 

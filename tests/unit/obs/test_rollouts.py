@@ -71,13 +71,13 @@ def several():
     return [first, second, rollout(2, label=None, dropped=True, filtered="all_solved"), rollout(3, **player)]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "rollouts"])
 def test_rollouts_come_back_bit_for_bit(tmp_path, form):
     path = tmp_path / f"samples.{form}"
     file = RolloutFile(path)
     first, *other_rollouts = several()
     file.write(first)
-    assert len(read_rollouts(tmp_path / "samples.jsonl")) == 1  # there before the next one comes
+    assert len(read_rollouts(file.lines)) == 1  # there before the next one comes
     file.write(other_rollouts)
     assert file.finish() == path
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
@@ -92,7 +92,7 @@ def test_parquet_of_no_rollouts(tmp_path):
     assert read_rollouts(tmp_path / "none.parquet") == []
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "rollouts"])
 def test_what_json_cannot_hold_is_written_all_the_same(tmp_path, form):
     class Answer:
         def __str__(self):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from agentrl.core.errors import ConfigError
 from agentrl.core.tool import Tool
 from agentrl.core.types import FinishReason, ForkReason, Message, Rollout, RowKey, StopReason, ToolCall, Turn
-from agentrl.episode.record import decode_record, encode_record, split_records
+from agentrl.obs.records import decode_record, encode_record, split_records
+from agentrl.obs.rollouts import RolloutFile, count_rollouts, read_rollouts, rollout_files, scan_rollouts
+from agentrl.train.pipeline.token_ages import mask_stale
 from benchmarks.episode_runner import synthetic_rows
 
 
@@ -34,6 +38,13 @@ def rollout_of(rows: int = 2, turns: int = 3, turn_tokens: int = 5) -> Rollout:
         messages=(Message("user", "What?"), Message("assistant", "", (call,), token_ids=(4, 5))),
         tools=(Tool("search", "Searches.", {"type": "object"}),),
     )
+
+
+def without_experts(rollout_id: str) -> Rollout:
+    """A rollout of one row."""
+    rollout = replace(rollout_of(1), rollout_id=rollout_id)
+    rollout.rows = [replace(row, experts=None) for row in rollout.rows]
+    return rollout
 
 
 def test_a_rollout_comes_back_as_it_was_and_can_be_changed() -> None:
@@ -76,3 +87,44 @@ def test_a_record_takes_a_third_of_its_arrays() -> None:
     arrays = sum(array.nbytes for array in map(rollout.rows[0].__getattribute__, ("token_ids", "logprobs", "requests")))
     rollout.rows = [replace(rollout.rows[0], experts=None)]
     assert len(encode_record(rollout)) < arrays / 3
+
+
+def test_a_file_of_records_has_the_bytes_of_runner_processes(tmp_path: Path) -> None:
+    first, second = without_experts("3/0/1"), without_experts("3/0/2")
+    sent = encode_record(first)
+    first.record, first.reward = sent, -1.0  # the bytes count: nothing is encoded again
+    file = RolloutFile(tmp_path / "step_000003.rollouts")
+    file.write(first)
+    file.write([second])
+    assert file.finish().read_bytes() == sent + encode_record(second)
+    assert rollout_files(tmp_path) == {3: file.path}
+    assert count_rollouts(file.path) == 2
+    with file.path.open("ab") as torn:
+        torn.write(sent[:20])
+    assert [(rollout.rollout_id, rollout.reward) for rollout in read_rollouts(file.path)] == [
+        ("3/0/1", 0.1),
+        ("3/0/2", 0.1),
+    ]
+    damaged = bytearray(file.path.read_bytes())
+    damaged[len(sent) - 1] ^= 1
+    file.path.write_bytes(damaged[:-20])
+    with pytest.raises(
+        ConfigError, match=r"step_000003\.rollouts, record 1 is not a rollout of agentrl, or is damaged: .*crc32"
+    ):
+        read_rollouts(file.path)
+    reason, rollout = (scanned.rollout for scanned in scan_rollouts(file.path))
+    assert "crc32" in str(reason)
+    assert isinstance(rollout, Rollout)
+    with_experts = rollout_of()
+    with_experts.record = encode_record(with_experts)
+    file.write(with_experts)
+    [*_, last] = (scanned.rollout for scanned in scan_rollouts(file.path))
+    assert isinstance(last, Rollout)
+    assert last.rows[0].experts is None, "these are large, and only the journal needs them"
+
+
+def test_a_change_after_the_end_is_encoded_again() -> None:
+    rollout = rollout_of()
+    rollout.record = encode_record(rollout)
+    assert mask_stale([rollout], 10, 1) > 0
+    assert not rollout.record
