@@ -55,6 +55,8 @@ class JournaledGroup:
     """Number of the process that admitted it, from 0."""
     rollouts: int = 0
     """Number of its rollouts, once it is finished."""
+    order: Sequence[int] = ()
+    """For each of them the place of its record in the group's file."""
     failed: int = 0
     """Number of those that the failure policy dropped. Such a group that no step took is sampled again by a resumed run."""
 
@@ -170,6 +172,7 @@ class JournalState:
         elif event == "finished":
             group = self.groups[record["position"]]
             group.finished_at, group.rollouts, group.failed = record["time"], record["rollouts"], record["failed"]
+            group.order = record["order"]
         elif event == "dropped":
             self.groups[record["position"]].dropped = record["reason"]
         elif event == "taken":

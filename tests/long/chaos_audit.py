@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.data.jobs import INFRASTRUCTURE
 from agentrl.obs.journal import read_journal
-
-INFRASTRUCTURE = ("sampler", "tool", "sandbox")
-"""Kinds of failures that are never a policy's reward."""
+from agentrl.obs.rollouts import read_rollouts, rollout_files
 
 
 @dataclass(slots=True)
@@ -56,14 +55,13 @@ def _check_state(folder: Path, steps: int, batch: int, audit: Audit) -> None:
 def _check_groups(folder: Path, steps: int, batch: int, samples: int, audit: Audit) -> None:
     trained: Counter[str] = Counter()
     tasks: dict[str, set[str]] = {}
-    for file in sorted((folder / "rollouts").glob("step_*.jsonl")):
-        for line in file.read_text().splitlines():
-            rollout = json.loads(line)
-            group = rollout["rollout_id"].rpartition("/")[0]
-            trained[rollout["rollout_id"]] += 1
-            tasks.setdefault(group, set()).add(rollout["prompt_id"])
-            if rollout["failure"] and rollout["failure"]["kind"] in INFRASTRUCTURE and not rollout["dropped"]:
-                audit.faults.append(f"{rollout['rollout_id']} failed by {rollout['failure']} and was trained")
+    for path in rollout_files(folder).values():
+        for rollout in read_rollouts(path):
+            group = rollout.rollout_id.rpartition("/")[0]
+            trained[rollout.rollout_id] += 1
+            tasks.setdefault(group, set()).add(rollout.prompt_id)
+            if rollout.failure is not None and rollout.failure.kind in INFRASTRUCTURE and not rollout.dropped:
+                audit.faults.append(f"{rollout.rollout_id} failed by {rollout.failure} and was trained")
     for step in range(1, steps + 1):
         for offset in range(batch):
             group = f"{step}/{offset}"

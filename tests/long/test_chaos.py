@@ -24,5 +24,7 @@ def test_random_kills(tmp_path: Path) -> None:
     assert report["faults"] == []
     assert (report["lost groups"], report["duplicated groups"], report["hangs"]) == (0, 0, 0)
     assert report["kills"] == KILLS
-    assert {"main", "engine", "learner rank", "tool server", "engine host", "raylet", "gcs"} <= report["by kind"].keys()
+    assert {"main", "engine", "runner", "learner rank", "tool server", "engine host", "raylet", "gcs"} <= report[
+        "by kind"
+    ].keys()
     assert done.returncode == 0

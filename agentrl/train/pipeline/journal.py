@@ -88,6 +88,8 @@ class Journal:
         self._finished = {group.position for group in self._waiting.values() if group.finished}
         self._finished.update(*((*batch.positions, *batch.dropped) for batch in self._batches.values()))
         self._reasons = {group.position: group.dropped for group in state.groups.values() if group.dropped}
+        self._orders: dict[int, Sequence[int]] = {group.position: group.order for group in state.groups.values()}
+        """Places of the records of finished groups in their files, in the order of their episodes."""
         self._admitted, self._begun = state.admitted, state.begun
         batches = {number: batch for number, batch in state.batches.items() if number <= step} | self._batches
         self._stored = {number: (*batch.positions, *batch.dropped) for number, batch in batches.items()}
@@ -167,7 +169,8 @@ class Journal:
         """
         path = self._file(position)
         if self.is_finished(position):
-            return _read(path)
+            rollouts = _read(path)
+            return [rollouts[place] for place in self._orders[position]]
         if position not in self._waiting or not path.exists():
             return []
         _remove_torn_record(path)
@@ -191,11 +194,11 @@ class Journal:
     async def record_finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
         """Record that all episodes of a group have ended, once its rollouts are on the disk."""
         if not self.is_finished(position):
-            await asyncio.to_thread(self._write_group, position, rollouts, self._ended.pop(position, {}))
+            order = await asyncio.to_thread(self._write_group, position, rollouts, self._ended.pop(position, {}))
             self._finished.add(position)
-            self._log.write(
-                "finished", position=position, rollouts=len(rollouts), failed=sum(map(_has_failed, rollouts))
-            )
+            self._orders[position] = order
+            failed = sum(map(_has_failed, rollouts))
+            self._log.write("finished", position=position, rollouts=len(rollouts), failed=failed, order=[*order])
             await asyncio.to_thread(self.episodes.remove, position)
 
     def record_dropped(self, position: int, reason: str) -> None:
@@ -256,10 +259,23 @@ class Journal:
     def _file(self, position: int) -> Path:
         return self._folder / f"{position:08d}.rollouts"
 
-    def _write_group(self, position: int, rollouts: Sequence[Rollout], ended: Mapping[str, slice]) -> None:
-        """Write the rollouts in their order; the records of those that have ``ended`` are in the group's file."""
-        written = self._file(position).read_bytes() if ended else b""
+    def _write_group(self, position: int, rollouts: Sequence[Rollout], ended: Mapping[str, slice]) -> Sequence[int]:
+        """Have the group's file hold exactly the rollouts, on the disk, and return the places of their records in it.
+
+        Args:
+            position: of the group.
+            rollouts: in their order.
+            ended: where the file has the records of those that have ended in this process.
+        """
         spans = [ended.get(rollout.rollout_id) for rollout in rollouts]
+        starts = [span.start for span in spans if span is not None]
+        sizes = [span.stop - span.start for span in spans if span is not None]
+        if starts and len(starts) == len(rollouts) and self._file(position).stat().st_size == sum(sizes):
+            with self._file(position).open("rb") as file:
+                os.fsync(file.fileno())
+            places = {start: place for place, start in enumerate(sorted(starts))}
+            return [places[start] for start in starts]
+        written = self._file(position).read_bytes() if ended else b""
         records = [
             (rollout.record or encode_record(rollout)) if span is None else written[span]
             for rollout, span in zip(rollouts, spans, strict=True)
@@ -268,6 +284,7 @@ class Journal:
             file.write(b"".join(records))
             file.flush()
             os.fsync(file.fileno())
+        return range(len(rollouts))
 
 
 def newest_version(rollout: Rollout) -> int:

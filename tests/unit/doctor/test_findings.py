@@ -448,7 +448,7 @@ def test_a_group_that_was_trained_twice(run):
 
 def test_a_group_that_does_not_end(run):
     journal(run, ("admitted", {"position": 3, "version": 1}), ("admitted", {"position": 4, "version": 1}), age=7200)
-    journal(run, ("finished", {"position": 4, "rollouts": 2, "failed": 0}), age=7000)
+    journal(run, ("finished", {"position": 4, "rollouts": 2, "failed": 0, "order": [0, 1]}), age=7000)
     with locked(run.folder):
         finding = run.steps(3).found()["a group of episodes does not end"]
     assert "group 3, admitted 2.0h ago with policy version 1, has not ended" in finding.evidence

@@ -24,7 +24,7 @@ def sampled(*positions: int) -> list[Record]:
         for position in positions
         for record in (
             ("admitted", {"position": position, "version": 0}),
-            ("finished", {"position": position, "rollouts": 2, "failed": 0}),
+            ("finished", {"position": position, "rollouts": 2, "failed": 0, "order": [1, 0]}),
         )
     ]
 

@@ -96,6 +96,21 @@ def test_a_finished_group_has_the_order_of_its_episodes_not_that_in_which_they_e
     assert summary(read_again(tmp_path)) == summary(rollouts)
 
 
+def test_records_of_ended_episodes_are_written_once(tmp_path: Path) -> None:
+    rollouts = [ended(name, float(number)) for number, name in enumerate("abcd")]
+    journal = Journal(tmp_path).begin()
+    journal.record_admitted(0, 0)
+    for number in (2, 0, 3, 1):
+        journal.record_ended(0, rollouts[number])
+    file = tmp_path / "journal/groups/00000000.rollouts"
+    inode, content = file.stat().st_ino, file.read_bytes()
+    asyncio.run(journal.record_finished(0, rollouts))
+    assert (file.stat().st_ino, file.read_bytes()) == (inode, content)
+    assert summary(journal.read_group(0)) == summary(rollouts)
+    journal.close()
+    assert summary(read_again(tmp_path)) == summary(rollouts)
+
+
 def test_a_resumed_group_has_what_it_held_and_what_it_ran_again(tmp_path: Path) -> None:
     """Of the first process ``a`` is usable, ``b`` has a newer version than the checkpoint, and the last line is cut."""
     journal = Journal(tmp_path).begin()
