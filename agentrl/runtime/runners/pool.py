@@ -297,27 +297,31 @@ class RunnerPool:
 
     async def _supervise(self, runner: RunnerProcess) -> None:
         """Serve a process, and start it again when it has died."""
-        while True:
-            try:
+        try:
+            while True:
                 how = await runner.serve()
-                episodes, limit = runner.running, self._config.rollout.max_runner_restarts
-                if self.restarts >= limit:
-                    raise RunnerError(f"{how}, and rollout.max_runner_restarts={limit} are used up; see {runner.log}")
-                self.restarts += 1
-                _log.warning(
-                    "%s with %d episodes, which begin again; it is started again (%d of %d), log: %s",
-                    how, episodes, self.restarts, limit, runner.log,
-                )  # fmt: skip
+                episodes = runner.running
                 self._lose_groups(runner, how)
+                await self._start_again(runner, f"{how} with {episodes} episodes, which begin again")
+                self._dispatch()
+        except Exception as error:
+            self._error = self._error or error
+            for group in (*self._groups.values(), *self._waiting):
+                if not group.result.done():
+                    group.result.set_exception(error)
+
+    async def _start_again(self, runner: RunnerProcess, why: str) -> None:
+        limit = self._config.rollout.max_runner_restarts
+        while not runner.ready:
+            if self.restarts >= limit:
+                raise RunnerError(f"{why}; rollout.max_runner_restarts={limit} are used up, log: {runner.log}")
+            self.restarts += 1
+            _log.warning("%s; it is started again (%d of %d), log: %s", why, self.restarts, limit, runner.log)
+            try:
                 await runner.spawn()
                 await self._begin(runner)
-                self._dispatch()
-            except Exception as error:
-                self._error = self._error or error
-                for group in (*self._groups.values(), *self._waiting):
-                    if not group.result.done():
-                        group.result.set_exception(error)
-                return
+            except RunnerError as error:  # it died again
+                why = str(error).partition("\n")[0]
 
     async def _begin(self, runner: RunnerProcess) -> None:
         episodes = self._share(runner.number)
