@@ -12,8 +12,8 @@ CORES = 8
 """Cores of the machine for each runner process: engines, tools and learner need the others."""
 MOST = 8
 """Runner processes of ``rollout.runners=auto``."""
-LEAST_CONCURRENCY = 64
-"""Concurrent episodes from which ``auto`` takes more than the run's process."""
+LEAST_EPISODES = 512
+"""Concurrent episodes from which ``auto`` takes runner processes: at some seconds a turn, they are what one process can run."""
 
 
 def runner_count(config: Config) -> int:
@@ -22,9 +22,16 @@ def runner_count(config: Config) -> int:
         return config.rollout.runners
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(MOST, cores // CORES)
-    if count < 2 or config.rollout.concurrency < LEAST_CONCURRENCY or [*_in_process_keys(config)]:
-        return 0
-    return count
+    return (
+        count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES and not [*_in_process_keys(config)] else 0
+    )
+
+
+def concurrent_episodes(config: Config) -> int:
+    """Return the most episodes that run at the same time."""
+    rollout = config.rollout
+    groups = rollout.over_sampling_batch_size or (config.asynchronous.max_staleness + 1) * rollout.batch_size
+    return min(rollout.concurrency, groups * rollout.n_samples_per_prompt)
 
 
 def rollout_form(config: Config) -> Literal["jsonl", "records", "parquet"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.config.runners import runner_count
+from agentrl.config.runners import concurrent_episodes, runner_count
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.config.self_play import label
@@ -51,10 +51,8 @@ def open_monitor(
 
 def engines_and_slots(config: Config) -> tuple[int, int]:
     """Return the number of engines that clients can tell apart, and the most requests in progress during rollouts."""
-    sampler, rollout = config.sampler, config.rollout
+    sampler, slots = config.sampler, concurrent_episodes(config)
     engines = len(sampler.urls) or sampler.engines
-    groups = rollout.over_sampling_batch_size or (config.asynchronous.max_staleness + 1) * rollout.batch_size
-    slots = min(rollout.concurrency, groups * rollout.n_samples_per_prompt)
     if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
     return (1 if sampler.has_router_program else engines) + config.eval.engines, slots

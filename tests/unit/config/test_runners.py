@@ -1,0 +1,52 @@
+"""``rollout.runners``: the number of processes that ``auto`` takes, and what does not go with them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from agentrl.config.load import load_config
+from agentrl.config.runners import rollout_form, runner_count
+from agentrl.core.errors import ConfigError
+
+LARGE = ("rollout.concurrency=512", "rollout.batch_size=64", "rollout.n_samples_per_prompt=8")
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "count"),
+    [
+        (2, LARGE, 0),
+        (15, LARGE, 0),
+        (16, LARGE, 2),
+        (128, LARGE, 8),
+        (128, (), 0),
+        (128, (*LARGE, "rollout.concurrency=511"), 0),
+        (128, (*LARGE, "rollout.batch_size=63"), 0),
+        (128, (*LARGE, "rollout.batch_size=32", "async.max_staleness=1"), 8),
+        (128, (*LARGE, "obs.trace=true"), 0),
+        (128, (*LARGE, "rollout.runners=0"), 0),
+        (2, ("rollout.runners=3",), 3),
+    ],
+)
+def test_auto_follows_cores_and_episodes(
+    monkeypatch: pytest.MonkeyPatch, cores: int, settings: tuple[str, ...], count: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    config = load_config(None, [*settings])
+    assert runner_count(config) == count
+    assert rollout_form(config) == ("records" if count else "jsonl")
+    assert rollout_form(load_config(None, [*settings, "obs.rollout_format=parquet"])) == "parquet"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("obs.trace=true", "obs.trace=true with rollout.runners=2: .*set rollout.runners=0"),
+        ("weights.prefix_cache=keep", "weights.prefix_cache=keep with rollout.runners=2"),
+        ("rollout.concurrency=1", "rollout.runners=2 is more than rollout.concurrency=1"),
+    ],
+)
+def test_what_needs_the_runs_own_process_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["rollout.runners=2", setting])
