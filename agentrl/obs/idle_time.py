@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from time import monotonic
 
-from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, waiting
+from typing_extensions import override
+
+from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, WaitChange, waiting
 
 LEARNER_PHASES = frozenset(("train", "scores", "teachers"))
 """Phases in which the learner computes."""
@@ -17,27 +22,70 @@ ENGINE_CAUSES = ("learner", "weight_sync", "tools", "long_tail", "evaluation", "
 environments or rewards, fewer episodes than engines are left, an evaluation does one of these, or none of them."""
 
 
-class IdleTime:
+class WaitChanges(ABC):
+    """Turns the waits of phases, episodes and requests into changes of their numbers."""
+
+    def __init__(self) -> None:
+        self._names: dict[waiting, str] = {}
+
+    def on_begin(self, wait: waiting) -> None:
+        """Count a phase, an episode or a request that begins."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._names[wait] = name = wait.details if wait.kind == REQUEST else _phase(wait)
+            self._add(WaitChange(wait.since, wait.kind, name, 1))
+
+    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+        """Count a wait that ends."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._add(WaitChange(ended_at, wait.kind, self._names.pop(wait), -1))
+
+    @abstractmethod
+    def _add(self, change: WaitChange) -> None:
+        """Take a change."""
+
+
+class WaitLog(WaitChanges):
+    """Keeps the changes of a runner process until they are sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes: list[WaitChange] = []
+
+    @override
+    def _add(self, change: WaitChange) -> None:
+        self._changes.append(change)
+
+    def take(self) -> list[WaitChange]:
+        """Return the changes since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+
+class IdleTime(WaitChanges):
     """Measures, as a `WaitListener`, how long engines had no request in progress and the learner nothing to compute.
 
     Engines are seen as the clients see them: with ``sampler.router=sglang`` all count as one.
 
     Args:
-        engines: number of engines; 0: requests are sent by other processes, and only the learner is measured.
+        engines: number of engines.
         slots: most requests that the run can have in progress.
+        delay_s: changes are counted so many seconds later, in their order, as those of other processes come late.
     """
 
-    def __init__(self, engines: int, slots: int) -> None:
+    def __init__(self, engines: int, slots: int, delay_s: float = 0.0) -> None:
+        super().__init__()
         self._engines = engines
         self._slots = slots
+        self._delay_s = delay_s
         self._lock = threading.Lock()
+        self._uncounted: list[WaitChange] = []
+        """Heap of changes within the delay."""
         self._phases: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         """Requests in progress by engine."""
         self._episodes: Counter[bool] = Counter()
         """Episodes in progress, by whether they are evaluations."""
-        self._of_evaluations: dict[waiting, bool] = {}
-        self._reset(monotonic())
+        self._reset(monotonic() - delay_s)
 
     def _reset(self, begin: float) -> None:
         self._begin = self._last = begin
@@ -45,32 +93,31 @@ class IdleTime:
         """Seconds without a request by cause, summed over engines."""
         self._learner_s = self._episode_s = self._tail_s = self._tools_s = 0.0
 
-    def on_begin(self, wait: waiting) -> None:
-        """Count a phase, an episode or a request that begins."""
-        if wait.kind in (PHASE, ROLLOUT, REQUEST):
-            self._change(wait, wait.since, 1)
-
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
-        """Count a wait that ends."""
-        if wait.kind in (PHASE, ROLLOUT, REQUEST):
-            self._change(wait, ended_at, -1)
-
-    def _change(self, wait: waiting, at: float, change: int) -> None:
+    def add_remote(self, changes: Sequence[WaitChange]) -> None:
+        """Take changes of another process."""
         with self._lock:
-            self._add_until(at)
-            if wait.kind == REQUEST:
-                self._requests[wait.details] += change
-            elif wait.kind == ROLLOUT:
-                if change > 0:
-                    self._of_evaluations[wait] = _phase(wait.parent) == EVALUATION
-                    self._episodes[self._of_evaluations[wait]] += 1
-                else:
-                    self._episodes[self._of_evaluations.pop(wait)] -= 1
+            for change in changes:
+                heapq.heappush(self._uncounted, change)
+
+    @override
+    def _add(self, change: WaitChange) -> None:
+        with self._lock:
+            heapq.heappush(self._uncounted, change)
+            self._count_until(change.at - self._delay_s)
+
+    def _count_until(self, until: float) -> None:
+        """Count the changes until a time."""
+        while self._uncounted and self._uncounted[0].at <= until:
+            change = heapq.heappop(self._uncounted)
+            self._add_until(change.at)
+            if change.kind == REQUEST:
+                self._requests[change.name] += change.change
+            elif change.kind == ROLLOUT:
+                self._episodes[change.name == EVALUATION] += change.change
             else:
-                name = wait.details.rpartition(", ")[2]
-                self._phases[name] += change
-                if name == START:
-                    self._reset(at)
+                self._phases[change.name] += change.change
+                if change.name == START:
+                    self._reset(change.at)
 
     def _add_until(self, until: float) -> None:
         """Add the seconds since the last change."""
@@ -100,16 +147,15 @@ class IdleTime:
     def metrics(self) -> dict[str, float]:
         """Return the shares since the last call, or since the start of the run."""
         with self._lock:
-            current_time = monotonic()
+            current_time = monotonic() - self._delay_s
+            self._count_until(current_time)
             self._add_until(current_time)
             seconds = current_time - self._begin
             if seconds <= 0:
                 return {}
-            metrics = {"learner_idle/total": 1 - self._learner_s / seconds}
-            if self._engines:
-                shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
-                metrics |= {"engine_idle/total": sum(shares.values())}
-                metrics |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
+            shares = {cause: self._idle[cause] / (seconds * self._engines) for cause in ENGINE_CAUSES}
+            metrics = {"engine_idle/total": sum(shares.values()), "learner_idle/total": 1 - self._learner_s / seconds}
+            metrics |= {f"engine_idle/{cause}": share for cause, share in shares.items()}
             if self._episode_s > 0:
                 slot_seconds = self._episode_s * self._slots
                 metrics |= {

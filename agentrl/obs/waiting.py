@@ -16,7 +16,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 Detail = str | Callable[[], str]
 """A detail of a wait; a function is called when a report is written, in the watchdog's thread."""
@@ -103,11 +103,36 @@ class waiting:
         return f"{self.kind} {self.details}".strip()
 
 
-def note_progress() -> None:
-    """Count as progress what another process has done."""
+class WaitChange(NamedTuple):
+    """The begin or the end of waits of a kind, for a listener in another process of the machine."""
+
+    at: float
+    """On `time.monotonic`'s clock."""
+    kind: str
+    name: str
+    """Of a request its engine; of an episode or a phase the phase."""
+    change: int
+    """Of the number of these waits."""
+
+
+@runtime_checkable
+class RemoteWaitListener(Protocol):
+    """Is called with waits of other processes."""
+
+    def add_remote(self, changes: Sequence[WaitChange]) -> None:
+        """Take note of waits that have begun or ended within the last seconds."""
+
+
+def note_remote(changes: Sequence[WaitChange], *, progress: bool) -> None:
+    """Pass on waits of another process, and count as progress that one has ended there."""
     outer = _inside.get()
-    if outer is not None and outer.waits is not None:
+    if outer is None or outer.waits is None:
+        return
+    if progress:
         outer.waits.last_progress = monotonic()
+    for listener in outer.waits.listeners:
+        if isinstance(listener, RemoteWaitListener):
+            listener.add_remote(changes)
 
 
 class WaitListener(Protocol):

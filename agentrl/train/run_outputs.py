@@ -22,6 +22,7 @@ from agentrl.obs.progress import ProgressView
 from agentrl.obs.trace import TraceFiles
 from agentrl.obs.trackers import Tracker, open_tensorboard, open_wandb
 from agentrl.obs.watchdog import Watchdog
+from agentrl.runtime.runners.messages import PULSE_S
 
 
 def open_monitor(
@@ -42,7 +43,7 @@ def open_monitor(
     for trace in traces:
         exits.callback(trace.close)
     engines, slots = engines_and_slots(config)
-    idle_time = IdleTime(0 if runner_count(config) else engines, slots)  # requests of other processes are not seen
+    idle_time = IdleTime(engines, slots, delay_s=2.5 * PULSE_S if runner_count(config) else 0.0)
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
     exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, *view.listeners)))

@@ -18,7 +18,10 @@ from agentrl.episode.runner import SamplingChange
 from agentrl.episode.state import SavedStates
 from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
 from agentrl.inference.fleet.router import RoutedSampler
+from agentrl.obs.waiting import WaitChange
 
+PULSE_S = 1.0
+"""Seconds between two signs of life of a runner."""
 _LENGTH_BYTES = 8
 BUFFER_BYTES = 1 << 22
 """Received bytes above which a reader waits for them to be used."""
@@ -122,6 +125,8 @@ class Pulse:
 
     progress: bool
     """Whether a wait has ended since the last one."""
+    changes: Sequence[WaitChange]
+    """Episodes and requests that have begun or ended since."""
     longest_wait: str
     """Of its episodes, in words."""
     cpu_s: float

@@ -24,14 +24,16 @@ from agentrl.inference.fleet.mirror import MirroredFleet
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
+from agentrl.obs.idle_time import EVALUATION, WaitLog
 from agentrl.obs.records import encode_record
-from agentrl.obs.waiting import WaitRegistry
+from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner
 from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
+    PULSE_S,
     CancelGroup,
     EpisodeEnded,
     FleetRequests,
@@ -48,9 +50,6 @@ from agentrl.runtime.runners.messages import (
     read_from_run,
 )
 from agentrl.runtime.tool_servers import ToolServers
-
-PULSE_S = 1.0
-"""Seconds between two signs of life."""
 
 
 @dataclass(slots=True)
@@ -112,7 +111,8 @@ class RunnerServer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._waits = WaitRegistry()
+        self._wait_log = WaitLog()
+        self._waits = WaitRegistry([self._wait_log])
         self._services: RunnerServices
 
     async def serve(self) -> None:
@@ -165,13 +165,14 @@ class RunnerServer:
         error: BaseException | None = None
         order: list[int] = []
         try:
-            rollouts = await self._services.runner(group.fleet, group.sampling).run_many(
-                group.jobs,
-                send_rollout,
-                on_ended=lambda: self._send(EpisodeEnded(group.group)),
-                check_dropped=False,
-                saved=group.saved,
-            )
+            with waiting(PHASE, EVALUATION if group.sampling is not None else "rollout"):
+                rollouts = await self._services.runner(group.fleet, group.sampling).run_many(
+                    group.jobs,
+                    send_rollout,
+                    on_ended=lambda: self._send(EpisodeEnded(group.group)),
+                    check_dropped=False,
+                    saved=group.saved,
+                )
             order = [numbers[id(rollout)] for rollout in rollouts]
         except asyncio.CancelledError:
             pass
@@ -189,6 +190,7 @@ class RunnerServer:
             self._send(
                 Pulse(
                     progress != last,
+                    self._wait_log.take(),
                     waits[0].text if waits else "",
                     time.process_time(),
                     [sampler.prompt_tokens for sampler in samplers],

@@ -8,13 +8,14 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import RunnerError
 from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
-from agentrl.obs.waiting import note_progress, waiting
+from agentrl.obs.waiting import PHASE, WaitChange, note_remote, waiting
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
     FleetNumber,
@@ -36,7 +37,7 @@ _STOP_S = 5.0
 """Seconds that a runner may take to end its episodes."""
 
 
-_NO_PULSE = Pulse(False, "", 0.0, (), (), ())
+_NO_PULSE = Pulse(False, (), "", 0.0, (), (), ())
 
 
 class RunnerProcess:
@@ -70,6 +71,8 @@ class RunnerProcess:
         self._numbers = itertools.count()
         """Of updates."""
         self._replies: dict[int, asyncio.Future[Mapping[str, RequestsInProgress]]] = {}
+        self._open: Counter[tuple[str, str]] = Counter()
+        """Episodes and requests in progress, by kind and name."""
         self._child: ChildProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader
@@ -129,12 +132,18 @@ class RunnerProcess:
                 case Pulse():
                     await self._receive(self, message)
                     self.last_pulse = message
-                    if message.progress:
-                        note_progress()
+                    self._note_changes(message.changes, progress=message.progress)
                 case _:
                     await self._receive(self, message)
         self._close()
         return await asyncio.to_thread(self._wait_end, self._child)
+
+    def _note_changes(self, changes: Sequence[WaitChange], *, progress: bool = False) -> None:
+        """Count the episodes and requests of the process in the idle time of engines, but not its phases."""
+        counted = [change for change in changes if change.kind != PHASE]
+        for change in counted:
+            self._open[change.kind, change.name] += change.change
+        note_remote(counted, progress=progress)
 
     def describe(self) -> str:
         """Return its number and what it waits for, in words."""
@@ -173,6 +182,9 @@ class RunnerProcess:
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            at = time.monotonic()
+            self._note_changes([WaitChange(at, *wait, -count) for wait, count in self._open.items()])
+            self._open.clear()
         self._writer, self.ready, self.last_pulse = None, False, _NO_PULSE
         for reply in self._replies.values():
             if not reply.done():
