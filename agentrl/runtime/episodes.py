@@ -1,9 +1,10 @@
-"""The episode runner of a run, in whichever process it is."""
+"""The episode runner of a run and what it needs, in whichever process it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from agentrl.config.schema import Config
 from agentrl.core.registry import make_any_env
@@ -14,10 +15,28 @@ from agentrl.episode.custom_loop import load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
+from agentrl.models.reference_policy import resolve_frozen
+from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.runtime.roles import make_lineup
 from agentrl.runtime.tool_servers import ToolServers
+
+
+def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary]:
+    """Return the renderer of the policy's chat format, and what clients of engines must know of its tokens.
+
+    Args:
+        config: of the run.
+        model: folder of the tokenizer.
+    """
+    end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    renderer = make_renderer(tokenizer, config.render, end_ids)
+    routing = read_routing(model) if config.algo.replays_routing else None
+    return renderer, Vocabulary(read_vocab_size(model), renderer.decode, routing)
 
 
 def make_runner(

@@ -14,15 +14,11 @@ from agentrl.core.child_process import raise_file_limit
 from agentrl.core.sampler import Sampler
 from agentrl.data.task_sources import TaskSources
 from agentrl.episode.runner import EpisodeSlots, GroupRunner
-from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.reserved_engines import frozen_fleets
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
-from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
-from agentrl.models.reference_policy import resolve_frozen
-from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.runtime.episodes import make_runner
+from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.runners.pool import RunnerPool
 from agentrl.runtime.tool_servers import ToolServers
@@ -101,12 +97,9 @@ async def open_services(
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as exits:
-        trusted = config.model.trust_remote_code
-        end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
-        renderer = make_renderer(load_tokenizer(model, trust_remote_code=trusted), config.render, end_ids)
-        routing = read_routing(model) if config.algo.replays_routing else None
-        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=routing is not None))
-        vocabulary = Vocabulary(read_vocab_size(model), renderer.decode, routing)
+        renderer, vocabulary = open_renderer(config, model)
+        trusted, returns_experts = config.model.trust_remote_code, vocabulary.routing is not None
+        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=returns_experts))
         fleet = Fleet(
             config.sampler,
             engines,

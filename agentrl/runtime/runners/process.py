@@ -22,14 +22,12 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSlots, SamplingChange
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.mirror import MirroredFleet
 from agentrl.inference.fleet.router import RoutedSampler
-from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
 from agentrl.obs.idle_time import EVALUATION, WaitLog
 from agentrl.obs.records import encode_record
 from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
-from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.runtime.episodes import make_runner
+from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
@@ -72,15 +70,11 @@ class RunnerServices:
     @classmethod
     async def open(cls, setup: Setup, exits: AsyncExitStack) -> RunnerServices:
         """Load the tokenizer, and make clients of the tool servers, which ``exits`` closes."""
-        config, model = setup.config, setup.model
-        end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
-        tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-        renderer = make_renderer(tokenizer, config.render, end_ids)
-        routing = read_routing(model) if config.algo.replays_routing else None
-        tools = ToolServers(config, {}, Path(), Path())
+        renderer, vocabulary = open_renderer(setup.config, setup.model)
+        tools = ToolServers(setup.config, {}, Path(), Path())
         exits.push_async_callback(tools.aclose)
         await tools.start()
-        return cls(setup, renderer, tools, Vocabulary(read_vocab_size(model), renderer.decode, routing))
+        return cls(setup, renderer, tools, vocabulary)
 
     def fleet(self, number: int) -> MirroredFleet:
         """Return the fleet with a number, which has no engines yet if it is new."""
