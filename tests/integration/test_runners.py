@@ -49,10 +49,13 @@ class Walk(Env):
         observation, info = super().reset(seed=seed, options=options)
         self.left = int(self.np_random.integers(1, 5))
         self.crash = self.folder / f"crash-{options['task'].id}"
+        self.fault = self.folder / f"fault-{options['task'].id}"
         return observation, info
 
     def step(self, action):
         self.left -= 1
+        if self.fault.exists():
+            raise ValueError("no such move")
         if self.crash.exists() and not self.left:
             if self.crash.read_text() == "once":
                 self.crash.unlink()
@@ -245,16 +248,23 @@ def test_a_run_that_is_cut_goes_on_in_a_runner_with_the_same_rollouts(tmp_path: 
     assert comparable(asyncio.run(sample(1, tmp_path / "two"))) == comparable(expected)
 
 
-def test_a_task_that_always_kills_its_runner_is_dropped_and_a_limit_ends_the_run(tmp_path: Path) -> None:
+def test_a_task_that_always_kills_its_runner_is_dropped_and_a_limit_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with running_engine() as (_, url):
             (tmp_path / "crash-t3").write_text("always")
+            (tmp_path / "fault-t5").touch()
             settings = ("rollout.runners=1", "rollout.failure.max_retries=1", "rollout.failure.max_failed_share=1")
             async with opened(make_config(tmp_path, url, *settings), tmp_path) as services:
                 jobs = TaskJobs(services.config, TaskOrder(TASKS, 0)).groups(range(12))
                 rollouts = await services.runner().run_many(jobs)
                 failed = {rollout.prompt_id for rollout in rollouts if rollout.failure is not None}
-                assert "t3" in failed
+                assert failed >= {"t3", "t5"}
+                assert "runner 0: Walk.step raised ValueError: no such move" in caplog.text, (
+                    "the run shows its warnings"
+                )
+                assert "runner 0 ended (signal 9) with" in caplog.text
                 assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in jobs]
                 [failure] = {rollout.failure for rollout in rollouts if rollout.prompt_id == "t3"}
                 assert failure is not None

@@ -137,7 +137,16 @@ class Pulse:
     discarded_tokens: Sequence[int]
 
 
-FromRunner = Ready | FleetRequests | EpisodeEnded | RolloutDone | GroupEnded | Pulse
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A message of the runner's log, from warnings on."""
+
+    level: int
+    text: str
+    """With its traceback, if it has one."""
+
+
+FromRunner = Logged | Ready | FleetRequests | EpisodeEnded | RolloutDone | GroupEnded | Pulse
 """What it sends."""
 
 

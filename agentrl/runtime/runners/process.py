@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
+from typing_extensions import override
 
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
 from agentrl.core.types import Rollout
@@ -37,6 +40,7 @@ from agentrl.runtime.runners.messages import (
     FleetRequests,
     FromRunner,
     GroupEnded,
+    Logged,
     Pulse,
     Ready,
     RolloutDone,
@@ -99,6 +103,19 @@ class RunnerServices:
         return self._runners[fleet, sampling]
 
 
+class _LogSender(logging.Handler):
+    """Sends warnings and errors to the run's process, which shows them."""
+
+    def __init__(self, send: Callable[[Logged], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter())
+        self._send, self._loop = send, asyncio.get_running_loop()
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self._send, Logged(record.levelno, self.format(record)))
+
+
 class RunnerServer:
     """Runs the groups that it receives."""
 
@@ -112,6 +129,7 @@ class RunnerServer:
     async def serve(self) -> None:
         """Serve until the connection is closed, or the end is requested."""
         self._waits.enter()
+        logging.basicConfig(handlers=[logging.StreamHandler(), _LogSender(self._send)])
         async with AsyncExitStack() as exits:
             setup = await read_from_run(self._reader, lambda _: RoutedSampler())
             if not isinstance(setup, Setup):

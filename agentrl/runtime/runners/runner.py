@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ from agentrl.runtime.runners.messages import (
     FleetNumber,
     FleetRequests,
     FromRunner,
+    Logged,
     Pulse,
     Ready,
     Setup,
@@ -30,6 +32,8 @@ from agentrl.runtime.runners.messages import (
     encode_message,
     read_from_runner,
 )
+
+_log = logging.getLogger(__name__)
 
 _SILENT_S = 10.0
 """Seconds without a message after which a description says so."""
@@ -111,7 +115,8 @@ class RunnerProcess:
         assert self._child is not None, "spawn comes first"
         self.send(setup)
         with waiting("start", f"of runner {self.number}"):
-            message = await read_from_runner(self._reader)
+            while isinstance(message := await read_from_runner(self._reader), Logged):
+                _log.log(message.level, "runner %d: %s", self.number, message.text)
         if not isinstance(message, Ready):
             self._close()
             error = await asyncio.to_thread(self._wait_end, self._child)
@@ -126,6 +131,8 @@ class RunnerProcess:
         while (message := await read_from_runner(self._reader)) is not None:
             self.heard_at = time.monotonic()
             match message:
+                case Logged(level, text):
+                    _log.log(level, "runner %d: %s", self.number, text)
                 case FleetRequests(number, requests):
                     if (reply := self._replies.pop(number, None)) is not None and not reply.done():
                         reply.set_result(requests)
