@@ -129,7 +129,7 @@ class RunnerServer:
     async def serve(self) -> None:
         """Serve until the connection is closed, or the end is requested."""
         self._waits.enter()
-        logging.basicConfig(handlers=[logging.StreamHandler(), _LogSender(self._send)])
+        logging.getLogger().addHandler(_LogSender(self._send))
         async with AsyncExitStack() as exits:
             setup = await read_from_run(self._reader, lambda _: RoutedSampler())
             if not isinstance(setup, Setup):
