@@ -25,7 +25,7 @@ from agentrl.learner.device import resolve_device
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.registry import BACKENDS, make_backend
 from agentrl.models.random_models import Shape, find_model_shape, write_random_model
-from agentrl.planner.training_summary import estimate_memory, with_recompute
+from agentrl.planner.training_summary import estimate_memory, fit_to_gpu
 from benchmarks.learner_loops import LOOPS, OtherLoop, check_loop
 from benchmarks.learner_rows import WORKLOADS, RowOptions
 from benchmarks.step_profile import StepProfile, profile_step
@@ -106,7 +106,7 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
                 other_config = config.model_copy(update={"learner": learner})
                 yield _measure_agentrl(f"agentrl {name}", other_config, bench, rows, model, best_s, tell)
                 continue
-            loop = OtherLoop(LOOPS[name], model, rows, config.batch.tokens_per_micro, torch.device(device))
+            loop = OtherLoop(LOOPS[name], model, rows, config.batch.micro_tokens, torch.device(device))
             yield _measure_steps(name, loop.step, bench, rows, best_s, tell)
             del loop
 
@@ -122,7 +122,7 @@ def _measure_agentrl(
 ) -> StepTimes:
     """Measure agentrl's learner as configured."""
     make_backend(config.learner).check(config.algo, [model])
-    config, lines = with_recompute(config, model)
+    config, lines = fit_to_gpu(config, model)
     for line in lines:
         tell(line)
     with _learner(config, model, model.parent) as learner:
@@ -138,7 +138,7 @@ def packed_batch(config: Config, rows: Sequence[Row], *, share_prefixes: bool) -
         row.key: np.full(len(row.token_ids), 1.0 - 2.0 * (number % 2), np.float32) for number, row in enumerate(rows)
     }
     options = PackOptions(
-        tokens_per_micro=config.batch.tokens_per_micro,
+        tokens_per_micro=config.batch.micro_tokens,
         data_parallel_size=make_backend(config.learner).data_parallel_size,
         share_prefixes=share_prefixes,
     )

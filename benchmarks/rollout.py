@@ -98,13 +98,13 @@ MASK_CASES = {
 
 def measure_masks(config: Config) -> Iterator[tuple[str, MaskTimes]]:
     """Build, pack and check synthetic episodes of two shapes, after a short one that starts torch's threads."""
-    bench_masks(lambda: synthetic_rows(1, 1, 1), tokens_per_micro=config.batch.tokens_per_micro)
+    bench_masks(lambda: synthetic_rows(1, 1, 1), tokens_per_micro=config.batch.micro_tokens)
     for name, (episodes, turns, tokens) in MASK_CASES.items():
 
         def build(episodes: int = episodes, turns: int = turns, tokens: int = tokens) -> list[Row]:
             return synthetic_rows(episodes, turns, tokens)
 
-        yield (name, bench_masks(build, tokens_per_micro=config.batch.tokens_per_micro))
+        yield (name, bench_masks(build, tokens_per_micro=config.batch.micro_tokens))
 
 
 LONG_TURNS = (32, 64, 128)
@@ -148,7 +148,7 @@ def measure_long(config: Config) -> Iterator[LongEpisodeTimes]:
 
     def seconds(episode: LongEpisode) -> tuple[float, int]:
         renderer = make_renderer(tokenizer, config.render)  # a new one has an empty cache
-        sizes = {"tokens_per_micro": config.batch.tokens_per_micro}
+        sizes = {"tokens_per_micro": config.batch.micro_tokens}
         start = time.thread_time()
         times = bench_masks(lambda: asyncio.run(converse(renderer, episode)), **sizes)
         return time.thread_time() - start, times.tokens

@@ -22,6 +22,9 @@ Recompute = Literal["none", "selective", "full"]
 """What is computed again in the backward pass; see `LearnerConfig.recompute`."""
 
 
+OptimizerState = Literal["float32", "8bit"]
+"""AdamW's moments; see `OptimizerConfig.state`."""
+
 Schedule = Literal["constant", "linear", "cosine"]
 """The learning rate after the warm-up."""
 
@@ -45,12 +48,22 @@ class OptimizerConfig(Section):
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's term against division by zero."""
+    state: Literal["auto"] | OptimizerState = "auto"
+    """AdamW's moments: in ``float32``, or in ``8bit`` floating point with a scale for each block, rounded stochastically: 2 in
+    place of 8 bytes a weight. On a single rank ``8bit`` adds gradients up in bfloat16, likewise rounded. ``auto`` is ``8bit``
+    where a GPU's memory asks for it, see `BatchConfig.tokens_per_micro`; not with Muon, LoRA or Megatron-Core."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger norm over all weights are scaled down to this one."""
+
+    @model_validator(mode="after")
+    def _state_of_adamw(self) -> OptimizerConfig:
+        if self.state == "8bit" and self.name != "adamw":
+            raise ValueError(f"state=8bit is of name=adamw, not {self.name}: leave out state")
+        return self
 
     @field_validator("betas")
     @classmethod
@@ -127,8 +140,8 @@ class LearnerConfig(Section):
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """What is computed again in the backward pass to save memory: ``none``; ``selective``, all but matrix products and
     attention (half the activations, some hundredths slower); ``full``, everything but each layer's input (a third slower).
-    ``auto`` is ``none`` on CPUs; on GPUs ``selective`` where the estimate of its memory is at most nine tenths of a GPU's, else
-    ``full``."""
+    ``auto`` is ``none`` on CPUs; on GPUs ``selective`` where the estimate of its memory fits, else ``full``; see
+    `BatchConfig.tokens_per_micro`."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     cpu_offload: Literal["none", "optimizer"] = "none"
@@ -157,4 +170,6 @@ class LearnerConfig(Section):
         for key in ("fp8", "freeze"):
             if self.lora is not None and getattr(self, key):
                 raise ValueError(f"{key} with lora: only the adapters are trained, in float32; leave out {key} or lora")
+        if self.lora is not None and self.optimizer.state == "8bit":
+            raise ValueError("optimizer.state=8bit with lora: adapters have float32 moments; leave out optimizer.state")
         return self

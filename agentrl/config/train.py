@@ -78,11 +78,19 @@ class BatchConfig(Section):
     """Which rollouts count in the denominators of means: those with an advantage, or all (as in TRL and slime)."""
     global_batch_size: PositiveInt | None = None
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
-    tokens_per_micro: PositiveInt = 4096
-    """Tokens a rank computes at the same time, in one sequence of packed rows; a longer row gets a separate one."""
+    tokens_per_micro: Literal["auto"] | PositiveInt = "auto"
+    """Tokens a rank computes at the same time, in one sequence of packed rows; a longer row gets a separate one. ``auto`` is
+    4,096 on CPUs. On GPUs it is the most, up to 16,384, for which the estimate of memory is at most nine tenths of a GPU's,
+    together with ``learner.recompute`` and ``learner.optimizer.state``: selective recomputation and at least 8,192 tokens with
+    float32 moments, else with moments in 8 bits; full recomputation where neither fits."""
     share_prefixes: bool = True
     """Compute tokens that several rows of a micro-batch begin with, such as a group's prompt, only once, where that is
     faster. Loss and gradient stay the same up to rounding. Layers that mix rows, such as Mamba, rule it out."""
+
+    @property
+    def micro_tokens(self) -> int:
+        """``tokens_per_micro``; 4,096 for ``auto`` that no GPU's memory has decided."""
+        return 4096 if self.tokens_per_micro == "auto" else self.tokens_per_micro
 
 
 class WeightsConfig(Section):

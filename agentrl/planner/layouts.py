@@ -237,4 +237,4 @@ def _options(tensor: int, stages: int, context: int, expert: int, *, layers: int
 
 def micro_tokens(config: Config) -> int:
     """Return the tokens of the largest micro-batch: a row that is longer than ``batch.tokens_per_micro`` is one alone."""
-    return max(config.batch.tokens_per_micro, config.max_tokens)
+    return max(config.batch.micro_tokens, config.max_tokens)

@@ -57,7 +57,7 @@ class Packer:
         """Return the batch of rows."""
         assert self.config.sft.context_weight is not None, "the configuration has resolved it"
         options = PackOptions(
-            tokens_per_micro=self.config.batch.tokens_per_micro,
+            tokens_per_micro=self.config.batch.micro_tokens,
             data_parallel_size=make_backend(self.config.learner).data_parallel_size,
             pad_id=self.pad_id,
             context_weight=self.config.sft.context_weight,

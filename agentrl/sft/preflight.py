@@ -21,7 +21,7 @@ from agentrl.models.learning_rates import with_rates
 from agentrl.models.load import read_max_positions
 from agentrl.models.resolve import resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
-from agentrl.planner.training_summary import describe_memory, describe_model, describe_training, with_recompute
+from agentrl.planner.training_summary import describe_memory, describe_model, describe_training, fit_to_gpu
 from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.checks import check_packages
@@ -112,9 +112,9 @@ def prepare_sft(config: Config) -> SftRun:
     check_sft(config)
     model = resolve_model(config.model.path)
     lines = [describe_model(config, model), *_check_model(config, model)]
-    resolved, recompute_lines = with_recompute(with_rates(_without_reference(config), model, None, "sft"), model)
-    run = _open_data(config.model_copy(update={"learner": resolved.learner}), model)
-    return replace(run, lines=lines + recompute_lines + run.lines)
+    resolved, memory_lines = fit_to_gpu(with_rates(_without_reference(config), model, None, "sft"), model)
+    run = _open_data(config.model_copy(update={"learner": resolved.learner, "batch": resolved.batch}), model)
+    return replace(run, lines=lines + memory_lines + run.lines)
 
 
 @dataclass(frozen=True, slots=True)

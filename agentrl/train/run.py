@@ -28,7 +28,7 @@ from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.run_end import recorded_end
 from agentrl.obs.waiting import PHASE, START, waiting
-from agentrl.planner.training_summary import with_recompute
+from agentrl.planner.training_summary import fit_to_gpu
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
 from agentrl.self_play.game_scores import open_game_scores
@@ -179,9 +179,7 @@ async def run_training(
                 if checkpoint is None:
                     await asyncio.to_thread(check_model, model)
                 saved_config = config
-                config, lines = await asyncio.to_thread(
-                    with_recompute, config, model, critic=True
-                )  # other GPUs may resume
+                config, lines = await asyncio.to_thread(fit_to_gpu, config, model, critic=True)  # other GPUs may resume
                 for line in lines:
                     print_message(console, line)
                 keys = {**recorded_keys(saved_config), **contents}

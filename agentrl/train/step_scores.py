@@ -33,7 +33,7 @@ def pack_options(config: Config, pad_id: int, *models: LearnerGroup | CriticGrou
         models: learner and critic; prefixes are shared only if all of them can.
     """
     return PackOptions(
-        tokens_per_micro=config.batch.tokens_per_micro,
+        tokens_per_micro=config.batch.micro_tokens,
         data_parallel_size=make_backend(config.learner).data_parallel_size,
         pad_id=pad_id,
         share_prefixes=config.batch.share_prefixes and all(model.shares_prefixes for model in models),

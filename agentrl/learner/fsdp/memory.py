@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from agentrl.config.learner import LearnerConfig
+from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 from agentrl.learner.layers import decoder_layers
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
@@ -56,7 +57,10 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     tied = hf.get_input_embeddings().weight is head.weight
     embedding_gradient = FLOAT32 * _trained_count(hf.get_input_embeddings()) if not several else 0
     reduced = (size + FLOAT32) if several else 0
-    gradients = trained if options.accumulates else 0
+    # Sums in bfloat16 take the gradient of each weight at once.
+    rounded = config.optimizer.state == "8bit" and not several
+    sums = trained // 2 if rounded else trained
+    gradients = sums if options.accumulates or rounded else 0
     hidden = hf.config.get_text_config().hidden_size
     widths = [_widths(layer, hf.config, config, options.compiled) for layer in layers]
     layer_activations = [tokens * _saved_bytes(width, options) for width in widths]
@@ -75,19 +79,25 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     grown = embedding_gradient if tied else _shards(head, options.ranks, trained=True)
     for layer, unit, layer_bytes, width in reversed(list(zip(layers, units, layer_activations, widths, strict=True))):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
+        if rounded:
+            current_gradients += FLOAT32 * _trained_count(layer)
         casts = size * unit if options.bfloat16 and not several and options.compiled else 0
         again = tokens * _backward_bytes(width, options)
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
-        grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
+        if not rounded:
+            grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
     added = embedding_gradient * (1 + (tied and options.accumulates)) + reduced * outer
-    yield LearnerMemory(**state, gradients=trained + added, gathered=size * outer if several else 0)
+    yield LearnerMemory(**state, gradients=sums + added, gathered=size * outer if several else 0)
     if config.cpu_offload == "optimizer":
         largest = max(2 * FLOAT32 * _shard(parameter, options.ranks) for parameter in hf.parameters())
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
 
 
 def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
+    if config.optimizer.state == "8bit":
+        shards = [p.new_empty((math.ceil(len(p) / ranks), *p.shape[1:])) for p in hf.parameters() if p.requires_grad]
+        return sum(moment_bytes(shard.shape) for shard in shards)
     moments = 2 * _shards(hf, ranks, trained=True)
     if config.optimizer.name == "muon":
         matrices = [p for layer in decoder_layers(hf) for p in layer.parameters() if p.ndim == 2 and p.requires_grad]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from agentrl.config.learner import OptimizerConfig
+from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, add_rounded
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 
@@ -59,7 +60,49 @@ def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.fixed_lr, fused=True, **options)
+    groups = [group for group in groups if group["params"]]
+    if config.state == "8bit":
+        return AdamW8bit(groups, lr=config.fixed_lr, **options)
+    return torch.optim.AdamW(groups, lr=config.fixed_lr, fused=True, **options)
+
+
+class RoundedGradients:
+    """Gradients of micro-batches, added up in bfloat16 (`add_rounded`): a backward pass has float32 ones of one layer at a time.
+
+    Args:
+        weights: those to train, whole ones.
+    """
+
+    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+        self.step = 0
+        """The number of finished optimizer steps, which the noise depends on."""
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._added = 0
+        """Gradients that were added since the last step."""
+        for weight in weights:
+            weight.grad_dtype = None  # the sum is not of the weight's dtype
+            register: Any = weight.register_post_accumulate_grad_hook
+            register(self._add)
+
+    def _add(self, weight: torch.Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if weight not in self._sums:
+            self._sums[weight] = torch.zeros_like(weight, dtype=torch.bfloat16)
+        seed = torch.full((), self.step << 32 | self._added, device=weight.device)
+        add_rounded(self._sums[weight], gradient, seed)
+        self._added += 1
+
+    def hand_over(self) -> None:
+        """Make the sums the gradients of their weights."""
+        while self._sums:
+            weight, total = self._sums.popitem()
+            weight.grad = total
+
+    def clear(self) -> None:
+        """Drop the sums."""
+        self._sums.clear()
+        self._added = 0
 
 
 class OptimizerStates:

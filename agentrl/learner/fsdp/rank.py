@@ -22,7 +22,7 @@ from agentrl.learner.base import RankOptions, RowScores
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import OptimizerStates, make_optimizers
+from agentrl.learner.fsdp.optimizer import OptimizerStates, RoundedGradients, make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
@@ -66,6 +66,9 @@ class FsdpRank(BackendRank):
             )
         self.optimizers = self._make_optimizers()
         """By policy and number."""
+        self._sums = None
+        if config.optimizer.state == "8bit" and mesh is None:
+            self._sums = RoundedGradients(weight for weight in self.model.parameters() if weight.requires_grad)
         self.optimizer_states = OptimizerStates(
             [*self.optimizers.values()], offloaded=config.cpu_offload == "optimizer"
         )
@@ -92,6 +95,8 @@ class FsdpRank(BackendRank):
     @override
     def _add_gradients(self, batch: GlobalBatch, metrics: StepMetrics) -> None:
         self._activate(batch.policy)
+        if self._sums is not None:
+            self._sums.step = self.steps[self._active]
         [micros] = batch.micro
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
@@ -153,6 +158,8 @@ class FsdpRank(BackendRank):
     @override
     @torch.no_grad()
     def _scale_gradients(self, factor: float) -> None:
+        if self._sums is not None:
+            self._sums.hand_over()
         if factor != 1.0:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -160,8 +167,7 @@ class FsdpRank(BackendRank):
 
     @override
     def _update(self, lr_scale: float) -> dict[str, float]:
-        norm_tensor = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
+        norm = self._clip_gradients()
         rate = learning_rate(self.config.optimizer, self.steps[self._active], lr_scale)
         if not math.isfinite(norm):
             return {"train/nonfinite_gradients": 1.0, "train/lr": rate}
@@ -174,8 +180,21 @@ class FsdpRank(BackendRank):
         self.steps[self._active] += 1
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
 
+    def _clip_gradients(self) -> float:
+        """Return the gradient's norm, over all ranks, before it is clipped."""
+        weights, maximum = [*self.model.parameters()], self.config.optimizer.max_grad_norm
+        if self._sums is None:
+            norm = torch.nn.utils.clip_grad_norm_(weights, maximum)
+        else:  # a norm of bfloat16 would be rounded to bfloat16
+            norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float32) for w in weights if w.grad is not None]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            torch.nn.utils.clip_grads_with_norm_(weights, maximum, norm)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
     @override
     def _zero_grad(self) -> None:
+        if self._sums is not None:
+            self._sums.clear()
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 

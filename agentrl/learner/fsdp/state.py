@@ -206,7 +206,7 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     """
     saved = _read_description(folder)
     expected = _description(rank)
-    for key in ("optimizer", "lora", "shapes", "frozen"):
+    for key in ("optimizer", "moments", "lora", "shapes", "frozen"):
         if saved[key] != expected[key]:
             difference = _difference(rank, key, saved[key], expected[key])
             raise CheckpointError(f"{folder} was written with another {key}: {difference}")
@@ -283,11 +283,16 @@ def _description(rank: SavedRank) -> dict[str, Any]:
         "steps": rank.steps,
         "optimizers": [name for name, optimizer in rank.optimizers.items() if optimizer.state],
         "optimizer": rank.config.optimizer.name,
+        "moments": _moments(rank),
         "ranks": dist.get_world_size(),
         "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
         "shapes": {name: list(parameter.shape) for name, parameter in rank.model.hf.named_parameters()},
         "frozen": sorted(name for name, parameter in rank.model.hf.named_parameters() if not parameter.requires_grad),
     }
+
+
+def _moments(rank: SavedRank) -> str:
+    return "8bit" if rank.config.optimizer.state == "8bit" else "float32"
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
@@ -303,6 +308,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
             "steps": {str(name): int(steps) for name, steps in description["steps"].items()},
             "optimizers": [str(name) for name in description["optimizers"]],
             "optimizer": str(description["optimizer"]),
+            "moments": str(description["moments"]),
             "lora": lora,
             "shapes": shapes,
             "frozen": frozen,
@@ -311,9 +317,9 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 def _difference(rank: SavedRank, key: str, saved: Any, expected: Any) -> str:
     is_critic = rank.name == "critic"
-    if key == "optimizer":
-        name = "algo.critic.optimizer.name" if is_critic else "learner.optimizer.name"
-        return f"{saved!r}, this run has {expected!r} ({name})"
+    if key in ("optimizer", "moments"):
+        section = "algo.critic.optimizer" if is_critic else "learner.optimizer"
+        return f"{saved!r}, this run has {expected!r} ({section}.{'name' if key == 'optimizer' else 'state'})"
     if key == "lora":
         shown = [
             None if options is None else ", ".join(f"{name} {options[name]}" for name in options)

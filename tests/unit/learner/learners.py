@@ -129,9 +129,17 @@ class Learners:
         optimizer: Mapping[str, object] | None = None,
         **options,
     ) -> LocalLearnerGroup:
-        """Open a learner in place of the one before; ``options`` are keys of its configuration, ``optimizer`` the optimizer's."""
+        """Open a learner in place of the one before.
+
+        Args:
+            name: of the optimizer, or ``8bit`` for AdamW with moments in 8 bits.
+            folder, reference, algo: of the models and the algorithm.
+            lr, max_grad_norm, optimizer: keys of the optimizer.
+            **options: keys of the learner.
+        """
         self.close()
-        settings = {"name": name, "lr": lr, "max_grad_norm": max_grad_norm, **(optimizer or {})}
+        kind = {"name": "adamw", "state": "8bit"} if name == "8bit" else {"name": name}
+        settings = {**kind, "lr": lr, "max_grad_norm": max_grad_norm, **(optimizer or {})}
         config = LearnerConfig(
             **{"device": "cpu", "threads": 1, "precision": "float32"} | options, optimizer=OptimizerConfig(**settings)
         )

@@ -35,7 +35,7 @@ def device_bytes(learner) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in states(learner))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 def test_training_is_bit_for_bit_the_same(learners, name):
     plain = open_learner(learners, name, "none")
     straight = [plain.train_step(batch) for batch in BATCHES]

@@ -117,7 +117,7 @@ def test_logprobs_are_what_training_starts_from(learners):
     assert metrics["train/trained_tokens"] == len(gaps)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 def test_the_same_batch_again_lowers_its_loss(learners, name):
     learner = learners.open(name, max_grad_norm=1.0)
     tensors_before = tensors(learner)
@@ -179,7 +179,7 @@ def test_a_bucket_is_written_as_safetensors(learners, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
     learner = learners.open(name)
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
@@ -202,7 +202,7 @@ def test_a_saved_learner_goes_on_bit_for_bit(learners, tmp_path, name):
 CHANGED = {"lr": 2e-3, "weight_decay": 0.3, "betas": (0.5, 0.6), "eps": 1e-3, "momentum": 0.7}
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 def test_a_loaded_optimizer_has_the_settings_of_the_configuration(learners, tmp_path, name):
     learner = learners.open(name)
     learner.train_step(make_batch(LENGTHS))

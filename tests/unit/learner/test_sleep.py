@@ -16,7 +16,7 @@ def device_bytes(learner) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]

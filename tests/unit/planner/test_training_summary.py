@@ -9,9 +9,9 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.planner.training_summary import describe_memory, estimate_memory, with_recompute
+from agentrl.planner.training_summary import FITS, describe_memory, estimate_memory, fit_to_gpu
 
-AS_ON_A_GPU = ["learner.device=cuda", "batch.tokens_per_micro=16384"]
+ON_A_GPU = ["learner.device=cuda"]
 
 
 @pytest.fixture(scope="module")
@@ -22,38 +22,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(120.0, "selective"), (119.0, "full")])
-def test_selective_recomputation_is_chosen_where_it_fits(folder: Path, gib: float, chosen: str) -> None:
-    config, [line] = with_recompute(load_config(None, AS_ON_A_GPU), folder, lambda: int(gib * 2**30))
-    assert config.learner.recompute == chosen
-    assert f"{chosen} (learner.recompute=auto)" in line
+@pytest.mark.parametrize(
+    ("gib", "overrides", "chosen"),
+    [
+        (139.8, [], (16384, "selective", "float32")),
+        (119.0, [], (12288, "selective", "float32")),
+        (79.2, [], (12288, "selective", "8bit")),
+        (79.2, ["batch.tokens_per_micro=8192"], (8192, "selective", "8bit")),
+        (79.2, ["learner.optimizer.state=float32"], (8192, "full", "float32")),
+        (79.2, ["learner.optimizer.name=muon"], (4096, "selective", "float32")),
+        (79.2, ["learner.recompute=full"], (12288, "full", "float32")),
+        (48.0, [], (16384, "full", "8bit")),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen(
+    folder: Path, gib: float, overrides: list[str], chosen: tuple[int, str, str]
+) -> None:
+    config, [line] = fit_to_gpu(load_config(None, [*ON_A_GPU, *overrides]), folder, lambda: int(gib * 2**30))
+    values = config.batch.tokens_per_micro, config.learner.recompute, config.learner.optimizer.state
+    assert values == chosen
+    assert f"batch.tokens_per_micro={chosen[0]} learner.recompute={chosen[1]}" in line
     assert f"of the {gib} of a GPU" in line
+    assert estimate_memory(config, folder)[0].total <= FITS * gib * 2**30
 
 
 @pytest.mark.parametrize(("overrides", "warns"), [([], True), (["learner.cpu_offload=optimizer"], False)])
-def test_what_does_not_fit_with_full_recomputation_is_said(folder: Path, overrides: list[str], warns: bool) -> None:
-    _, lines = with_recompute(load_config(None, [*AS_ON_A_GPU, *overrides]), folder, lambda: 60 << 30)
+def test_what_does_not_fit_in_any_way_is_said(folder: Path, overrides: list[str], warns: bool) -> None:
+    config, lines = fit_to_gpu(load_config(None, [*ON_A_GPU, *overrides]), folder, lambda: 40 << 30)
     assert [line.startswith("warning: ") and "learner.cpu_offload=optimizer" in line for line in lines[1:]] == [
         True
     ] * warns
+    assert config.batch.tokens_per_micro == (4096 if warns else 16384)
 
 
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
-    [([*AS_ON_A_GPU, "learner.recompute=none"], 1), (AS_ON_A_GPU, None), (["learner.device=cpu"], 1)],
+    [
+        (
+            [
+                "learner.device=cuda",
+                "learner.recompute=none",
+                "batch.tokens_per_micro=16384",
+                "learner.optimizer.state=float32",
+            ],
+            1,
+        ),
+        (ON_A_GPU, None),
+        (["learner.device=cpu"], 1),
+    ],
 )
 def test_what_is_set_and_what_is_not_on_a_known_gpu_stays(
     tmp_path: Path, overrides: list[str], gpu: int | None
 ) -> None:
     config = load_config(None, overrides)
-    assert with_recompute(config, tmp_path, lambda: gpu) == (config, [])
+    assert fit_to_gpu(config, tmp_path, lambda: gpu) == (config, [])
 
 
 def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> None:
     of_two, of_context = (
-        estimate_memory(
-            load_config(None, [*AS_ON_A_GPU, "learner.ranks=2", f"learner.context_parallel={size}"]), folder
-        )[0]
+        estimate_memory(load_config(None, [*ON_A_GPU, "learner.ranks=2", f"learner.context_parallel={size}"]), folder)[
+            0
+        ]
         for size in (1, 2)
     )
     assert of_context.activations == pytest.approx(of_two.activations / 2, rel=0.01)
@@ -61,18 +90,18 @@ def test_ranks_of_a_context_have_their_part_of_the_activations(folder: Path) -> 
 
 
 def test_the_estimate_is_that_of_the_backend(folder: Path) -> None:
-    fsdp = estimate_memory(load_config(None, AS_ON_A_GPU), folder)[0]
+    fsdp = estimate_memory(load_config(None, ON_A_GPU), folder)[0]
     two = ["learner.backend=megatron", "learner.ranks=2", "learner.megatron.tensor_model_parallel_size=2"]
-    memory, device = estimate_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
+    memory, device = estimate_memory(load_config(None, [*ON_A_GPU, *two]), folder)
     assert device == "cuda"
     assert memory.weights == pytest.approx(fsdp.weights / 4, rel=1e-3), "bfloat16, and half of all matrices"
-    [line] = describe_memory(load_config(None, [*AS_ON_A_GPU, *two]), folder)
+    [line] = describe_memory(load_config(None, [*ON_A_GPU, *two]), folder)
     assert f"about {memory.total / 2**30:.1f} GiB on each of 2 learner ranks (cuda)" in line
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_critic_rests_on_the_gpus_of_the_policy_or_has_its_own(folder: Path, backend: str) -> None:
-    words = [*AS_ON_A_GPU, f"learner.backend={backend}", "algo.advantage.name=gae", "learner.recompute=full"]
+    words = [*ON_A_GPU, f"learner.backend={backend}", "algo.advantage.name=gae", "learner.recompute=full"]
     apart, shared = (load_config(None, [*words, f"placement.mode={mode}"]) for mode in ("disaggregate", "colocate"))
     alone, together = (estimate_memory(config, folder, folder)[0] for config in (apart, shared))
     assert alone == estimate_memory(apart, folder)[0]
@@ -88,4 +117,4 @@ def test_a_critic_rests_on_the_gpus_of_the_policy_or_has_its_own(folder: Path, b
 
 
 def test_memory_of_another_packages_backend_is_not_estimated(folder: Path) -> None:
-    assert describe_memory(load_config(None, [*AS_ON_A_GPU, "learner.backend=theirs"]), folder) == []
+    assert describe_memory(load_config(None, [*ON_A_GPU, "learner.backend=theirs"]), folder) == []
