@@ -32,6 +32,8 @@ from benchmarks.step_profile import StepProfile, profile_step
 
 _MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows of the square matrices whose product's rate is the measure, by device."""
+_OTHER_TOKENS = 16384
+"""Tokens of a micro-batch of other loops, unless ``batch.tokens_per_micro`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def measure_learner(config: Config, bench: LearnerBench, tell: Callable[[str], N
                 other_config = config.model_copy(update={"learner": learner})
                 yield _measure_agentrl(f"agentrl {name}", other_config, bench, rows, model, best_s, tell)
                 continue
-            loop = OtherLoop(LOOPS[name], model, rows, config.batch.micro_tokens, torch.device(device))
+            tokens = _OTHER_TOKENS if config.batch.tokens_per_micro == "auto" else config.batch.tokens_per_micro
+            loop = OtherLoop(LOOPS[name], model, rows, tokens, torch.device(device))
             yield _measure_steps(name, loop.step, bench, rows, best_s, tell)
             del loop
 

@@ -27,6 +27,8 @@ class LoopOptions:
     """Compile each decoder layer."""
     trl: bool = False
     """The step of TRL's SFTTrainer."""
+    dtype: torch.dtype = torch.float32
+    """Of weights, gradients and moments."""
 
 
 LOOPS = {
@@ -34,8 +36,10 @@ LOOPS = {
     "liger": LoopOptions(liger=True),
     "compiled": LoopOptions(compiled=True),
     "trl": LoopOptions(liger=True, trl=True),
+    "bfloat16": LoopOptions(compiled=True, dtype=torch.bfloat16),
 }
-"""By name. All have float32 weights, autocast to bfloat16, full recomputation, fused AdamW and sorted, padded rows."""
+"""By name. All have autocast to bfloat16, full recomputation, fused AdamW and sorted, padded rows; but for ``bfloat16`` all
+have float32 weights."""
 
 
 def check_loop(name: str) -> None:
@@ -165,11 +169,11 @@ def _load(options: LoopOptions, folder: Path) -> Any:
         log.addFilter(lambda record: "could not be imported" not in record.getMessage())
         kernels: Any = import_module("liger_kernel.transformers")
         return kernels.AutoLigerKernelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, trust_remote_code=False
+            str(folder), dtype=options.dtype, trust_remote_code=False
         )
     from transformers import AutoModelForCausalLM as Model
 
-    return Model.from_pretrained(str(folder), dtype=torch.float32, trust_remote_code=False)
+    return Model.from_pretrained(str(folder), dtype=options.dtype, trust_remote_code=False)
 
 
 def _sorted_groups(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
