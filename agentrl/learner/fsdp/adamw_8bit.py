@@ -64,6 +64,7 @@ class AdamW8bit(Optimizer):
                 if weight.grad is None:
                     continue
                 state, shard, gradient = self.state[weight], local(weight), local(weight.grad)
+                weight.grad = None  # of another dtype than the weight, which compilation does not accept
                 if not state:
                     state.update(_zero_moments(weight))
                 state["step"] += 1
