@@ -66,7 +66,7 @@ class FsdpRank(BackendRank):
             )
         self.optimizers = self._make_optimizers()
         """By policy and number."""
-        self._sums = None
+        self._sums: RoundedGradients | None = None
         if config.optimizer.state == "8bit" and mesh is None:
             self._sums = RoundedGradients(weight for weight in self.model.parameters() if weight.requires_grad)
         self.optimizer_states = OptimizerStates(
