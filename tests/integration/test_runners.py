@@ -260,7 +260,7 @@ def test_a_task_that_always_kills_its_runner_is_dropped_and_a_limit_ends_the_run
                 jobs = TaskJobs(services.config, TaskOrder(TASKS, 0)).groups(range(12))
                 rollouts = await services.runner().run_many(jobs)
                 failed = {rollout.prompt_id for rollout in rollouts if rollout.failure is not None}
-                assert failed >= {"t3", "t5"}
+                assert failed == {"t3", "t5"}, "the last try of what a loss has ended is alone in its runner"
                 assert "runner 0: Walk.step raised ValueError: no such move" in caplog.text, (
                     "the run shows its warnings"
                 )

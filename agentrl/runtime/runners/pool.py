@@ -224,14 +224,23 @@ class RunnerPool:
                 await asyncio.wait_for(group.gone.wait(), _CANCEL_S)
 
     def _dispatch(self) -> None:
-        """Give waiting groups to the processes with the fewest episodes, as far as these have room."""
+        """Give waiting groups to the processes with the fewest episodes, as far as these have room.
+
+        A group whose next loss is its last gets a process alone: what kills processes takes no other group with it then.
+        """
         while self._waiting:
-            runner = min(
-                (runner for runner in self._runners if runner.ready), key=lambda runner: runner.running, default=None
-            )
-            if runner is None or runner.running >= self._share(runner.number):
+            shared = (runner for runner in self._runners if runner.ready and not runner.has_last_try)
+            runner = min(shared, key=lambda runner: runner.running, default=None)
+            is_last_try = self._is_last_try(self._waiting[0])
+            if runner is None or runner.running >= (1 if is_last_try else self._share(runner.number)):
                 return
+            runner.has_last_try = is_last_try
             self._give(self._waiting.popleft(), runner)
+
+    def _is_last_try(self, group: RunnerGroup) -> bool:
+        """Return whether the failure policy drops an episode of a group when it is lost once more."""
+        losses = max((group.losses[job.rollout_id] for job in group.running), default=0)
+        return losses > 0 and losses >= self.failure.config.max_retries
 
     def _give(self, group: RunnerGroup, runner: RunnerProcess) -> None:
         self._connect()
@@ -271,6 +280,7 @@ class RunnerPool:
                 group = self._groups.pop(number)
                 group.gone.set()
                 runner.running -= len(group.running) - group.ended
+                runner.has_last_try = False  # or it had none
                 if group.result.done():
                     pass
                 elif error is not None:
@@ -333,7 +343,7 @@ class RunnerPool:
 
     def _lose_groups(self, runner: RunnerProcess, how: str) -> None:
         """Let the failure policy decide about the episodes of a process that has died."""
-        runner.running = 0
+        runner.running, runner.has_last_try = 0, False
         lost_groups = {number: group for number, group in self._groups.items() if group.runner is runner}
         for number, group in lost_groups.items():
             del self._groups[number]

@@ -64,6 +64,8 @@ class RunnerProcess:
         self.number = number
         self.running = 0
         """Episodes that it has and that have not ended."""
+        self.has_last_try = False
+        """Whether it has one group, and gets no other: it may be what has ended earlier processes."""
         self.last_pulse = _NO_PULSE
         self.heard_at = time.monotonic()
         """When it sent its last message."""
