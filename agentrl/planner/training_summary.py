@@ -24,9 +24,9 @@ FITS = 0.9
 """Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
 
 
-def describe_model(config: Config, folder: Path | None) -> str:
-    """Return a line on the policy: its name, and if it is here its folder and size."""
-    line = f"{'model':<13}{config.model.path}"
+def describe_model(name: str, folder: Path | None) -> str:
+    """Return a line on the policy: its ``model.path``, and if it is here its folder and size."""
+    line = f"{'model':<13}{name}"
     return line if folder is None else f"{line} ({folder}), {count_weights(folder):,} weights"
 
 

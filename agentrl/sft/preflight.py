@@ -111,7 +111,7 @@ def prepare_sft(config: Config) -> SftRun:
     """
     check_sft(config)
     model = resolve_model(config.model.path)
-    lines = [describe_model(config, model), *_check_model(config, model)]
+    lines = [describe_model(config.model.path, model), *_check_model(config, model)]
     resolved, memory_lines = fit_to_gpu(with_rates(_without_reference(config), model, None, "sft"), model)
     run = _open_data(config.model_copy(update={"learner": resolved.learner, "batch": resolved.batch}), model)
     return replace(run, lines=lines + memory_lines + run.lines)
@@ -139,7 +139,7 @@ def plan_sft(config: Config) -> SftPlan:
         check_sft(config)
     with _collect_missing(plan):
         model = resolve_model(config.model.path, fetch=False)
-    plan.lines.append(describe_model(config, model))
+    plan.lines.append(describe_model(config.model.path, model))
     folder = model or shipped_architecture(config.model.path)
     if folder is not None:
         with _collect_missing(plan):

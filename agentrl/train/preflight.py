@@ -116,7 +116,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_placement(config)
     model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
-    model_line = describe_model(config, model)
+    model_line = describe_model(config.model.path, model)
     warnings, training = [], []
     if warning := shipped_policy_warning(config):
         warnings.append(warning)
@@ -200,7 +200,7 @@ def _describe_architecture(config: Config, model: Path) -> list[str]:
     critic = resolve_critic(config.algo, model, fetch=False)
     models = [folder for folder in (model, critic) if folder is not None]
     make_backend(config.learner).check(config.algo, models)
-    check_rope(config, models)
+    check_rope(config.max_tokens, models)
     return describe_memory(config, model, critic)
 
 
@@ -225,7 +225,7 @@ def check_comparisons(config: Config) -> None:
         )
 
 
-def check_rope(config: Config, models: Sequence[Path]) -> None:
+def check_rope(max_tokens: int, models: Sequence[Path]) -> None:
     """Check that positions of a row do not depend on the rows that are packed with it.
 
     Raises:
@@ -233,9 +233,9 @@ def check_rope(config: Config, models: Sequence[Path]) -> None:
     """
     for folder in models:
         limit = read_rope_limit(folder)
-        if limit is not None and config.rollout.max_tokens > limit:
+        if limit is not None and max_tokens > limit:
             raise ConfigError(
-                f"rollout.max_tokens={config.rollout.max_tokens}, and the RoPE of the model in {folder} depends on the longest "
+                f"rollout.max_tokens={max_tokens}, and the RoPE of the model in {folder} depends on the longest "
                 f"of the rows that are computed together if it has more than {limit} tokens; set rollout.max_tokens={limit}, or "
                 "choose another model"
             )
@@ -284,7 +284,7 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
             check_reference(model, critic, CRITIC_KEY)
         models = [folder for folder in (model, critic, reference) if folder is not None]
         make_backend(config.learner).check(config.algo, models)
-        check_rope(config, models)
+        check_rope(config.max_tokens, models)
         check_teachers(config.algo.distillation, model, fetch=fetch)
     return model
 
