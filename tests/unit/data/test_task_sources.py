@@ -23,7 +23,7 @@ from agentrl.data.task_sources import (
     read_splits,
     with_source_ids,
 )
-from agentrl.runtime.services import JoinedCorpora
+from agentrl.runtime.tool_servers import JoinedCorpora
 
 WEIGHTS = st.lists(st.sampled_from([0.1, 0.25, 1.0, 2.0, 3.0, 7.5]), min_size=1, max_size=4)
 

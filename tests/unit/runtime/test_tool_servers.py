@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import ToolServerError
-from agentrl.runtime.services import StartedServer
+from agentrl.runtime.tool_servers import StartedServer
 
 
 class FakeProcess:
