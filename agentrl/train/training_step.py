@@ -165,7 +165,7 @@ class TrainingStep:
         """
         counted = optimizer_step.counted.difference(computed)
         return pack(
-            self.rows(counted),
+            [row for row in self.groups.rows if row.key.rollout_id in counted],
             self.settings.packing,
             self.signals,
             policy=optimizer_step.policy,
