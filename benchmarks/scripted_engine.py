@@ -20,6 +20,8 @@ _OUTPUTS = 16
 """Different outputs of one length."""
 _LONGEST_PROMPT = 2**20
 """Tokens of the longest prompt, as the engine reports it."""
+_LARGEST_BODY = 2**32
+"""Bytes of a request, which may have a bucket of weights."""
 
 
 class ScriptedSampler:
@@ -69,6 +71,8 @@ class _Server:
 
     def __init__(self, sampler: ScriptedSampler) -> None:
         self._sampler = sampler
+        self._version = "default"
+        """Of the weights that were sent last."""
         self._written: dict[tuple[int, int], bytes] = {}
         """Ids and log-probabilities as JSON by length and number."""
 
@@ -93,7 +97,7 @@ class _Server:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": tokens,
             "cached_tokens": 0,
-            "weight_version": "default",
+            "weight_version": self._version,
             "input_token_logprobs": [],
             "total_retractions": 0,
             "e2e_latency": 1.0,
@@ -101,8 +105,11 @@ class _Server:
         return _json(self._output(tokens, number) + orjson.dumps(meta)[1:] + b"}")
 
     async def answer_other(self, request: web.Request) -> web.Response:
-        """Answer all other endpoints."""
-        return _json(orjson.dumps({"success": True, "max_req_input_len": _LONGEST_PROMPT}))
+        """Answer all other endpoints. Weights are dropped; their version is that of the turns that follow."""
+        body = await request.read()
+        self._version = orjson.loads(body or b"{}").get("weight_version", self._version)
+        state = {"max_req_input_len": _LONGEST_PROMPT, "tp_size": 1, "weight_version": self._version}
+        return _json(orjson.dumps({"success": True, **state}))
 
 
 def _json(body: bytes) -> web.Response:
@@ -112,7 +119,7 @@ def _json(body: bytes) -> web.Response:
 def make_app(sampler: ScriptedSampler) -> web.Application:
     """Return the server of a sampler."""
     server = _Server(sampler)
-    app = web.Application(client_max_size=2**26)
+    app = web.Application(client_max_size=_LARGEST_BODY)
     app.router.add_post("/generate", server.generate)
     app.router.add_route("*", "/{path:.*}", server.answer_other)
     return app

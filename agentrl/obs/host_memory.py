@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -128,20 +129,24 @@ def grows(values: list[float]) -> bool:
 
 
 def process_memory() -> dict[str, int]:
-    """Return the bytes of this process and its descendants, by kind; this process is the ``trainer``."""
+    """Return the bytes of this process and its descendants, by kind."""
+    sizes: Counter[str] = Counter()
+    for kind, process in processes_by_kind():
+        with suppress(psutil.Error):  # it has ended
+            memory = process.memory_info()
+            sizes[kind] += memory.rss - getattr(memory, "shared", 0)
+    return dict(sizes)
+
+
+def processes_by_kind() -> Iterator[tuple[str, psutil.Process]]:
+    """Yield this process, which is the ``trainer``, and its descendants, with their kinds."""
     this_process = psutil.Process()
     kinds = {this_process.pid: "trainer"}
-    sizes: Counter[str] = Counter()
-    for process in (this_process, *this_process.children(recursive=True)):  # parents come first
-        try:
-            with process.oneshot():
-                if process.pid != this_process.pid:
-                    kinds[process.pid] = process_kind(process.cmdline(), kinds.get(process.ppid(), "other"))
-                memory = process.memory_info()
-                sizes[kinds[process.pid]] += memory.rss - getattr(memory, "shared", 0)
-        except psutil.Error:
-            continue  # it has ended
-    return dict(sizes)
+    yield "trainer", this_process
+    for process in this_process.children(recursive=True):  # parents come first
+        with suppress(psutil.Error):  # it has ended
+            kinds[process.pid] = process_kind(process.cmdline(), kinds.get(process.ppid(), "other"))
+            yield kinds[process.pid], process
 
 
 def process_kind(words: Iterable[str], parent: str) -> str:

@@ -245,6 +245,12 @@ class StartLines:
             self._print(f"{text}: {ended_at - wait.since:.1f} s")
 
 
+STEP_PHASES = ("rollout", "score", "teachers", "pack", "wake", "train", "record", "sync", "sleep", "snapshot")
+"""Phases that divide a training step: none runs during another."""
+PAUSES = ("log", "save", "eval_wait")
+"""Phases of the time between a step and the one before."""
+
+
 class Stopwatch:
     """Adds up seconds by phase: ``with watch("rollout"): …`` adds to ``time/rollout_s``. A phase may have parts."""
 
@@ -263,3 +269,8 @@ class Stopwatch:
     def metrics(self) -> dict[str, float]:
         """Return ``time/PHASE_s`` for each phase."""
         return {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+
+    def step_metrics(self, step_s: float) -> dict[str, float]:
+        """Return `metrics` of a step that took ``step_s`` seconds, and as ``time/other_s`` what is in no phase."""
+        phases_s = sum(self.seconds.get(name, 0.0) for name in STEP_PHASES)
+        return self.metrics() | {"time/step_s": step_s, "time/other_s": step_s - phases_s}

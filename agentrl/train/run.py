@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkp
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.run_end import recorded_end
+from agentrl.obs.trackers import Tracker
 from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import fit_to_gpu
 from agentrl.runtime.interrupt import Interrupt
@@ -52,6 +53,7 @@ async def _train(
     replay: Path | None,
     interrupt: Interrupt,
     on_loaded: Callable[[], None],
+    trackers: Sequence[Tracker],
 ) -> Trainer:
     """Start the services, train to the end, end the services, and return the finished trainer.
 
@@ -71,7 +73,7 @@ async def _train(
         estimators = RunEstimators(config.algo.by_source)
         estimators.load_state(state["estimators"])
         view.total = source.steps
-        metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, traces))
+        metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, [*traces, *trackers]))
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
         evaluated, score = state["evaluated"], state.get("score")
         trainer = Trainer(
@@ -141,6 +143,7 @@ async def run_training(
     replay: Path | None = None,
     contents: Mapping[str, str] = MappingProxyType({}),
     discard: bool = False,
+    trackers: Sequence[Tracker] = (),
 ) -> None:
     """Train, and print a summary at the end.
 
@@ -151,6 +154,7 @@ async def run_training(
         replay: a file of rollouts or a run's folder to train on in place of sampling.
         contents: checksums of the tasks and the model; see `agentrl.data.task_sources` and `agentrl.models.resolve`.
         discard: sample again what the journal has after the checkpoint.
+        trackers: receive the metrics, beside those of the configuration.
 
     Raises:
         ConfigError: another process uses the folder, a new run would overwrite an older one, or what was recorded was made
@@ -189,7 +193,7 @@ async def run_training(
                     begin()
                     save_config(saved_config, folder)
 
-                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded)
+                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded, trackers)
         except CheckpointError as error:
             raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

@@ -56,6 +56,8 @@ class Trainer:
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     _warned: set[str] = field(default_factory=set, init=False)
+    _between_steps: Stopwatch = field(default_factory=Stopwatch, init=False)
+    """Measures what follows the last step."""
 
     @property
     def source(self) -> RolloutSource:
@@ -81,7 +83,8 @@ class Trainer:
         while not enough and not self._is_finished():
             await self._step()
             self.checkpoints.check()
-            enough = await self.evaluations.after(self.step, last=self._is_finished())
+            with self._between_steps("eval_wait"):
+                enough = await self.evaluations.after(self.step, last=self._is_finished())
             if (save_every and self.step % save_every == 0) or await self._may_be_best():
                 await self._save()
 
@@ -91,16 +94,20 @@ class Trainer:
         training_step, rollouts, metrics = await self.steps.train(self.step, self.position, watch)
         self.step, self.position = self.step + 1, rollouts.position
         await self.steps.finish(training_step, watch)
-        await self.source.on_step_trained(self.step, mean_advantages(training_step.advantages))
+        with watch("record"):
+            await self.source.on_step_trained(self.step, mean_advantages(training_step.advantages))
         try:
             await self._sync_weights(watch)
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
+            with watch("record"):
+                sampled_s = watch.seconds["rollout"] if self.source.samples and rollouts.sampled else None
+                metrics |= training_step.metrics(sampled_s) | self.source.metrics() | self.steps.estimators.metrics()
+                metrics |= self.monitor() | {"train/version": float(self.step)} | self._between_steps.metrics()
             seconds = time.perf_counter() - start
             self.spent_s += seconds
-            times = watch.metrics() | {"time/step_s": seconds}
-            sampled_s = times["time/rollout_s"] if self.source.samples and rollouts.sampled else None
-            metrics |= training_step.metrics(sampled_s) | self.source.metrics() | self.steps.estimators.metrics()
-            self._log(training_step, metrics | self.monitor() | {"train/version": float(self.step)} | times)
+            self._between_steps = Stopwatch()
+            with self._between_steps("log"):
+                self._log(training_step, metrics | watch.step_metrics(seconds))
 
     def _log(self, training_step: TrainingStep, metrics: Mapping[str, float]) -> None:
         """Log the metrics and rollouts of the step that has ended, and print warnings about them."""
@@ -164,7 +171,7 @@ class Trainer:
         await self._finish_save()
         state = self.state()
         self.view.phase("save")
-        with waiting(PHASE, f"step {self.step}", "save"):
+        with self._between_steps("save"), waiting(PHASE, f"step {self.step}", "save"):
             if self.saved == self.step:
                 self.checkpoints.save_state(self.step, state)
             else:
@@ -173,7 +180,7 @@ class Trainer:
 
     async def _finish_save(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
-        with waiting(PHASE, f"step {self.step}", "save"):
+        with self._between_steps("save"), waiting(PHASE, f"step {self.step}", "save"):
             try:
                 await asyncio.to_thread(self.checkpoints.finish)
             except Exception:

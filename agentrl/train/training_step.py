@@ -354,9 +354,10 @@ class StepTrainer:
         self.view.phase("rollout")
         with watch("rollout"), waiting(PHASE, name, "rollout"):
             rollouts = await self.source.get_rollouts(step + 1, position, early.add if early else None)
-        if step == 0:
-            self._show_best(rollouts.rollouts)
         self.view.phase("learn")
+        with watch("record"):
+            if step == 0:
+                self._show_best(rollouts.rollouts)
         training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts)
         training_step.scores = await self._score(training_step, early, watch)
 
@@ -378,13 +379,15 @@ class StepTrainer:
                     trained.append({**batch.metrics, **await asyncio.to_thread(self.learner.train_step, batch)})
                     self.optimizer_steps += 1
             if trained:
-                metrics |= merge_metrics(trained) | policy_metrics([batch.policy for batch in batches], trained)
+                with watch("record"):
+                    metrics |= merge_metrics(trained) | policy_metrics([batch.policy for batch in batches], trained)
         metrics = metrics or {"train/skipped": 1.0}
         return training_step, rollouts, metrics if early is None else metrics | early.metrics()
 
     async def _score(self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch) -> StepScores:
         """Return the scores of the rollouts before the first optimizer step: the learner's, then the teachers'."""
-        groups = training_step.groups if early is None else group_rollouts(early.remaining(training_step.rollouts))
+        with watch("pack"):
+            groups = training_step.groups if early is None else group_rollouts(early.remaining(training_step.rollouts))
         scores, name = StepScores(), f"step {training_step.step + 1}"
         if groups.rollouts_N and self.settings.needs_scores:
             await self.source.release_gpus_for_training(self.learner, watch)
@@ -411,10 +414,12 @@ class StepTrainer:
     async def finish(self, training_step: TrainingStep, watch: Stopwatch) -> None:
         """Update the estimators after the optimizer steps, and every ``algo.reference_steps`` steps the reference."""
         self.optimizer_steps, steps = 0, self.settings.algo.reference_steps
-        self.estimators.update(training_step.advantage_inputs())
+        with watch("train"):
+            self.estimators.update(training_step.advantage_inputs())
         if steps and (training_step.step + 1) % steps == 0:
             await self.source.release_gpus_for_training(self.learner, watch)
-            await asyncio.to_thread(self.learner.update_reference)
+            with watch("train"):
+                await asyncio.to_thread(self.learner.update_reference)
 
     def _show_best(self, rollouts: Sequence[Rollout]) -> None:
         if rollouts:

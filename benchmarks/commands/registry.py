@@ -6,9 +6,10 @@ import argparse
 from types import ModuleType
 
 from agentrl.obs.console import make_console
-from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, runners, sandbox, view, weights
+from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, runners, sandbox, step, view, weights
 
 BENCHMARKS: dict[str, ModuleType] = {
+    "step": step,
     "rollout": rollout,
     "efficiency": efficiency,
     "runners": runners,

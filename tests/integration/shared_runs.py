@@ -21,6 +21,7 @@ from agentrl.core.registry import make_tasks, tool_service
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 from agentrl.models.resolve import resolve_model
+from agentrl.obs.progress import STEP_PHASES
 from agentrl.toolserver.launch import ToolServerProcess, launch_tool
 
 COMMAND_LINE = "agentrl.cli.main:main"
@@ -206,3 +207,12 @@ def gone(processes: list[psutil.Process], timeout: float = 5) -> list[psutil.Pro
 def metrics(folder: Path) -> list[dict[str, float]]:
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def assert_phases_add_up(folder: Path) -> None:
+    """Assert that the phases of each step after the first are at least 98% of it, and no more than all of it."""
+    rows = [row for row in metrics(folder) if "train/reward" in row][1:]
+    assert rows
+    for row in rows:
+        phases_s = sum(row.get(f"time/{name}_s", 0.0) for name in STEP_PHASES)
+        assert 0.98 * row["time/step_s"] <= phases_s <= row["time/step_s"] + 1e-6, row

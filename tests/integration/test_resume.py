@@ -20,7 +20,7 @@ import torch
 import yaml
 from killed_run import KILL_AT, MOMENTS
 from safetensors.torch import load_file
-from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, metrics
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, assert_phases_add_up, metrics
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -147,6 +147,7 @@ def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tm
     sampled = [row for row in steps if "rollout/from_journal" not in row]
     assert all(0 < row["time/pause_s"] < row["time/sync_s"] for row in sampled)
     assert all(0 <= row["async/early_share"] <= 1 for row in steps)
+    assert_phases_add_up(folder)
     state = read_journal(folder)
     assert state is not None
     assert (state.faults(), state.waiting, state.begins, state.trained) == ([], [], 2, 4)

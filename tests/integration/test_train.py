@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from shared_runs import SMALL, Running, agentrl, gone, here, metrics
+from shared_runs import SMALL, Running, agentrl, assert_phases_add_up, gone, here, metrics
 
 from agentrl.config.load import load_config
 from agentrl.core.types import StopReason
@@ -173,6 +173,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
             "time/score_s",
             "time/sleep_s",
             "time/wake_s",
+            "time/snapshot_s",
         ),
         *("train/value_loss", "train/value_mean", "train/value_explained_variance", "train/value_clip_fraction"),
         "train/value_grad_norm",
@@ -228,6 +229,10 @@ def test_idle_time_is_that_of_the_phases(trained: tuple[Path, str]) -> None:
         assert causes == pytest.approx(row["engine_idle/total"])
         assert 0 < row["engine_idle/learner"] <= 1.001 - row["learner_idle/total"]
         assert row["host_memory/total_gib"] > row["host_memory/trainer_gib"] > 0.05
+
+
+def test_the_phases_of_a_step_add_up_to_it(trained: tuple[Path, str]) -> None:
+    assert_phases_add_up(trained[0])
 
 
 def _filled(name: str, names: Mapping[str, Sequence[str]]) -> list[str]:

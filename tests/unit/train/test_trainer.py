@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,3 +316,38 @@ def test_a_signal_is_acknowledged_while_the_learner_works(tmp_path: Path) -> Non
         asyncio.run(train())
     assert len(lines) == 1
     assert saved_state(tmp_path)["step"] == 1
+
+
+def test_all_that_a_step_waits_for_is_in_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances only in what the trainer calls."""
+    clock_s = 0.0
+
+    def advance(seconds: float) -> None:
+        nonlocal clock_s
+        clock_s += seconds
+
+    class SlowLearner(FakeLearner):
+        def train_step(self, batch: GlobalBatch) -> dict[str, float]:
+            advance(100)
+            return super().train_step(batch)
+
+        def save(self, folder: Path) -> None:
+            advance(7)
+            super().save(folder)
+
+    def get_monitored() -> dict[str, float]:
+        advance(20)
+        return {}
+
+    run = trainer(tmp_path, config("train.save_every=1", "train.eval_every=0"), SlowLearner())
+
+    async def on_step_trained(source: Engines, step: int, advantages: Mapping[str, float]) -> None:
+        advance(3)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s)
+    monkeypatch.setattr(Engines, "on_step_trained", on_step_trained)
+    run.monitor = get_monitored
+    asyncio.run(run.run())
+    for row in steps(tmp_path):
+        times = {key: row.get(f"time/{key}_s", 0.0) for key in ("train", "record", "other", "step", "save")}
+        assert times == {"train": 100, "record": 23, "other": 0, "step": 123, "save": 7 * (row["step"] > 1)}
