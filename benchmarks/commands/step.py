@@ -9,11 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Table
 
 from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.core.errors import ConfigError
-from benchmarks.commands.output import open_table
 
 if TYPE_CHECKING:
     from benchmarks.whole_step import StepTimes
@@ -59,12 +60,13 @@ def print_times(console: Console, times: Sequence[StepTimes]) -> None:
     count, wall_s = len(times), sum(step.wall_s for step in times)
     seconds = _totals([step.phases() for step in times])
     cpu_s = _totals([step.cpu_s for step in times])
-    with open_table(console, "", "phase", "s a step", "share", "tenths") as (table, _):
-        for phase, phase_s in seconds.items():
-            share = phase_s / wall_s
-            if phase_s or phase.startswith("other"):
-                table.add_row(phase, f"{phase_s / count:.3f}", f"{share:.1%}", "#" * round(10 * share))
-        table.add_row("whole step", f"{wall_s / count:.3f}", "100%", "")
+    table = Table("phase", "s a step", "share", "tenths", box=SIMPLE)
+    for phase, phase_s in seconds.items():
+        share = phase_s / wall_s
+        if phase_s or phase.startswith("other"):
+            table.add_row(phase, f"{phase_s / count:.3f}", f"{share:.1%}", "#" * round(10 * share))
+    table.add_row("whole step", f"{wall_s / count:.3f}", "100%", "")
+    console.print(table)
     processes = ", ".join(
         f"{kind} {used_s / count:.2f}" for kind, used_s in sorted(cpu_s.items(), key=lambda item: -item[1])
     )
