@@ -52,6 +52,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             settings |= scripted_settings(exits, folder, resolve_config(arguments), arguments.scripted)
         times: list[StepTimes] = []
         run_steps(resolve_config(arguments, settings), console, times.append)
+    if not times:
+        raise ConfigError(
+            "the run ended with its first step, which is not measured: unset train.minutes and train.stop_at"
+        )
     print_times(console, times)
 
 
