@@ -13,6 +13,7 @@ def rows(text: str, width: int) -> list[list[str]]:
     return [line for line in lines if len(line) >= width and (line[0] == "tiny" or line[0].isdigit())]
 
 
+@pytest.mark.long
 def test_weights_by_every_transport_that_a_cpu_has(capsys: pytest.CaptureFixture[str]) -> None:
     """Checksums tell that the engine has what the learner had, by each of them."""
     options = "--sizes tiny --buckets 1,4 --repeats 1"
@@ -43,6 +44,7 @@ def test_efficiency_with_the_embedded_engine(capsys: pytest.CaptureFixture[str])
     assert min(map(float, ratios.groups())) > 0
 
 
+@pytest.mark.long
 def test_runners_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     options = "--runners 0,1 --episodes 8 --concurrency 8 --turns 2 --new-tokens 8 --prompt-tokens 24"
     code = main(["bench", "runners", *options.split(), "--observation-tokens", "8"])
