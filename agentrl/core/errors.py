@@ -21,7 +21,7 @@
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
-    ├── RunnerError                a runner process that does not start, or died too often
+    ├── RunnerError                a runner process that does not start, fails, or died too often
     ├── LearnerError               a learner that failed
     │   ├── ProvenanceError        a batch that would train on tokens that no engine sampled
     │   └── UngradedError          rollouts that would be trained without a reward
@@ -142,7 +142,7 @@ class ToolServerError(AgentrlError):
 
 
 class RunnerError(AgentrlError):
-    """A runner process that does not start, or died too often."""
+    """A runner process that does not start, fails, or died too often."""
 
 
 class LearnerError(AgentrlError):

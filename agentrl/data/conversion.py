@@ -186,7 +186,7 @@ def make_messages(row: Row, column: str, key: str) -> tuple[Message, ...]:
         key: the configuration key that names the column, for messages.
 
     Raises:
-        ConfigError: the row lacks it, or it has no messages, or one that cannot be used.
+        ConfigError: the row lacks it, or it has no messages, or a message that cannot be used.
     """
     value, where = row.get(column, key), f"{row.location}: {column!r} ({key})"
     messages = _messages_of_text(value) if isinstance(value, str) else value

@@ -64,7 +64,7 @@ def split_records(data: bytes, *, may_be_torn: bool = False) -> list[bytes]:
 
     Args:
         data: of the file.
-        may_be_torn: leave out an incomplete last record, as a process leaves one that is killed.
+        may_be_torn: leave out an incomplete last record, which a killed process may leave.
 
     Raises:
         ValueError: another record begins with other bytes than one does, or the last is incomplete.

@@ -59,13 +59,13 @@ async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", na
         for index, next_index in zip(turn_indices, [*turn_indices[1:], len(messages)], strict=True):
             turn, new = messages[index], messages[index + 1 : next_index]
             ids = renderer.write_turn(state.messages, turn, new, chat.tools)
-            said = await conversation.sample()
-            assert said is not None, "there are no limits"
+            sampled = await conversation.sample()
+            assert sampled is not None, "there are no limits"
             if not chat.tools and turn.tool_calls:
-                said = replace(said, tool_calls=renderer.parse(ids, prompt_ids=state.prompt_ids).tool_calls)
+                sampled = replace(sampled, tool_calls=renderer.parse(ids, prompt_ids=state.prompt_ids).tool_calls)
             if turn.tool_calls:
-                said = replace(said, tool_calls=_named_calls(turn.tool_calls, said.tool_calls, index))
-            conversation.answer(said, _link_results(turn, said, new), over=next_index == len(messages))
+                sampled = replace(sampled, tool_calls=_named_calls(turn.tool_calls, sampled.tool_calls, index))
+            conversation.answer(sampled, _link_results(turn, sampled, new), over=next_index == len(messages))
     except (ConversationError, TaskError) as error:
         raise ConfigError(f"{chat.location}: {error}") from error
     return [row for row in state.trajectory.rows(name, name) if row.mask.any()]
@@ -93,15 +93,15 @@ def _named_calls(calls: Sequence[ToolCall], read: Sequence[ToolCall], index: int
     )
 
 
-def _link_results(turn: Message, said: Message, new: Sequence[Message]) -> list[Message]:
+def _link_results(turn: Message, sampled: Message, new: Sequence[Message]) -> list[Message]:
     """Return the messages after a turn with the ids of its calls in tool results: of the call they name, else in order."""
     numbers = {call.id: number for number, call in enumerate(turn.tool_calls) if call.id}
     linked, results = [], 0
     for message in new:
         if message.role == "tool":
             number, results = numbers.get(message.tool_call_id or "", results), results + 1
-            if number < len(said.tool_calls):
-                message = replace(message, tool_call_id=said.tool_calls[number].id)
+            if number < len(sampled.tool_calls):
+                message = replace(message, tool_call_id=sampled.tool_calls[number].id)
         linked.append(message)
     return linked
 
@@ -258,8 +258,7 @@ class Chats(SftData):
         config: of the run.
         make_renderer: builds the renderer, once in each process.
         file: the chats.
-        steps: number of steps; every chat is in one of them before it is in a second one.
-        count: chats in all steps together, if the last has fewer.
+        count: chats in all steps together; every chat is in one step before it is in a second one.
         shuffled: a new order in each epoch, by ``sft.seed``; else that of the file.
     """
 

@@ -2,7 +2,7 @@
 
 Rounding to the nearest number would hold a moment where it is: in 8 bits neighbours are 6 to 12% apart, and a step changes the
 root of the second moment by some 2%. Stochastic rounding takes one of both neighbours, with probabilities that make the
-expectation exact. Its noise is a function of the step and the place, so that a resumed run rounds as one that went on.
+expectation exact. Its noise is a function of the step and the place, so that a resumed run rounds as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _seeds(steps: int, count: int, device: torch.device) -> torch.Tensor:
 def _factors(
     steps: int, lr: float, beta_1: float, beta_2: float, eps: float, decay: float, *, device: torch.device
 ) -> torch.Tensor:
-    """Return what the kernels need, on the device: numbers in their code would be compiled anew for every step."""
+    """Return what the kernels need, on the device: numbers in their code would be compiled again for every step."""
     numbers = (beta_1, beta_2, lr / (1 - beta_1**steps), (1 - beta_2**steps) ** -0.5, eps, 1 - lr * decay)
     return torch.tensor(numbers, dtype=torch.float32, device=device)
 

@@ -47,7 +47,7 @@ _ROUNDING, _ROUNDING_BFLOAT16 = 1e-4, 0.1
 
 
 _FAULTS_OF_MACHINES = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
-"""RuntimeErrors that no architecture causes; gloo has none of its own."""
+"""RuntimeErrors that no architecture causes; gloo raises plain ones."""
 
 
 def load_policy(

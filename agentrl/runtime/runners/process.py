@@ -20,6 +20,7 @@ import uvloop
 from typing_extensions import override
 
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
+from agentrl.core.errors import AgentrlError, RunnerError
 from agentrl.core.types import Rollout
 from agentrl.episode.runner import EpisodeRunner, EpisodeSlots, SamplingChange
 from agentrl.inference.client.segments import Vocabulary
@@ -52,6 +53,8 @@ from agentrl.runtime.runners.messages import (
     read_from_run,
 )
 from agentrl.runtime.tool_servers import ToolServers
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -188,8 +191,11 @@ class RunnerServer:
             order = [numbers[id(rollout)] for rollout in rollouts]
         except asyncio.CancelledError:
             pass
-        except Exception as raised:
+        except AgentrlError as raised:
             error = raised
+        except Exception as raised:  # the run's process may not have its class
+            _log.exception("episodes of task %s", group.jobs[0].task.id)
+            error = RunnerError(f"episodes of task {group.jobs[0].task.id!r}: {type(raised).__name__}: {raised}")
         self._send(GroupEnded(group.group, order, error))
 
     async def _send_pulses(self) -> None:
@@ -228,10 +234,8 @@ async def _main(descriptor: int) -> None:
 def main() -> None:
     """Serve the socket whose file descriptor is the argument."""
     exit_with_parent()
-    for ending_signal in (
-        signal.SIGINT,
-        *ENDING_SIGNALS,
-    ):  # they may reach all processes of a run: its own one ends this
+    # They may reach all processes of a run: the run's process ends this one.
+    for ending_signal in (signal.SIGINT, *ENDING_SIGNALS):
         signal.signal(ending_signal, signal.SIG_IGN)
     raise_file_limit()
     uvloop.run(_main(int(sys.argv[1])))  # a sixth less CPU time a turn than asyncio's loop
