@@ -278,6 +278,9 @@ def _serve(address: str, modules: Sequence[str]) -> Request:
             else:
                 client, _ = listener.accept()
                 request = _receive(client)
+                if request is None:
+                    client.close()
+                    continue
                 _preload(modules)
                 pid = os.fork()
                 if pid == 0 and request.orphan and (own_fork := os.fork()):
@@ -303,11 +306,16 @@ def _serve(address: str, modules: Sequence[str]) -> Request:
                 poller.register(watched, select.POLLIN)
 
 
-def _receive(client: socket.socket) -> Request:
+def _receive(client: socket.socket) -> Request | None:
+    """Return the request of a client; None: it ended before it had sent it."""
     length, files, _, _ = socket.recv_fds(client, _LENGTH, 16)
-    data = b""
-    while len(data) < int.from_bytes(length, "big"):
-        data += client.recv(1 << 16)
+    data, size = b"", int.from_bytes(length, "big")
+    while len(data) < size and (received := client.recv(1 << 16)):
+        data += received
+    if not data or len(data) < size:
+        for file in files:
+            os.close(file)
+        return None
     fields = json.loads(data)
     return Request(**fields | {"files": dict(zip(map(int, fields["files"]), files, strict=True))})
 

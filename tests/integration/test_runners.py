@@ -73,12 +73,17 @@ class Engine:
         self.requests = 0
         self.held = asyncio.Event()
         self.held.set()
+        self.first_released = asyncio.Event()
+        """The first request waits for it, the others do not."""
+        self.first_released.set()
         self.calls: list[str] = []
         """Other endpoints, in order."""
 
     async def generate(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
         self.requests += 1
+        if self.requests == 1:
+            await self.first_released.wait()
         await self.held.wait()
         sampling, ids = body["sampling_params"], body["input_ids"]
         rng = random.Random(zlib.crc32(json.dumps([ids, sampling["sampling_seed"], sampling["temperature"]]).encode()))
@@ -233,14 +238,14 @@ def test_a_run_that_is_cut_goes_on_in_a_runner_with_the_same_rollouts(tmp_path: 
         ):
             journal, done = Journal(folder).begin(), list[str]()
             scheduler = scheduler_of(services, journal, done)
+            engine.first_released.clear()
             taking = asyncio.create_task(scheduler.take())
             await until(lambda: bool(done))
-            engine.held.clear()
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
             await scheduler.aclose()
             journal.close()
-            engine.held.set()
+            engine.first_released.set()
             return done
 
     expected = asyncio.run(sample(0, tmp_path / "one"))
