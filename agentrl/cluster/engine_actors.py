@@ -21,9 +21,9 @@ from agentrl.inference.launch.processes import EngineProcess
 
 _POLL_S = 0.2
 """Seconds between two checks whether a process is alive."""
-_ANSWER_S = 30.0
+ANSWER_S = 30.0
 """Time limit of calls that a host answers at once."""
-_HOST_S = 120.0
+HOST_S = 120.0
 """Time limit of a host's start."""
 
 
@@ -87,15 +87,15 @@ class RayEngine:
             try:
                 words = ray.get(self._ended)
             except RayError as error:
-                words = f"the process that held the engine at {self.url} is gone: {_first_line(error)}"
+                words = f"the process that held the engine at {self.url} is gone: {first_line(error)}"
             raise EngineError(words)
 
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of the engine's log, or why they cannot be read."""
         try:
-            return str(ray.get(self._host.log_tail.remote(lines), timeout=_ANSWER_S))
+            return str(ray.get(self._host.log_tail.remote(lines), timeout=ANSWER_S))
         except RayError as error:
-            return f"(it cannot be read: {_first_line(error)})"
+            return f"(it cannot be read: {first_line(error)})"
 
     def stop(self) -> None:
         """End the engine."""
@@ -107,7 +107,7 @@ class RayEngine:
 
     def _end(self, method: Any) -> None:
         try:
-            ray.get(method.remote(), timeout=_ANSWER_S)
+            ray.get(method.remote(), timeout=ANSWER_S)
         except RayActorError:
             pass  # its engine ended with it
         except GetTimeoutError:
@@ -147,15 +147,15 @@ class RayLauncher(Launcher):
                 f"engine-{number}: Ray has not started it in time; `ray status` shows what is free"
             ) from error
         except RayError as error:
-            raise EngineError(f"engine-{number}: {_first_line(error)}") from error
+            raise EngineError(f"engine-{number}: {first_line(error)}") from error
 
     def _launch(self, number: int) -> RayEngine:
         spec, placement = self._spec, self._placement
         host = self._host(number)
-        location: ActorLocation = _result(host.__ray_call__.remote(actor_location), _HOST_S)
+        location: ActorLocation = wait_result(host.__ray_call__.remote(actor_location), HOST_S)
         address = placement.address(location)
         start = host.start.remote(spec, number, address, self._shared_gpus(number) or location.gpus)
-        url, pid = _result(start, spec.config.start_timeout_s + _ANSWER_S)
+        url, pid = wait_result(start, spec.config.start_timeout_s + ANSWER_S)
         log = str(spec.logs / f"engine-{number}.log") + (
             "" if address in (LOOPBACK, placement.here) else f" on {address}"
         )
@@ -177,7 +177,7 @@ class RayLauncher(Launcher):
         return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[number] for gpu in rank.gpus)
 
 
-def _result(reference: Any, timeout_s: float) -> Any:
+def wait_result(reference: Any, timeout_s: float) -> Any:
     """Return the result of an actor's call. An actor that waits for a dead Ray neither starts nor fails.
 
     Raises:
@@ -205,5 +205,6 @@ def _portable(spec: EngineSpec, *, colocated: bool) -> EngineSpec:
     return replace(spec, config=config, model=spec.model.absolute(), logs=spec.logs.absolute())
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -45,7 +45,7 @@ class ReservedPlacement:
         self._machines = _machines()
         self.here = self._machines[ray.get_runtime_context().get_node_id()]
         """The address of this machine."""
-        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+        nodes = {*placement_group_table(group)["bundles_to_node_id"].values(), *self.runner_nodes()}
         self._alone = {self._machines[node] for node in nodes} == {self.here}
 
     @classmethod
@@ -104,6 +104,19 @@ class ReservedPlacement:
             self._machines = _machines()
         machine = self._machines[location.node]
         return LOOPBACK if self._alone and machine == self.here else machine
+
+    def runner_nodes(self) -> list[str]:
+        """Return Ray's ids of the machines that runner processes are started on: those that live and have CPUs, in a fixed order.
+
+        Empty if all are on this one, see `Layout.has_runners`.
+        """
+        nodes = _nodes() if self.layout.has_runners else []
+        return sorted(node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("CPU"))
+
+    @property
+    def spreads_runners(self) -> bool:
+        """Whether runner processes are on other machines than this one, too."""
+        return any(self._machines[node] != self.here for node in self.runner_nodes())
 
     def close(self) -> None:
         """Remove the placement group, which ends its actors; end Ray if it was started for the run."""

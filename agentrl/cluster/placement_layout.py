@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.ray_address import learner_device, running_address
 from agentrl.config.engine_checks import check_placement as check_placement_keys
+from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
 from agentrl.core.errors import MissingError
 
@@ -34,6 +35,8 @@ class Layout:
     """The bundle of each of the critic's ranks, if there is a critic."""
     critic_needs: Resources = field(default_factory=dict)
     """The resources that a rank of the critic takes from its bundle: no GPU if it shares that of a rank of the learner."""
+    has_runners: bool = False
+    """Whether runner processes may be on all machines. The program of ``sampler.router=sglang`` is on this one alone."""
 
     @property
     def total(self) -> Resources:
@@ -57,6 +60,7 @@ def lay_out(config: Config, device: str) -> Layout:
     """
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     critics = workers if needs_critic(config.algo) else 0
+    has_runners = runner_count(config) > 0 and not config.sampler.has_router_program
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.shares_gpus:
         shared = engines * gpus_per_engine
@@ -69,7 +73,7 @@ def lay_out(config: Config, device: str) -> Layout:
         ranks = tuple(
             index // gpus_per_engine if index < shared else engines + index - shared for index in range(workers)
         )
-        return Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
+        return Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic, has_runners)
     engine = {"GPU": gpus_per_engine} if config.sampler.device == "cuda" else {"CPU": gpus_per_engine}
     bundles = [rank] * workers + [engine] * engines + [rank] * critics
     critic_bundles = tuple(range(workers + engines, len(bundles)))
@@ -81,6 +85,7 @@ def lay_out(config: Config, device: str) -> Layout:
         engine,
         critic_bundles,
         rank,
+        has_runners,
     )
 
 

@@ -14,6 +14,7 @@ from agentrl.cluster.placement_group import ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, store_bytes
+from agentrl.cluster.runner_actors import RayRunners
 from agentrl.config.schema import Config
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import ConfigError
@@ -74,6 +75,11 @@ class RunCluster:
         ranks = await asyncio.shield(self._started)
         locations = await asyncio.to_thread(ranks.actor_locations)
         return lambda spec: RayLauncher(spec, placement, locations)
+
+    def runners(self) -> RayRunners | None:
+        """Return what starts runner processes on all machines; None: they are on this one."""
+        placement = self._placement
+        return RayRunners(placement) if placement is not None and placement.spreads_runners else None
 
     async def learner(self) -> tuple[LearnerGroup, CriticGroup | None]:
         """Return the learner and its critic once they have loaded their weights."""

@@ -20,11 +20,25 @@ def runner_count(config: Config) -> int:
     """Return the number of runner processes; 0: episodes run in the run's own process."""
     if config.rollout.runners != "auto":
         return config.rollout.runners
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(MOST, cores // CORES)
+    count = min(MOST, _cores() // CORES)
     return (
         count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES and not [*_in_process_keys(config)] else 0
     )
+
+
+def _cores() -> int:
+    """Return the number of cores of this machine that the run may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_runners(config: Config) -> str:
+    """Return in one line where episodes run; empty if that is the run's own process, and enough for so many episodes."""
+    count, episodes = runner_count(config), concurrent_episodes(config)
+    if count == 0 and (config.rollout.runners == 0 or episodes < LEAST_EPISODES):
+        return ""
+    processes = "the run's own process" if count == 0 else f"{count} runner process{'es' if count > 1 else ''}"
+    why = f"{_cores()} cores and {episodes} concurrent episodes" if config.rollout.runners == "auto" else "as set"
+    return f"in {processes} (rollout.runners={config.rollout.runners}: {why})"
 
 
 def concurrent_episodes(config: Config) -> int:

@@ -203,15 +203,18 @@ class ChildProcess:
         """Return whether the child runs."""
         return self.exit_code() is None
 
+    def outcome(self) -> str:
+        """Return how the child ended, such as ``exit status 1`` or ``signal SIGKILL``; empty while it runs."""
+        code = self.exit_code()
+        return "" if code is None else f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def check(self) -> None:
         """Raise the child's error class, with the end of its log, unless the child runs."""
-        code = self.exit_code()
-        if code is not None:
-            outcome = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if outcome := self.outcome():
             raise self._error(f"{self.name} ended ({outcome}). The end of its log {self.log}:\n{self.log_tail()}")
 
     def wait_healthy(self, url: str, timeout_s: float) -> None:

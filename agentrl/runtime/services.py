@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
-from agentrl.core.child_process import raise_file_limit
+from agentrl.core.child_process import LOOPBACK, raise_file_limit
 from agentrl.core.sampler import Sampler
 from agentrl.data.task_sources import TaskSources
 from agentrl.episode.runner import EpisodeSlots, GroupRunner
@@ -21,7 +23,9 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.runners.pool import RunnerPool
+from agentrl.runtime.runners.runner import RemoteRunners
 from agentrl.runtime.tool_servers import ToolServers
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ async def open_services(
     seed: int,
     *,
     launcher: Callable[[EngineSpec], Launcher] = LocalLauncher,
+    runners: RemoteRunners | None = None,
 ) -> AsyncIterator[Services]:
     """Start engines and tool servers concurrently, wait until all are healthy, and stop them on exit.
 
@@ -89,6 +94,7 @@ async def open_services(
         folder: of the run; gets the logs, and the files of tool servers.
         seed: of the engines.
         launcher: makes what starts the engines; by default on this machine.
+        runners: starts runner processes; None: on this machine.
 
     Raises:
         EngineError, ToolServerError: one does not start; the message has its last log lines.
@@ -109,7 +115,11 @@ async def open_services(
             prefix_cache=config.weights.prefix_cache,
         )
         exits.push_async_callback(fleet.aclose)
-        tools = ToolServers(config, tasks, folder, logs)
+        if runners is not None:
+            os.environ.setdefault(
+                TOKEN_VARIABLE, secrets.token_hex(16)
+            )  # servers that other machines reach require one
+        tools = ToolServers(config, tasks, folder, logs, host=LOOPBACK if runners is None else runners.address)
         exits.push_async_callback(tools.aclose)
         frozen = frozen_fleets(config, logs, vocabulary)
         for frozen_fleet in frozen.values():
@@ -117,7 +127,7 @@ async def open_services(
         services = Services(config, fleet, renderer, tools, frozen=frozen)
         starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values())]
         if count := runner_count(config):
-            pool = RunnerPool(config, count, model, logs, lambda: services.fleets)
+            pool = RunnerPool(config, count, model, logs, lambda: services.fleets, runners)
             exits.push_async_callback(pool.aclose)
             starts.append(pool.spawn())
         for error in await asyncio.gather(tools.start(), *starts, return_exceptions=True):

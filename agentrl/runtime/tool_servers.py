@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
+from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, ConfigError, ToolServerError
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient
@@ -110,13 +111,15 @@ class ToolServers:
         tasks: of each source, passed to the servers that are started for it. Sources share a server.
         folder: of the run; servers write to ``tools/``.
         logs: folder of their logs.
+        host: the address of this machine that the started ones listen on.
 
     Raises:
         UserError: a tool does not exist, or its options do not fit.
     """
 
-    def __init__(self, config: Config, tasks: TaskSources, folder: Path, logs: Path) -> None:
+    def __init__(self, config: Config, tasks: TaskSources, folder: Path, logs: Path, *, host: str = LOOPBACK) -> None:
         self._config, self._tasks, self._folder, self._logs = config, tasks, folder, logs
+        self._host = host
         self._services = run_services(config)
         self._source_services = {name: run_services(source) for name, source in config.by_source().items()}
         self._started: list[StartedServer] = []
@@ -158,7 +161,7 @@ class ToolServers:
         log = self._logs / f"{file_name}.log"
 
         def launch(port: int) -> ToolServerProcess:
-            return launch_tool(name, arguments, log=log, port=port, timeout_s=tool.start_timeout_s)
+            return launch_tool(name, arguments, log=log, port=port, host=self._host, timeout_s=tool.start_timeout_s)
 
         with waiting("start", f"of the tool server {name}"):
             return StartedServer(name, launch(tool.port), launch, tool.max_restarts)

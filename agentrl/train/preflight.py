@@ -14,6 +14,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
+from agentrl.config.runners import describe_runners
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
@@ -127,6 +128,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     if model is not None:
         critic = resolve_critic(config.algo, model)
         training = describe_training(config, model, critic)
+        if runners := describe_runners(config):
+            training.append(f"{'episodes':<13}{runners}")
         lines += training
         if not fetch:
             lines += describe_memory(config, model, critic)

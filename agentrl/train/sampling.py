@@ -114,7 +114,9 @@ async def open_sampling(
     """Start engines, by ``cluster``, and tool servers, which ``exits`` ends, and return their rollout source."""
     config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.model))
     launcher = await cluster.engine_launcher()
-    opening = open_services(config, tasks, run.model, run.folder, config.run.seed, launcher=launcher)
+    opening = open_services(
+        config, tasks, run.model, run.folder, config.run.seed, launcher=launcher, runners=cluster.runners()
+    )
     services = await exits.enter_async_context(opening)
     services.check_learner = cluster.check
     dtype = await sent_dtype(config.weights, services.fleet)

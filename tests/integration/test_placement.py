@@ -3,6 +3,7 @@ believes in."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -17,15 +18,17 @@ import preloaded
 import psutil
 import pytest
 import ray
-from deadlines import wait_until
+from deadlines import until, wait_for_exit, wait_until
 from engine_tiny import save_model
 from ray.cluster_utils import Cluster
 from shared_runs import SMALL, Running
+from test_runners import comparable, make_config, opened, pool_of, running_engine, take_steps
 
 from agentrl.cluster.engine_actors import EngineHost, RayEngine, RayLauncher
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_runtime import RayRuntime
+from agentrl.cluster.runner_actors import RayRunners, RemoteRunner
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec
@@ -214,6 +217,46 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
     finally:
         placement.close()
     assert not ray.is_initialized()
+
+
+def test_runners_are_on_all_machines_and_begin_again_when_an_actor_or_a_machine_is_lost(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The machine that is lost has joined for this test."""
+    machine = cluster.add_node(node_ip_address="127.0.0.4", num_cpus=1, object_store_memory=80 << 20)
+    runners = ["rollout.runners=3", "rollout.concurrency=6"]
+    _, placement = reserve(["placement.mode=disaggregate", *runners], "cpu")
+
+    async def main() -> None:
+        async with running_engine() as (engine, url):
+            async with opened(make_config(tmp_path, url, "rollout.runners=0"), tmp_path / "one") as services:
+                expected, _ = await take_steps(services, tmp_path / "one", 3)
+            config = make_config(tmp_path, url, *runners)
+            async with opened(config, tmp_path / "three", runners=RayRunners(placement)) as services:
+                processes = [runner._child for runner in pool_of(services)._runners]
+                hosts = [process._host for process in processes if isinstance(process, RemoteRunner)]
+                nodes = [ray.get(host.__ray_call__.remote(actor_location)).node for host in hosts]
+                assert len({*nodes}) == 3
+                assert machine.node_id in nodes
+                engine.held.clear()
+                taking = asyncio.create_task(take_steps(services, tmp_path / "three", 3))
+                await until(lambda: all(runner.running for runner in pool_of(services)._runners))
+                lost = nodes.index(machine.node_id)
+                cluster.remove_node(machine, allow_graceful=False)
+                ray.kill(hosts[lost - 1])
+                await until(lambda: pool_of(services).restarts == 2)
+                engine.held.set()
+                rollouts, done = await taking
+                assert comparable(rollouts) == comparable(expected)
+                assert sorted(done) == sorted(rollout.rollout_id for rollout in expected), "none lost, none twice"
+                pids = pool_of(services).pids
+            for pid in pids:
+                wait_for_exit(pid)
+
+    try:
+        asyncio.run(main())
+    finally:
+        placement.close()
 
 
 def engines_of(folder: Path) -> list[psutil.Process]:

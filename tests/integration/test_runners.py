@@ -28,6 +28,7 @@ from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import NoTasks
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.runners.pool import RunnerPool
+from agentrl.runtime.runners.runner import RemoteRunners
 from agentrl.runtime.services import Services, open_services
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, open_scheduler
@@ -134,9 +135,10 @@ def make_config(folder: Path, url: str, *settings: str) -> Config:
 
 
 @asynccontextmanager
-async def opened(config: Config, folder: Path) -> AsyncIterator[Services]:
+async def opened(config: Config, folder: Path, *, runners: RemoteRunners | None = None) -> AsyncIterator[Services]:
     folder.mkdir(exist_ok=True)
-    async with open_services(config, {"": NoTasks()}, resolve_model(config.model.path), folder, 0) as services:
+    model = resolve_model(config.model.path)
+    async with open_services(config, {"": NoTasks()}, model, folder, 0, runners=runners) as services:
         yield services
 
 
@@ -269,11 +271,11 @@ def test_a_task_that_always_kills_its_runner_is_dropped_and_a_limit_ends_the_run
                 assert "runner 0: Walk.step raised ValueError: no such move" in caplog.text, (
                     "the run shows its warnings"
                 )
-                assert "runner 0 ended (signal 9) with" in caplog.text
+                assert "runner 0 ended (signal SIGKILL) with" in caplog.text
                 assert [rollout.rollout_id for rollout in rollouts] == [job.rollout_id for job in jobs]
                 [failure] = {rollout.failure for rollout in rollouts if rollout.prompt_id == "t3"}
                 assert failure is not None
-                assert (failure.error, failure.message) == ("RunnerError", "runner 0 ended (signal 9)")
+                assert (failure.error, failure.message) == ("RunnerError", "runner 0 ended (signal SIGKILL)")
             async with opened(
                 make_config(tmp_path, url, *settings, "rollout.max_runner_restarts=0"), tmp_path
             ) as services:

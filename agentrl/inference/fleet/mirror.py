@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ class MirroredEngine(GenerationClient):
     def __init__(self, state: EngineState, timeout_s: float, vocabulary: Vocabulary) -> None:
         super().__init__(EngineHttp(state.url, timeout_s), vocabulary)
         # An engine may still have the request of a process that was killed.
-        self._numbers = itertools.count(os.getpid() << 32)
+        self._numbers = itertools.count(secrets.randbelow(1 << 62))
         self._timeout_s = timeout_s
         self._state = state
         self._changed = asyncio.Event()

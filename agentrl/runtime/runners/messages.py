@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,11 @@ from agentrl.obs.waiting import WaitChange
 PULSE_S = 1.0
 """Seconds between two signs of life of a runner."""
 _LENGTH_BYTES = 8
+TOKEN_VARIABLE = "AGENTRL_RUNNER_TOKEN"
+"""Environment variable of a runner on another machine: what it sends first, so that its messages are read."""
+_KEEPALIVE_S = 5
+_LOST_S = 20
+"""Seconds after which a connection to a machine is closed that does not answer."""
 BUFFER_BYTES = 1 << 22
 """Received bytes above which a reader waits for them to be used."""
 
@@ -37,6 +43,8 @@ class Setup:
     """Folder of the tokenizer."""
     episodes: int
     """That may run at the same time."""
+    folder: Path
+    """Working directory of the run: of relative paths in its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +197,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     try:
         size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
         return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):
         return None
 
 
@@ -203,3 +211,13 @@ async def read_from_runner(reader: asyncio.StreamReader) -> FromRunner | None:
     """Wait for the next message of a runner; see `read_frame`."""
     data = await read_frame(reader)
     return None if data is None else pickle.loads(data)
+
+
+def detect_loss(writer: asyncio.StreamWriter) -> None:
+    """Have a connection to another machine close when that is lost."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _LOST_S // _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_S)

@@ -36,7 +36,7 @@ from agentrl.runtime.runners.messages import (
     RunGroup,
     Setup,
 )
-from agentrl.runtime.runners.runner import RunnerProcess
+from agentrl.runtime.runners.runner import RemoteRunners, RunnerProcess
 
 _log = logging.getLogger(__name__)
 
@@ -122,18 +122,28 @@ class RunnerPool:
         model: folder of the tokenizer.
         logs: folder of the processes' logs.
         fleets: returns all fleets: that of the run, those of frozen roles, then others. New ones are at the end.
+        remote: starts the processes; None: on this machine.
     """
 
     def __init__(
-        self, config: Config, runners: int, model: Path, logs: Path, fleets: Callable[[], Sequence[Fleet]]
+        self,
+        config: Config,
+        runners: int,
+        model: Path,
+        logs: Path,
+        fleets: Callable[[], Sequence[Fleet]],
+        remote: RemoteRunners | None = None,
     ) -> None:
         self.single = True
         """Whether each episode is one rollout, with the id of its job."""
         self.failure = FailurePolicy(config.rollout.failure)
         self.restarts = 0
         """Of all processes."""
-        self._config, self._model, self._fleets = config, model, fleets
-        self._runners = [RunnerProcess(number, logs, self._fleet_number, self._receive) for number in range(runners)]
+        self._config, self._model, self._fleets = config, model.absolute(), fleets
+        self._runners = [
+            RunnerProcess(number, logs.absolute(), self._fleet_number, self._receive, remote)
+            for number in range(runners)
+        ]
         self._connected = 0
         """Fleets whose engines the runners have."""
         self._waiting: deque[RunnerGroup] = deque()
@@ -339,7 +349,7 @@ class RunnerPool:
         def updates() -> list[FleetUpdate]:
             return [fleet.mirror.state(runner.number) for fleet in self._fleets()[: self._connected]]
 
-        await runner.begin(Setup(self._config, self._model, episodes), updates)
+        await runner.begin(Setup(self._config, self._model, episodes, Path.cwd()), updates)
 
     def _lose_groups(self, runner: RunnerProcess, how: str) -> None:
         """Let the failure policy decide about the episodes of a process that has died."""

@@ -1,12 +1,14 @@
 """A runner process: renders, parses, runs environments, calls tools, samples and grades, and sends finished rollouts.
 
-``python -m agentrl.runtime.runners.process FD`` serves the socket with this file descriptor until it is closed.
+``python -m agentrl.runtime.runners.process SOCKET`` serves a socket until it is closed: a file descriptor, or on another machine
+the ``HOST:PORT`` at which the run's process listens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -36,6 +38,7 @@ from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
     PULSE_S,
+    TOKEN_VARIABLE,
     CancelGroup,
     EpisodeEnded,
     FleetRequests,
@@ -49,6 +52,7 @@ from agentrl.runtime.runners.messages import (
     Setup,
     Stop,
     UpdateFleet,
+    detect_loss,
     encode_message,
     read_from_run,
 )
@@ -137,6 +141,7 @@ class RunnerServer:
             setup = await read_from_run(self._reader, lambda _: RoutedSampler())
             if not isinstance(setup, Setup):
                 return
+            os.chdir(setup.folder)
             self._services = await RunnerServices.open(setup, exits)
             exits.enter_context(rare_collections())
             self._send(Ready())
@@ -225,20 +230,26 @@ def _no_fleet(sampler: RoutedSampler) -> int:
     raise AssertionError("a runner sends no samplers")
 
 
-async def _main(descriptor: int) -> None:
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=BUFFER_BYTES)
+async def _main(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if host:
+        reader, writer = await asyncio.open_connection(host, int(port), limit=BUFFER_BYTES)
+        detect_loss(writer)
+        writer.write(os.environ.pop(TOKEN_VARIABLE).encode())
+    else:
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=int(port)), limit=BUFFER_BYTES)
     await RunnerServer(reader, writer).serve()
     writer.close()
 
 
 def main() -> None:
-    """Serve the socket whose file descriptor is the argument."""
+    """Serve the socket that the argument names."""
     exit_with_parent()
     # They may reach all processes of a run: the run's process ends this one.
     for ending_signal in (signal.SIGINT, *ENDING_SIGNALS):
         signal.signal(ending_signal, signal.SIG_IGN)
     raise_file_limit()
-    uvloop.run(_main(int(sys.argv[1])))  # a sixth less CPU time a turn than asyncio's loop
+    uvloop.run(_main(sys.argv[1]))  # a sixth less CPU time a turn than asyncio's loop
 
 
 if __name__ == "__main__":

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import RunnerError
@@ -19,6 +23,7 @@ from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgres
 from agentrl.obs.waiting import PHASE, WaitChange, note_remote, waiting
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
+    TOKEN_VARIABLE,
     FleetNumber,
     FleetRequests,
     FromRunner,
@@ -29,9 +34,11 @@ from agentrl.runtime.runners.messages import (
     Stop,
     ToRunner,
     UpdateFleet,
+    detect_loss,
     encode_message,
     read_from_runner,
 )
+from agentrl.toolserver.request_limits import TOKEN_VARIABLE as TOOLS_TOKEN
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +48,59 @@ _STOP_S = 5.0
 """Seconds that a runner may take to end its episodes."""
 
 
+_TOKEN_BYTES = 16
+_LOOK_S = 0.5
+"""Seconds between two looks at a process that has not connected itself."""
+
 _NO_PULSE = Pulse(False, (), "", 0.0, (), (), ())
+
+
+class RunningProcess(Protocol):
+    """A started process."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on its machine."""
+        ...
+
+    def outcome(self) -> str:
+        """Return how it ended, such as ``exit status 1``; empty while it runs."""
+        ...
+
+    def log_tail(self) -> str:
+        """Return the last lines of its log."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL. Does not wait."""
+        ...
+
+    def stop(self, timeout_s: float) -> None:
+        """End it: by SIGTERM, then by SIGKILL after ``timeout_s``."""
+        ...
+
+
+class RemoteRunners(Protocol):
+    """Starts runner processes on the machines of a cluster."""
+
+    @property
+    def address(self) -> str:
+        """Of this machine, for the others."""
+        ...
+
+    def start(self, number: int, command: Sequence[str], *, log: Path, env: Mapping[str, str]) -> RunningProcess:
+        """Start a process, and block until it runs.
+
+        Args:
+            number: of the runner, which chooses its machine.
+            command: program and arguments.
+            log: file for its output on its machine.
+            env: variables added to those of its machine's Ray.
+
+        Raises:
+            RunnerError: it does not start.
+        """
+        ...
 
 
 class RunnerProcess:
@@ -52,6 +111,7 @@ class RunnerProcess:
         logs: folder of its log.
         fleet_number: see `FleetNumber`.
         receive: called with each message of the runner, in their order.
+        remote: starts the process; None: on this machine.
     """
 
     def __init__(
@@ -60,6 +120,7 @@ class RunnerProcess:
         logs: Path,
         fleet_number: FleetNumber,
         receive: Callable[[RunnerProcess, FromRunner], Awaitable[None]],
+        remote: RemoteRunners | None = None,
     ) -> None:
         self.number = number
         self.running = 0
@@ -74,12 +135,13 @@ class RunnerProcess:
         """Whether it takes groups."""
         self._fleet_number = fleet_number
         self._receive = receive
+        self._remote = remote
         self._numbers = itertools.count()
         """Of updates."""
         self._replies: dict[int, asyncio.Future[Mapping[str, RequestsInProgress]]] = {}
         self._open: Counter[tuple[str, str]] = Counter()
         """Episodes and requests in progress, by kind and name."""
-        self._child: ChildProcess | None = None
+        self._child: RunningProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader
 
@@ -90,19 +152,57 @@ class RunnerProcess:
         return self._child.pid
 
     async def spawn(self) -> None:
-        """Start the process, which loads its modules and then waits for `begin`."""
+        """Start the process, which loads its modules and then waits for `begin`.
+
+        Raises:
+            RunnerError: it does not start.
+        """
+        command = [sys.executable, "-m", "agentrl.runtime.runners.process"]
+        env = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        if self._remote is not None:
+            await self._spawn_remote(self._remote, command, env)
+            return
         parent, child = socket.socketpair()
         with child:
             self._child = await asyncio.to_thread(
                 ChildProcess.start,
-                [sys.executable, "-m", "agentrl.runtime.runners.process", str(child.fileno())],
+                [*command, str(child.fileno())],
                 log=self.log,
-                name=f"runner {self.number}",
-                env={"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                name=self._name,
+                env=env,
                 error=RunnerError,
                 pass_fds=[child.fileno()],
             )
         self._reader, self._writer = await asyncio.open_connection(sock=parent, limit=BUFFER_BYTES)
+
+    async def _spawn_remote(self, remote: RemoteRunners, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the process on another machine, and wait until it has connected itself to this one."""
+        connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        token = secrets.token_hex(_TOKEN_BYTES).encode()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(asyncio.IncompleteReadError, OSError):
+                if hmac.compare_digest(await reader.readexactly(len(token)), token) and not connected.done():
+                    connected.set_result((reader, writer))
+                    return
+            writer.close()
+
+        variables = {name: os.environ[name] for name in (TOOLS_TOKEN,) if name in os.environ}
+        server = await asyncio.start_server(accept, remote.address, 0, limit=BUFFER_BYTES)
+        try:
+            command = [*command, f"{remote.address}:{server.sockets[0].getsockname()[1]}"]
+            env = {**env, **variables, TOKEN_VARIABLE: token.decode()}
+            self._child = await asyncio.to_thread(remote.start, self.number, command, log=self.log, env=env)
+            while not connected.done():
+                if await asyncio.to_thread(self._child.outcome):
+                    raise await asyncio.to_thread(self._start_error, self._child)
+                await asyncio.wait([connected], timeout=_LOOK_S)
+        finally:
+            server.close()
+        self._reader, self._writer = connected.result()
+        detect_loss(self._writer)
 
     async def begin(self, setup: Setup, fleets: Callable[[], Sequence[FleetUpdate]]) -> None:
         """Set the runner up, and return when it takes groups.
@@ -121,8 +221,7 @@ class RunnerProcess:
                 _log.log(message.level, "runner %d: %s", self.number, message.text)
         if not isinstance(message, Ready):
             self._close()
-            error = await asyncio.to_thread(self._wait_end, self._child)
-            raise RunnerError(f"{error}. The end of its log {self.log}:\n{self._child.log_tail()}")
+            raise await asyncio.to_thread(self._start_error, self._child)
         self.heard_at, self.ready = time.monotonic(), True
         for number, update in enumerate(fleets()):
             self.send(UpdateFleet(number, -1, update))
@@ -180,6 +279,8 @@ class RunnerProcess:
         """Send SIGKILL; `serve` then returns."""
         assert self._child is not None, "spawn comes first"
         self._child.kill()
+        if self._writer is not None:  # its machine may be lost
+            self._writer.transport.abort()
 
     async def aclose(self) -> None:
         """Let the runner end its episodes, then end it."""
@@ -200,10 +301,14 @@ class RunnerProcess:
                 reply.set_result({})
         self._replies.clear()
 
-    def _wait_end(self, child: ChildProcess) -> str:
+    @property
+    def _name(self) -> str:
+        return f"runner {self.number}"
+
+    def _wait_end(self, child: RunningProcess) -> str:
         """Return how a process ended whose connection is closed."""
         child.stop(_STOP_S)
-        code = child.exit_code()
-        assert code is not None, "it was stopped"
-        how = f"exit status {code}" if code >= 0 else f"signal {-code}"
-        return f"{child.name} ended ({how})"
+        return f"{self._name} ended ({child.outcome()})"
+
+    def _start_error(self, child: RunningProcess) -> RunnerError:
+        return RunnerError(f"{self._wait_end(child)}. The end of its log {self.log}:\n{child.log_tail()}")

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.cluster import placement_group
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement
+from agentrl.cluster.placement_layout import Layout
 from agentrl.core.child_process import LOOPBACK
 
 
@@ -21,7 +22,15 @@ class Nodes:
 
     def __call__(self) -> list[dict[str, Any]]:
         assert not self.lost, "Ray does not answer without its GCS"
-        return [{"NodeID": node, "NodeManagerAddress": address} for node, address in self.machines.items()]
+        return [
+            {
+                "NodeID": node,
+                "NodeManagerAddress": address,
+                "Alive": node != "lost",
+                "Resources": {"GPU": 1} if node == "bare" else {"CPU": 2},
+            }
+            for node, address in self.machines.items()
+        ]
 
 
 @pytest.fixture
@@ -32,11 +41,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return nodes
 
 
-def place(monkeypatch: pytest.MonkeyPatch, *bundles: str) -> ReservedPlacement:
+def place(monkeypatch: pytest.MonkeyPatch, *bundles: str, has_runners: bool = False) -> ReservedPlacement:
     table = {"bundles_to_node_id": dict(enumerate(bundles))}
     monkeypatch.setattr(placement_group, "placement_group_table", lambda group: table)
     nothing: Any = None
-    return ReservedPlacement(nothing, nothing, nothing)
+    return ReservedPlacement(Layout((), (), (), {}, {}, has_runners=has_runners), nothing, nothing)
 
 
 def test_an_engine_is_started_again_without_the_gcs_as_far_as_its_address(
@@ -57,3 +66,15 @@ def test_a_machine_that_has_joined_since_is_known(nodes: Nodes, monkeypatch: pyt
     placement = place(monkeypatch, "a", "b")
     nodes.machines["c"] = "10.0.0.3"
     assert placement.address(ActorLocation("c", ())) == "10.0.0.3"
+
+
+def test_runners_on_other_machines_reach_engines_on_this_one(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.machines |= {"lost": "10.0.0.3", "bare": "10.0.0.4"}
+    placement = place(monkeypatch, "a", has_runners=True)
+    assert placement.runner_nodes() == ["a", "b"], "those that live and have CPUs"
+    assert placement.spreads_runners
+    assert placement.address(ActorLocation("a", ())) == "10.0.0.1"
+    del nodes.machines["b"]
+    alone = place(monkeypatch, "a", has_runners=True)
+    assert not alone.spreads_runners
+    assert alone.address(ActorLocation("a", ())) == LOOPBACK

@@ -21,7 +21,7 @@ class Launcher(RayLauncher):
         self.timeout_s = timeout_s
 
     def _launch(self, number: int) -> Any:
-        return engine_actors._result("answer", self.timeout_s)
+        return engine_actors.wait_result("answer", self.timeout_s)
 
 
 def test_it_ends_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:

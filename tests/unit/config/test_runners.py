@@ -7,7 +7,7 @@ import os
 import pytest
 
 from agentrl.config.load import load_config
-from agentrl.config.runners import rollout_form, runner_count
+from agentrl.config.runners import describe_runners, rollout_form, runner_count
 from agentrl.core.errors import ConfigError
 
 LARGE = ("rollout.concurrency=512", "rollout.batch_size=64", "rollout.n_samples_per_prompt=8")
@@ -37,6 +37,23 @@ def test_auto_follows_cores_and_episodes(
     assert runner_count(config) == count
     assert rollout_form(config) == ("records" if count else "jsonl")
     assert rollout_form(load_config(None, [*settings, "obs.rollout_format=parquet"])) == "parquet"
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "line"),
+    [
+        (2, (), ""),
+        (2, ("rollout.runners=1",), "in 1 runner process (rollout.runners=1: as set)"),
+        (2, (*LARGE, "rollout.runners=0"), ""),
+        (2, LARGE, "in the run's own process (rollout.runners=auto: 2 cores and 512 concurrent episodes)"),
+        (16, LARGE, "in 2 runner processes (rollout.runners=auto: 16 cores and 512 concurrent episodes)"),
+    ],
+)
+def test_a_line_says_what_auto_has_chosen(
+    monkeypatch: pytest.MonkeyPatch, cores: int, settings: tuple[str, ...], line: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert describe_runners(load_config(None, [*settings])) == line
 
 
 @pytest.mark.parametrize(
