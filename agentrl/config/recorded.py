@@ -68,7 +68,13 @@ SAMPLED = (
 )
 """Keys that decide how an episode is sampled, or its reward: rollouts that were recorded with another value are not trained."""
 
-GROUPED = ("rollout.batch_size", "rollout.n_samples_per_prompt", "async.max_staleness", "self_play.mix")
+GROUPED = (
+    "rollout.batch_size",
+    "rollout.teaching_groups",
+    "rollout.n_samples_per_prompt",
+    "async.max_staleness",
+    "self_play.mix",
+)
 """Keys that decide which groups begin: with another value, groups that no step took are sampled again."""
 
 TRAINED = (

@@ -348,14 +348,22 @@ def _to_train_on(split: Split | None) -> str:
     return "not there yet" if split is None else f"{len(split)} to train on"
 
 
+def _describe_step(config: Config) -> str:
+    rollout = config.rollout
+    fewest = rollout.batch_size if config.asynchronous.max_staleness else rollout.teaching_groups or rollout.batch_size
+    sizes = [rollout.batch_size] if fewest >= rollout.batch_size else [fewest, rollout.batch_size]
+    prompts = " to ".join(map(str, sizes))
+    episodes = " to ".join(str(size * rollout.n_samples_per_prompt) for size in sizes)
+    return f"{prompts} prompts x {rollout.n_samples_per_prompt} = {episodes} episodes"
+
+
 def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
         + (", behind sglang-router" if sampler.has_router_program else ""),
-        "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
-        f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
+        "step": _describe_step(config),
         "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",
         "length": f"{plan.steps} steps",
     }

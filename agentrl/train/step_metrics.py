@@ -99,6 +99,18 @@ def live_share(groups: RolloutGroups, advantages: RowValues) -> float:
     return sum(int((advantages_T != 0).sum()) for advantages_T in advantages.values()) / max(1, sampled)
 
 
+def taught_groups(advantages: RowValues, groups: RolloutGroups, filtered: Collection[str]) -> float:
+    """Return the share of a step's groups that have an advantage, among all that were sampled for it.
+
+    Args:
+        advantages: of the step's trained tokens.
+        groups: of the step.
+        filtered: task ids of the groups that ``rollout.filter_groups`` dropped.
+    """
+    taught = {key.prompt_id for key, advantages_T in advantages.items() if advantages_T.any()}
+    return len(taught) / max(1, len(groups.prompt_ids_G) + len(filtered))
+
+
 def value_metrics(
     optimizer_steps: Sequence[Mapping[str, float]], groups: RolloutGroups, values: RowValues, returns: RowValues
 ) -> dict[str, float]:

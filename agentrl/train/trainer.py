@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
 from agentrl.core.errors import AgentrlError
+from agentrl.evaluation.intervals import mean
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
@@ -27,6 +29,8 @@ NONFINITE = {
     )
 }
 """Warnings by metric."""
+FLAT_STEPS = 5
+"""Steps after which a run that learns from less than half of its groups is warned."""
 UNCHANGED = (
     "the weights that were sent to the engines are those of the sync before, though the step was trained: every update was "
     "less than weights.dtype can hold, or the learner exports other weights than it trains; a larger learner.optimizer.lr "
@@ -56,6 +60,8 @@ class Trainer:
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     _warned: set[str] = field(default_factory=set, init=False)
+    _taught: deque[float] = field(default_factory=lambda: deque(maxlen=FLAT_STEPS), init=False)
+    """``train/taught_groups`` of the last steps."""
     _between_steps: Stopwatch = field(default_factory=Stopwatch, init=False)
     """Measures what follows the last step."""
 
@@ -101,7 +107,8 @@ class Trainer:
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
             with watch("record"):
                 sampled_s = watch.seconds["rollout"] if self.source.samples and rollouts.sampled else None
-                metrics |= training_step.metrics(sampled_s) | self.source.metrics() | self.steps.estimators.metrics()
+                metrics |= training_step.metrics(sampled_s, rollouts.filtered) | self.source.metrics()
+                metrics |= self.steps.estimators.metrics()
                 metrics |= self.monitor() | {"train/version": float(self.step)} | self._between_steps.metrics()
             seconds = time.perf_counter() - start
             self.spent_s += seconds
@@ -119,6 +126,12 @@ class Trainer:
         for key, text in NONFINITE.items():
             if metrics.get(key):
                 self._warn_once(key, text)
+        self._taught.append(metrics["train/taught_groups"])
+        if len(self._taught) == FLAT_STEPS and (taught := mean(self._taught)) < 0.5:
+            self._warn_once(
+                "flat",
+                f"{taught:.0%} of the groups of the last {FLAT_STEPS} steps taught something: {training_step.why_flat()}",
+            )
         if metrics.get("sync/unchanged") and metrics.get("train/lr") and not metrics.get("train/nonfinite_gradients"):
             self._warn_once("unchanged", UNCHANGED)
 
