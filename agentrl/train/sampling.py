@@ -137,8 +137,7 @@ async def open_sampling(
     await weights.open()
     exits.push_async_callback(sampling.aclose)
     if run.state["source"]:
-        jobs.buffer.load_state(run.state["source"]["data"])
-        sampling.step_size.taught = run.state["source"]["taught"]
+        sampling.load_state(run.state["source"])
     return sampling
 
 
@@ -288,6 +287,11 @@ class Sampling(RolloutSource):
     def state(self) -> dict[str, Any]:
         league = {} if self.self_play is None else {"self_play": self.self_play.state()}
         return {"data": self.tasks.buffer.state(), "taught": self.step_size.taught, **league}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the tasks and the size of the next step from the return value of `state`."""
+        self.tasks.buffer.load_state(state["data"])
+        self.step_size.taught = state["taught"]
 
     @override
     def metrics(self) -> dict[str, float]:

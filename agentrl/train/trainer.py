@@ -30,7 +30,12 @@ NONFINITE = {
 }
 """Warnings by metric."""
 FLAT_STEPS = 5
-"""Steps after which a run that learns from less than half of its groups is warned."""
+"""Steps in which a run learns from less than half of its groups, before it warns."""
+FLAT = (
+    f"{{taught:.0%}} of the groups of the last {FLAT_STEPS} steps taught something; within each of the others all rewards are "
+    "equal (mean reward {reward:.2f}). Tasks of another difficulty teach more (tasks.options, data.path, or "
+    "tasks.data_source.name=curriculum if tasks come several times); train.stop_at ends a run that is good enough"
+)
 UNCHANGED = (
     "the weights that were sent to the engines are those of the sync before, though the step was trained: every update was "
     "less than weights.dtype can hold, or the learner exports other weights than it trains; a larger learner.optimizer.lr "
@@ -128,10 +133,7 @@ class Trainer:
                 self._warn_once(key, text)
         self._taught.append(metrics["train/taught_groups"])
         if len(self._taught) == FLAT_STEPS and (taught := mean(self._taught)) < 0.5:
-            self._warn_once(
-                "flat",
-                f"{taught:.0%} of the groups of the last {FLAT_STEPS} steps taught something: {training_step.why_flat()}",
-            )
+            self._warn_once("flat", FLAT.format(taught=taught, reward=metrics["train/reward"]))
         if metrics.get("sync/unchanged") and metrics.get("train/lr") and not metrics.get("train/nonfinite_gradients"):
             self._warn_once("unchanged", UNCHANGED)
 

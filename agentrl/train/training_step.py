@@ -23,7 +23,6 @@ from agentrl.batch.provenance import check_graded
 from agentrl.batch.sequences import RowValues
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
-from agentrl.evaluation.intervals import mean
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.viewer.terminal import rollout_panel
@@ -226,19 +225,6 @@ class TrainingStep:
     def value_metrics(self, optimizer_steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the critic's metrics of the step, from those of its optimizer steps."""
         return value_metrics(optimizer_steps, self.groups, self.scores.values, self.returns)
-
-    def why_flat(self) -> str:
-        """Return why most groups have no advantage, with the key to change."""
-        groups, config = self.groups, self.settings.config
-        sources = config.by_source().values()
-        orders = [source.tasks.data_source.name for source in sources if not source.data.streaming]
-        advice = (
-            "tasks.data_source.name=curriculum takes tasks again whose groups taught; " if "shuffled" in orders else ""
-        )
-        return (
-            f"the rewards within each other group are equal (mean reward {mean(groups.rewards_N.tolist()):.2f}). {advice}"
-            "tasks of another difficulty teach more, and train.stop_at ends a run that is as good as it shall be"
-        )
 
     def why_untrained(self) -> str:
         """Return why the step has no optimizer step, with the key to change."""

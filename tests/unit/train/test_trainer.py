@@ -201,6 +201,28 @@ def test_a_step_that_trains_nothing_is_explained_once(
     assert f"dropped {4 if rewards is None else 0}" in lines[0]
 
 
+@pytest.mark.parametrize(("flat_groups", "taught"), [(3, "40%"), (2, None)])
+def test_a_run_of_which_most_groups_teach_nothing_is_warned_once(
+    flat_groups: int, taught: str | None, tmp_path: Path
+) -> None:
+    """Of the groups of each five, the first have equal rewards; a step has one group."""
+    rollouts = [
+        rollout(f"{number}", sample, 1.0 if number % 5 < flat_groups else float(sample))
+        for number in range(10)
+        for sample in range(2)
+    ]
+    out = io.StringIO()
+    run_config = config("rollout.batch_size=1")
+    asyncio.run(
+        trainer(tmp_path, run_config, FakeLearner(), rollouts=rollouts, console=Console(file=out, width=600)).run()
+    )
+    assert [row["train/taught_groups"] for row in steps(tmp_path)] == 2 * (
+        [0.0] * flat_groups + [1.0] * (5 - flat_groups)
+    )
+    assert out.getvalue().count("tasks.data_source.name=curriculum") == (taught is not None)
+    assert taught is None or f"warning: step 5: {taught} of the groups of the last 5 steps taught" in out.getvalue()
+
+
 def test_a_gradient_that_is_not_finite_is_counted_and_explained_once(tmp_path: Path) -> None:
     out = io.StringIO()
     learner = FakeLearner(metrics={"train/nonfinite_gradients": 1.0, "train/loss": float("nan")})
