@@ -6,8 +6,10 @@ import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from typing import TypeVar, cast
@@ -18,7 +20,7 @@ from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.inference.client.sglang_client import SGLangClient
-from agentrl.inference.launch.launcher import EngineSpec, visible_gpus
+from agentrl.inference.launch.launcher import EngineSpec, launch, visible_gpus
 from agentrl.inference.launch.processes import EngineProcess
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.learner.export import NamedTensors, WeightExporter
@@ -30,8 +32,16 @@ from benchmarks.copy_rate import Broadcast, copy_rate, synchronize
 
 T = TypeVar("T")
 
-_MADE_UP = {"load_format": "dummy", "skip_tokenizer_init": True, "disable_cuda_graph": True, "max_total_tokens": 4096}
-"""Options of SGLang: random weights need no file, and nothing is sampled."""
+_QUICK_START = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "skip_server_warmup": True,
+    "max_total_tokens": 4096,
+}
+"""Options of SGLang: random weights need no file, and nothing is sampled, so no kernel is compiled."""
 _EMPTY_REQUESTS = 5
 """Requests of which the mean is the time of a request without weights."""
 
@@ -119,7 +129,7 @@ class RandomLearner(WeightExporter):
         self.watch = Stopwatch()
         """Of the last pass over the buckets."""
         self._named = named
-        self._device = device
+        self.device = device
 
     def step(self, lr: float = 1e-6) -> None:
         """Change each weight by ``lr``, up or down, as AdamW does in one of its first steps."""
@@ -133,7 +143,7 @@ class RandomLearner(WeightExporter):
         while True:
             begun = time.perf_counter()
             bucket = next(buckets, None)
-            synchronize(self._device)
+            synchronize(self.device)
             gathered = time.perf_counter()
             watch.gather_s += gathered - begun
             if bucket is None:
@@ -142,23 +152,19 @@ class RandomLearner(WeightExporter):
             for method in ("ipc_handles", "tensors", "save", "changes"):
                 setattr(bucket, method, watch.packing(getattr(bucket, method)))
             yield bucket
-            synchronize(self._device)
+            synchronize(self.device)
             watch.send_s += time.perf_counter() - gathered
 
 
 @dataclass(frozen=True, slots=True)
-class _Devices:
-    """Devices of learner and engines."""
+class Devices:
+    """Devices of learner and engine."""
 
-    device: torch.device
-    """The learner's."""
-    shared: Sequence[str]
-    """GPUs of engines that share the learner's GPU; empty on a CPU."""
-    apart: Sequence[str]
-    """GPUs of engines with a separate GPU."""
+    gpus: Sequence[str]
+    """GPUs of this machine; the last one is the engine's. Empty: learner and engine are on the CPU."""
 
     @classmethod
-    def find(cls, sampler: SamplerConfig, transports: Sequence[str]) -> _Devices:
+    def find(cls, sampler: SamplerConfig, transports: Sequence[str]) -> Devices:
         """Return the devices of this machine.
 
         Raises:
@@ -169,26 +175,37 @@ class _Devices:
             raise ConfigError("--transports=ipc: it is for engines on a GPU; leave it out")
         if "distributed" in transports and len(gpus) == 1:
             raise ConfigError("--transports=distributed: NCCL wants two GPUs, and there is one; leave it out")
-        return cls(torch.device("cuda:0" if gpus else "cpu"), gpus[:1], gpus[-1:])
+        return cls(gpus)
 
-    @property
-    def backend(self) -> str:
-        """Of the group that ``distributed`` sends through."""
-        return "nccl" if self.device.type == "cuda" else "gloo"
+    def learner(self, transport: str) -> torch.device:
+        """Return the learner's device: the engine's GPU, but another one for ``distributed``."""
+        if not self.gpus:
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if transport == "distributed" else len(self.gpus) - 1)
+
+    def hold(self, engine: Shape, learner: Shape) -> bool:
+        """Return whether the engine's GPU has memory for the engine of a model next to the learner of another one.
+
+        The learner has float32 weights, and a bucket of at most all weights in bfloat16. A quarter of the memory is a reserve.
+        """
+        if not self.gpus:
+            return False
+        free = torch.cuda.mem_get_info(len(self.gpus) - 1)[0]
+        return 2 * engine.parameters + 6 * learner.parameters < 0.75 * free
 
 
 def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
-    """Return the transports that can be measured on this machine."""
+    """Return the transports that can be measured on this machine, the fastest first."""
     gpus = len(visible_gpus()) if sampler.device == "cuda" else 0
     if not gpus:
-        return ("distributed", "tensor", "delta", "disk")
-    return ("ipc", "distributed", "delta", "disk") if gpus > 1 else ("ipc", "delta", "disk")
+        return ("distributed", "tensor", "disk", "delta")
+    return ("distributed", "ipc", "disk", "delta") if gpus > 1 else ("ipc", "disk", "delta")
 
 
 async def measure_weights(
     config: Config, bench: WeightsBench, progress: Callable[[str], None]
 ) -> AsyncIterator[SyncTimes]:
-    """Start an engine for each size and place, and sync weights to it.
+    """Start an engine for each size, the smallest first, and sync weights to it.
 
     The learner is one rank in this process: there is no other rank to gather from, and no Ray.
 
@@ -203,33 +220,119 @@ async def measure_weights(
     for transport in transports:
         sampler = with_engine_options(sampler, transport)
     shapes = {size: find_model_shape(size) for size in bench.sizes}
-    devices = _Devices.find(sampler, transports)
+    sizes = sorted(shapes, key=lambda size: shapes[size].parameters)
+    devices = Devices.find(sampler, transports)
     async with AsyncExitStack() as exits:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-bench-", dir=bench.folder)))
+        config = config.model_copy(update={"sampler": sampler})
         source, with_weights = resolve_model(config.model.path), sampler.backend != "sglang"
         for size, shape in shapes.items():
             write_random_model(folder / size, shape, tokenizer=source, weights=with_weights)
-        config = config.model_copy(update={"sampler": sampler})
-        engines = await _start(config, folder, bench.sizes, devices, transports, exits, progress)
-        broadcast = exits.enter_context(_broadcast(devices)) if "distributed" in transports else None
-        versions = dict.fromkeys(engines, 0)
-        for size, shape in shapes.items():
-            learner = RandomLearner(shape, devices.device, config.run.seed)
-            for transport in transports:
-                key = size, _apart(transport, devices)
-                for mib in bench.bucket_mib:
-                    limit = TRANSPORTS[transport].bucket_bytes(mib or config.weights.bucket_mib)
-                    progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
-                    pushes = _Pushes(config, learner, engines[key], transport, limit, folder / "weights", devices)
-                    runs = await pushes.run(versions[key] + 1, 1 if transport == "disk" else bench.repeats)
-                    versions[key] = pushes.version
-                    plain = await asyncio.to_thread(_plain, transport, limit, pushes.bytes, devices, broadcast)
-                    seconds, *parts = (median(values) for values in zip(*runs, strict=True))
-                    gather_s, send_s, pack_s, request_s = parts
-                    yield SyncTimes(
-                        size, transport, limit >> 20, pushes.bytes, seconds, gather_s, send_s, pack_s, request_s, plain
-                    )
+        engines = _Engines(config, folder, devices.gpus[-1:], progress)
+        exits.push_async_callback(engines.aclose)
+        engines.start(sizes[0])
+        broadcast = None
+        if "distributed" in transports:
+            broadcast = exits.enter_context(
+                await asyncio.to_thread(Broadcast, devices.learner("distributed"), next(iter(devices.gpus[-1:]), None))
+            )
+        measurement = _Measurement(config, bench, devices, broadcast, folder / "weights", progress)
+        for size, next_size in zip(sizes, [*sizes[1:], None], strict=True):
+            async with engines.use(size) as engine:
+                if next_size is not None and devices.hold(shapes[next_size], shapes[size]):
+                    engines.start(next_size)
+                async for times in measurement.run(size, shapes[size], engine, transports):
+                    yield times
+
+
+class _Engines:
+    """Engines of models. One may start while another one is used."""
+
+    def __init__(self, config: Config, folder: Path, gpus: Sequence[str], progress: Callable[[str], None]) -> None:
+        """Start engines on ``gpus``, with the models that are in ``folder`` by size."""
+        self._config = config
+        self._folder = folder
+        self._gpus = gpus
+        self._progress = progress
+        self._starts: dict[str, asyncio.Task[EngineProcess]] = {}
+
+    def start(self, size: str) -> None:
+        """Start the engine of a model in the background."""
+        self._starts[size] = asyncio.create_task(self._start(size))
+
+    async def _start(self, size: str) -> EngineProcess:
+        self._progress(f"{size}: the engine starts")
+        spec = EngineSpec(
+            self._config.sampler, self._folder / size, self._folder / "logs" / size, self._config.run.seed
+        )
+        process = await launch(partial(spec.start, 0, gpus=self._gpus), f"the engine of {size}")
+        self._progress(f"{size}: the engine is healthy")
+        return process
+
+    @asynccontextmanager
+    async def use(self, size: str) -> AsyncIterator[SGLangClient]:
+        """Yield a client of the engine of a model, which ends afterwards."""
+        if size not in self._starts:
+            self.start(size)
+        process = await self._starts[size]
+        del self._starts[size]
+        client = SGLangClient(process.url, timeout_s=self._config.sampler.request_timeout_s)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+            await asyncio.to_thread(process.stop)
+
+    async def aclose(self) -> None:
+        """Stop the engines that no one has used."""
+        for start in self._starts.values():
+            start.cancel()
+        for process in await asyncio.gather(*self._starts.values(), return_exceptions=True):
+            if not isinstance(process, BaseException):
+                await asyncio.to_thread(process.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """The syncs of one engine after the other."""
+
+    config: Config
+    bench: WeightsBench
+    devices: Devices
+    broadcast: Broadcast | None
+    """Baseline of ``distributed``."""
+    folder: Path
+    """Where ``disk`` writes."""
+    progress: Callable[[str], None]
+
+    async def run(
+        self, size: str, shape: Shape, engine: SGLangClient, transports: Sequence[str]
+    ) -> AsyncIterator[SyncTimes]:
+        """Measure all transports and sizes of buckets with the engine of a model."""
+        version = 0
+        for device, transports_there in groupby(transports, self.devices.learner):
+            learner = RandomLearner(shape, device, self.config.run.seed)
+            for transport, mib in product(transports_there, self.bench.bucket_mib):
+                limit = TRANSPORTS[transport].bucket_bytes(mib or self.config.weights.bucket_mib)
+                self.progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
+                pushes = _Pushes(self.config, learner, engine, transport, limit, self.folder)
+                runs = await pushes.run(version + 1, 1 if transport == "disk" else self.bench.repeats)
+                version = pushes.version
+                plain = await asyncio.to_thread(self._plain, transport, limit, pushes.bytes)
+                seconds, *parts = (median(values) for values in zip(*runs, strict=True))
+                gather_s, send_s, pack_s, request_s = parts
+                yield SyncTimes(
+                    size, transport, limit >> 20, pushes.bytes, seconds, gather_s, send_s, pack_s, request_s, plain
+                )
             learner.leave_group()
+
+    def _plain(self, transport: str, chunk: int, total: int) -> float | None:
+        """Return the baseline; see `SyncTimes.plain`."""
+        chunk = min(chunk, total)
+        if transport == "distributed":
+            assert self.broadcast is not None
+            return self.broadcast.rate(chunk, total)
+        return copy_rate(self.devices.learner(transport), chunk, total) if transport == "ipc" else None
 
 
 class _Pushes:
@@ -243,7 +346,6 @@ class _Pushes:
         transport: str,
         bucket_bytes: int,
         folder: Path,
-        devices: _Devices,
     ) -> None:
         dtype = "bfloat16" if config.weights.dtype == "auto" else config.weights.dtype
         self.bytes = 0
@@ -260,7 +362,7 @@ class _Pushes:
                 folder=folder,
                 dtype=dtype,
                 check=config.weights.check,
-                backend=devices.backend,
+                backend="nccl" if learner.device.type == "cuda" else "gloo",
                 timeout_s=config.sampler.request_timeout_s,
             ),
         )
@@ -298,55 +400,6 @@ class _Pushes:
         return seconds, watch.gather_s, sent, watch.pack_s, requests * request_s
 
 
-async def _start(
-    config: Config,
-    folder: Path,
-    sizes: Sequence[str],
-    devices: _Devices,
-    transports: Sequence[str],
-    exits: AsyncExitStack,
-    progress: Callable[[str], None],
-) -> dict[tuple[str, bool], SGLangClient]:
-    """Start all engines concurrently; return their clients by size and by whether they have a separate GPU."""
-    keys = [
-        (size, apart) for size in sizes for apart in sorted({_apart(transport, devices) for transport in transports})
-    ]
-    progress(f"starting {len(keys)} engine(s)")
-
-    async def start(size: str, apart: bool) -> EngineProcess:
-        spec = EngineSpec(config.sampler, folder / size, folder / "logs" / f"{size}-{apart}", config.run.seed)
-        return await asyncio.to_thread(spec.start, 0, gpus=devices.apart if apart else devices.shared)
-
-    results = await asyncio.gather(*(start(*key) for key in keys), return_exceptions=True)
-    clients = {}
-    for key, result in zip(keys, results, strict=True):
-        if not isinstance(result, BaseException):
-            exits.push_async_callback(asyncio.to_thread, result.stop)
-            clients[key] = SGLangClient(result.url, timeout_s=config.sampler.request_timeout_s)
-            exits.push_async_callback(clients[key].aclose)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return clients
-
-
-def _apart(transport: str, devices: _Devices) -> bool:
-    """Return whether the engine has a separate GPU; on a CPU there is only one place."""
-    return transport == "distributed" and devices.device.type == "cuda"
-
-
-def _broadcast(devices: _Devices) -> Broadcast:
-    return Broadcast(devices.device, devices.apart[0] if devices.apart else None)
-
-
-def _plain(transport: str, chunk: int, total: int, devices: _Devices, broadcast: Broadcast | None) -> float | None:
-    chunk = min(chunk, total)
-    if transport == "distributed":
-        assert broadcast is not None
-        return broadcast.rate(chunk, total)
-    return copy_rate(devices.device, chunk, total) if transport == "ipc" else None
-
-
 def _sampler(sampler: SamplerConfig) -> SamplerConfig:
     """Return the engine configuration, with minimal options for SGLang.
 
@@ -355,5 +408,5 @@ def _sampler(sampler: SamplerConfig) -> SamplerConfig:
     """
     if sampler.urls:
         raise ConfigError(f"sampler.url={sampler.url}: the benchmark starts its own engines; leave out sampler.url")
-    random_weights = _MADE_UP if sampler.backend == "sglang" else {}
-    return sampler.model_copy(update={"sglang": {**random_weights, **sampler.sglang}})
+    quick_start = _QUICK_START if sampler.backend == "sglang" else {}
+    return sampler.model_copy(update={"sglang": {**quick_start, **sampler.sglang}})

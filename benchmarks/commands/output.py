@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,12 +33,18 @@ class ResultTable:
 def open_table(console: Console, status: str, *heads: str) -> Iterator[tuple[ResultTable, Callable[[str], None]]]:
     """Yield a table and a progress callback; print the whole table at the end, with the rows so far also after an error.
 
-    Progress is a changing line in a terminal, which begins with ``status``, and a line for each call in a log.
+    Progress is a changing line in a terminal, which begins with ``status``, and a line for each call in a log, after the seconds
+    since the start.
     """
-    rows = ResultTable(console, heads)
+    rows, begun = ResultTable(console, heads), time.monotonic()
     try:
         with console.status(status) as line:
-            yield rows, (lambda text: line.update(Text(text))) if console.is_terminal else console.print
+
+            def progress(text: str) -> None:
+                timed = Text(f"{time.monotonic() - begun:4.0f} s: {text}")
+                line.update(timed) if console.is_terminal else console.print(timed, soft_wrap=True)
+
+            yield rows, progress
     finally:
         if rows.table.row_count > 1:
             console.print(rows.table)

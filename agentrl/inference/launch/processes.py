@@ -213,7 +213,8 @@ def _flags_and_environment(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return flags of the server and variables of its environment for SGLang's options and the interpreter that runs it."""
     flags: dict[str, Any] = {}
-    env: dict[str, str] = {}
+    # Otherwise it samples a token for each request of /health, and answers after more than a second.
+    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if options.get("device") == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if not interpreter.gpu and not interpreter.kernels:

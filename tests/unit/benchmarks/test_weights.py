@@ -2,14 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 
 import pytest
 import torch
+from aiohttp.test_utils import TestServer
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
+from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.models.random_models import SHAPES
-from benchmarks.weights import RandomLearner, SyncTimes, WeightsBench, measure_weights
+from benchmarks.scripted_engine import ScriptedSampler, make_app
+from benchmarks.weights import Devices, RandomLearner, SyncTimes, WeightsBench, measure_weights
 
 
 def test_gathering_and_sending_are_told_apart() -> None:
@@ -72,3 +78,52 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
     with pytest.raises(ConfigError, match=message):
         asyncio.run(run())
+
+
+@dataclass
+class StandIn:
+    """An engine process; what happens to it is noted."""
+
+    url: str
+    size: str
+    events: list[str]
+
+    def stop(self) -> None:
+        self.events.append(f"{self.size} stops")
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_each_figure_is_there_before_the_next_engine_is_needed(
+    monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    """The smallest model is the first, and its engine ends before the next one is used, which may have started meanwhile."""
+    events: list[str] = []
+    monkeypatch.setattr(Devices, "hold", lambda *_: has_memory)
+    config = load_config(None, ["sampler.backend=embedded"])
+    bench = WeightsBench(["tiny-moe", "tiny"], ["tensor"], [1], 1, None)
+
+    async def run() -> None:
+        async with TestServer(make_app(ScriptedSampler(vocabulary=100, delay_s=0.0))) as server:
+            url = str(server.make_url(""))
+
+            def start(spec: EngineSpec, number: int, *, gpus: Sequence[str]) -> StandIn:
+                assert (number, gpus) == (0, [])
+                events.append(f"{spec.model.name} starts")
+                return StandIn(url, spec.model.name, events)
+
+            monkeypatch.setattr(EngineSpec, "start", start)
+            async with aclosing(measure_weights(config, bench, lambda text: None)) as measured:
+                async for times in measured:
+                    events.append(f"{times.size} is measured")
+
+    asyncio.run(run())
+    early = ["tiny-moe starts"] * has_memory
+    late = ["tiny-moe starts"] * (not has_memory)
+    tiny, following = ["tiny is measured", "tiny stops"], ["tiny-moe is measured", "tiny-moe stops"]
+    assert events == ["tiny starts", *early, *tiny, *late, *following]
+
+
+def test_the_learner_has_the_gpu_of_the_engine_or_another_one() -> None:
+    devices = Devices(["4", "5"])
+    assert [str(devices.learner(transport)) for transport in ("distributed", "ipc")] == ["cuda:0", "cuda:1"]
+    assert Devices([]).learner("distributed").type == "cpu"

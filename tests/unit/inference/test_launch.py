@@ -43,12 +43,14 @@ def test_sglang_that_is_not_installed_is_named(tmp_path: Path) -> None:
 
 
 SGLANG = """
-import argparse, http.server, pathlib, sys, time
+import argparse, http.server, os, pathlib, sys, time
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int)
 arguments, _ = parser.parse_known_args()
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") != "false":
+            time.sleep(2)
         self.send_response(200)
         self.end_headers()
 pathlib.Path(sys.argv[0]).with_name("port").write_text(str(arguments.port))
@@ -67,7 +69,7 @@ def install_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str = 
 
 
 def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that binds its port only when the test has tried to take it."""
+    """A stand-in that binds its port only when the test has tried to take it. Its health takes long if it samples for it."""
     install_stand_in(tmp_path, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         starting = pool.submit(launch_sglang, tmp_path, log=tmp_path / "log", timeout_s=30)
