@@ -1,13 +1,19 @@
-"""What the tests on a GPU share. SGLang takes a minute or more to start there: all that is wanted starts at once."""
+"""What the tests on a GPU share. SGLang takes a minute or more to start there: all that is wanted starts at once.
+
+Each test says where it is, with the time (``log_cli_level`` is set here), and ends after ten minutes at most. A test that fails
+shows the ends of the logs that were written meanwhile: engines' and runs'.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -49,13 +55,49 @@ OPTIONS: dict[str, Any] = {
 }
 EXPERTS = Shape(256, 768, 2, 4, 2, 64, 49152, False, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 LORA = LoraConfig(rank=16, alpha=32)
-START_S = 280.0
+START_S = 240.0
+STRUCK_S = 280.0
+"""From one strike of the run to the next, a start of SGLang included."""
 THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",
           "an eclipse", "a sail", "a lighthouse", "a dictionary", "salt", "a parliament", "a telescope")  # fmt: skip
 FIGURES: list[str] = []
 """What was measured, shown at the end."""
 
+LOGS = pytest.StashKey[Path]()
+"""Folder of all temporary files of the session, logs among them."""
+LOG_LINES = 40
+
 Start = Callable[[], AbstractContextManager[Any]]
+_log = logging.getLogger(__name__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show warnings as they are logged, those of slow starts among them."""
+    if config.option.log_cli_level is None:
+        config.option.log_cli_level = "WARNING"
+        config.option.log_cli_format = "%(asctime)s %(name)s: %(message)s"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the ends of the logs that were written during a test that failed."""
+    report = yield
+    root = item.config.stash.get(LOGS, None)
+    if report.failed and root is not None:
+        logs = [path for name in ("*.log", "output.txt") for path in root.rglob(name) if path.is_file()]
+        for log in sorted(logs):
+            if log.stat().st_mtime >= call.start:
+                lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                report.sections.append((f"end of {log.relative_to(root)}", "\n".join(lines)))
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Note where the logs are."""
+    request.config.stash[LOGS] = tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -110,13 +152,16 @@ def begun(
             resolve_model("smollm2-135m")  # once: it may have to be made
     with ExitStack() as exits, ThreadPoolExecutor() as pool:
 
-        def enter(start: Start) -> Any:
+        def enter(name: str, start: Start) -> Any:
+            begun = time.monotonic()
+            _log.warning("%s starts", name)
             manager = start()
             value = manager.__enter__()
             exits.push(manager)
+            _log.warning("%s is ready after %.0f s", name, time.monotonic() - begun)
             return value
 
-        yield {name: pool.submit(enter, start) for name, start in starts.items() if name in expected}
+        yield {name: pool.submit(enter, name, start) for name, start in starts.items() if name in expected}
 
 
 @contextmanager
@@ -193,7 +238,7 @@ def struck(folder: Path) -> Iterator[list[dict[str, float]]]:
         "weights.dtype": "bfloat16",
     }
     strikes = {1: signal.SIGKILL, 2: signal.SIGSTOP}
-    yield whole_run(folder, settings, steps=3, prompts=16, strikes=strikes, fresh=True)
+    yield whole_run(folder, settings, steps=3, prompts=16, strikes=strikes, fresh=True, timeout_s=STRUCK_S)
 
 
 def _word(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from deadlines import wait_until
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.batch.microbatch import GlobalBatch
@@ -27,6 +29,9 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (700, 90, 333, 64, 512, 17, 260, 1500)
 PRECISIONS = ("float32", "bfloat16")
 STEPS = 6
+LIMIT_S = 240.0
+"""For the ranks of one number. Ranks that wait for each other would never end."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,13 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Fo
     folder = tmp_path_factory.mktemp("context")
     make_windowed(folder / "model")
     for ranks in (1, 2):
-        mp.spawn(compute, (str(folder), ranks), nprocs=ranks)  # type: ignore[no-untyped-call]
+        _log.warning("%d ranks compute", ranks)
+        context = mp.spawn(compute, (str(folder), ranks), nprocs=ranks, join=False)  # type: ignore[no-untyped-call]
+        try:
+            wait_until(lambda context=context: context.join(timeout=1.0), LIMIT_S)
+        finally:
+            for process in context.processes:
+                process.kill()
     return {ranks: torch.load(folder / f"found{ranks}.pt", weights_only=False) for ranks in (1, 2)}
 
 

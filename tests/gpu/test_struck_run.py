@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 def test_killed_and_stopped_in_mid_rollout(struck_run: list[dict[str, float]], figures: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from agentrl.weight_sync.registry import make_transport
 
 pytestmark = pytest.mark.gpu
 
+_log = logging.getLogger(__name__)
 MOST_KL = 1e-3
 TOKENS = 64
 
@@ -50,6 +52,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
         ipc = make_transport("ipc", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
         tensor = make_transport("tensor", TransportOptions(bucket_bytes=64 << 20, folder=tmp_path, dtype="bfloat16"))
         try:
+            _log.warning("sync and sample")
             other_bytes = held_by_others(learner)
             await ipc.sync_weights(learner, [client], 50)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=50)
@@ -63,6 +66,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
             assert remaining_bytes < 200 << 20
             assert freed_bytes > 1 << 30
             for version in (51, 52):
+                _log.warning("train to version %d", version)
                 await sharing.switch_to_learner(learner, watch)
                 learner.train_step(batch_of(rows))
                 await sharing.switch_to_engines(
@@ -74,6 +78,7 @@ def test_learner_and_engine_have_the_gpu_in_turns(
                     actual_agreement = agreement(learner, rows)
                 figures.append(f"log-probabilities after turn {version}: {actual_agreement}")
                 assert actual_agreement.k3 < MOST_KL
+            _log.warning("tensors of a sleeping learner")
             await sharing.switch_to_engines(learner, lambda: ipc.sync_weights(learner, [client], 52), watch)
             await tensor.sync_weights(learner, [client], 53)
             rows = await sample_rows(client, prompts, tokens=TOKENS, version=53)

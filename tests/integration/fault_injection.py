@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from shared_runs import Running, gone, metrics
 
 SAMPLES = 4
 """Rollouts of a task."""
+_log = logging.getLogger(__name__)
 
 
 def whole_run(
@@ -24,6 +26,7 @@ def whole_run(
     prompts: int,
     strikes: Mapping[int, signal.Signals],
     fresh: bool = False,
+    timeout_s: float = 400.0,
 ) -> list[dict[str, float]]:
     """Train, strike an engine amid the rollouts of some steps, and return the rows of all steps.
 
@@ -36,6 +39,7 @@ def whole_run(
         prompts: tasks of a step.
         strikes: by step, which signal its oldest engine gets.
         fresh: see `Running`; a GPU must not have been used before a fork.
+        timeout_s: until a struck step runs, and from the last strike to the end.
 
     """
     words = {
@@ -63,10 +67,12 @@ def whole_run(
 
     try:
         for step, fault in strikes.items():
-            run.wait_for(lambda step=step: rolling(step), timeout=400)
+            _log.warning("waits for step %d", step)
+            run.wait_for(lambda step=step: rolling(step), timeout=timeout_s)
+            _log.warning("step %d: %s to an engine", step, fault.name)
             os.kill(engines(run)[0].pid, fault)
         children = run.descendants()
-        assert run.finish(400) == 0, run.output()
+        assert run.finish(timeout_s) == 0, run.output()
         assert gone(children) == []
     finally:
         run.end()
