@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,10 @@ class RunnerTimes:
     """CPU time of all runner processes a turn."""
     stall_ms: float
     """Longest time in which the driver's event loop did not run a callback that was due."""
+    driver_bytes: int
+    """Most memory of the driver, which has all rollouts of the pass at its end."""
+    runners_bytes: int
+    """Most memory of each runner process, added up."""
     journal_bytes: int
     rollout_bytes: int
     """Of the files of rollouts."""
@@ -98,6 +103,8 @@ async def _run_episodes(config: Config, bench: EfficiencyBench) -> RunnerTimes:
             times = await bench_loop(runner, jobs, bench.concurrency, 0, folder, rollout_form(services.config))
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             runner_s = _runner_cpu_s(services) - runner_s
+            pids = [] if services.pool is None else services.pool.pids
+            memory = [_peak_bytes(pid) for pid in (os.getpid(), *pids)]
             probing.cancel()
         return RunnerTimes(
             runners=bench.runners,
@@ -106,6 +113,8 @@ async def _run_episodes(config: Config, bench: EfficiencyBench) -> RunnerTimes:
             driver_ms=1e3 * cpu / times.turns,
             runner_ms=1e3 * runner_s / times.turns,
             stall_ms=1e3 * probe.stall_s,
+            driver_bytes=memory[0],
+            runners_bytes=sum(memory[1:]),
             journal_bytes=_size(folder / "journal"),
             rollout_bytes=_size(folder / "rollouts"),
             episodes=times.episodes,
@@ -117,6 +126,12 @@ def _runner_cpu_s(services: Services) -> float:
     if services.pool is None:
         return 0.0
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in services.pool.pids)
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had resident."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
 
 
 def _size(folder: Path) -> int:

@@ -56,10 +56,6 @@ def rollout_form(config: Config) -> Literal["jsonl", "records", "parquet"]:
 
 def _in_process_keys(config: Config) -> Iterator[str]:
     """Yield settings with which episodes run in the run's own process."""
-    if config.obs.trace:
-        yield "obs.trace=true"
-    if config.obs.otlp is not None:
-        yield f"obs.otlp={config.obs.otlp}"
     if config.weights.prefix_cache == "keep":
         yield "weights.prefix_cache=keep"
 

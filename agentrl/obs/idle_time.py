@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import heapq
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
 from time import monotonic
+from typing import NamedTuple
 
-from typing_extensions import override
-
-from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, WaitChange, waiting
+from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, WaitListener, waiting
 
 LEARNER_PHASES = frozenset(("train", "scores", "teachers"))
 """Phases in which the learner computes."""
@@ -22,46 +19,17 @@ ENGINE_CAUSES = ("learner", "weight_sync", "tools", "long_tail", "evaluation", "
 environments or rewards, fewer episodes than engines are left, an evaluation does one of these, or none of them."""
 
 
-class WaitChanges(ABC):
-    """Turns the waits of phases, episodes and requests into changes of their numbers."""
+class _Change(NamedTuple):
+    """Of the number of waits of a kind."""
 
-    def __init__(self) -> None:
-        self._names: dict[waiting, str] = {}
-
-    def on_begin(self, wait: waiting) -> None:
-        """Count a phase, an episode or a request that begins."""
-        if wait.kind in (PHASE, ROLLOUT, REQUEST):
-            self._names[wait] = name = wait.details if wait.kind == REQUEST else _phase(wait)
-            self._add(WaitChange(wait.since, wait.kind, name, 1))
-
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
-        """Count a wait that ends."""
-        if wait.kind in (PHASE, ROLLOUT, REQUEST):
-            self._add(WaitChange(ended_at, wait.kind, self._names.pop(wait), -1))
-
-    @abstractmethod
-    def _add(self, change: WaitChange) -> None:
-        """Take a change."""
+    at: float
+    kind: str
+    name: str
+    """Of a request its engine; of an episode or a phase the phase."""
+    change: int
 
 
-class WaitLog(WaitChanges):
-    """Keeps the changes of a runner process until they are sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._changes: list[WaitChange] = []
-
-    @override
-    def _add(self, change: WaitChange) -> None:
-        self._changes.append(change)
-
-    def take(self) -> list[WaitChange]:
-        """Return the changes since the last call."""
-        changes, self._changes = self._changes, []
-        return changes
-
-
-class IdleTime(WaitChanges):
+class IdleTime(WaitListener):
     """Measures, as a `WaitListener`, how long engines had no request in progress and the learner nothing to compute.
 
     Engines are seen as the clients see them: with ``sampler.router=sglang`` all count as one.
@@ -73,12 +41,12 @@ class IdleTime(WaitChanges):
     """
 
     def __init__(self, engines: int, slots: int, delay_s: float = 0.0) -> None:
-        super().__init__()
+        self._names: dict[waiting, str] = {}
         self._engines = engines
         self._slots = slots
         self._delay_s = delay_s
         self._lock = threading.Lock()
-        self._uncounted: list[WaitChange] = []
+        self._uncounted: list[_Change] = []
         """Heap of changes within the delay."""
         self._phases: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
@@ -93,14 +61,18 @@ class IdleTime(WaitChanges):
         """Seconds without a request by cause, summed over engines."""
         self._learner_s = self._episode_s = self._tail_s = self._tools_s = 0.0
 
-    def add_remote(self, changes: Sequence[WaitChange]) -> None:
-        """Take changes of another process."""
-        with self._lock:
-            for change in changes:
-                heapq.heappush(self._uncounted, change)
+    def on_begin(self, wait: waiting) -> None:
+        """Count a phase, an episode or a request that begins."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._names[wait] = name = wait.details if wait.kind == REQUEST else _phase(wait)
+            self._add(_Change(wait.since, wait.kind, name, 1))
 
-    @override
-    def _add(self, change: WaitChange) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
+        """Count a wait that ends."""
+        if wait.kind in (PHASE, ROLLOUT, REQUEST):
+            self._add(_Change(ended_at, wait.kind, self._names.pop(wait), -1))
+
+    def _add(self, change: _Change) -> None:
         with self._lock:
             heapq.heappush(self._uncounted, change)
             self._count_until(change.at - self._delay_s)

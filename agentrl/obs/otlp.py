@@ -51,14 +51,13 @@ class OtlpSpans(Tracker):
             outer, _ = self._open.get(wait.parent, (None, None)) if isinstance(wait.parent, waiting) else (None, None)
             self._open[wait] = self._new_context(None if wait.kind == ROLLOUT else outer), outer
 
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
         """Pass on a span that has ended."""
         with self._lock:
             context, outer = self._open.pop(wait)
         details = wait.details
         name = details.rpartition(", ")[2] if wait.kind == PHASE else wait.kind
-        linked, error_name = wait.kind == ROLLOUT, "" if error is None else type(error).__name__
-        self._send(name, details, context, outer, (wait.since, ended_at), linked=linked, error=error_name)
+        self._send(name, details, context, outer, (wait.since, ended_at), linked=wait.kind == ROLLOUT, error=error)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the span of a training step."""

@@ -238,10 +238,10 @@ class StartLines:
         self._texts[wait] = text
         self._print(f"{text} …")
 
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
         """Print how long it took, unless it has failed."""
         text = self._texts.pop(wait, None)
-        if text is not None and error is None:
+        if text is not None and not error:
             self._print(f"{text}: {ended_at - wait.since:.1f} s")
 
 

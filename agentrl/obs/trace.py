@@ -16,14 +16,15 @@ from typing import Any
 
 import orjson
 
+from agentrl.obs.remote_waits import RemoteWait
 from agentrl.obs.trackers import Tracker
 from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, TOOL, TURN, waiting
 
 FOLDER = "traces"
 """Folder of trace files in a run folder."""
 RUN, EPISODES = 1, 2
-"""Groups of tracks ("processes" of the format): what the run does, and its episodes."""
-GROUPS = {RUN: "run", EPISODES: "episodes"}
+"""Groups of tracks ("processes" of the format): what the run does, and its episodes. Those of runner process 0 are group 3,
+and so on."""
 STEPS_TRACK = 0
 """The track of `RUN` with one span for each training step."""
 FLUSH_S = 1.0
@@ -109,7 +110,7 @@ class TraceFiles(Tracker):
         self._most = int(file_mib * 2**20)
         self._lock = threading.Lock()
         self._open: dict[waiting, _Span] = {}
-        self._tracks = {group: _Tracks(group) for group in GROUPS}
+        self._tracks = {group: _Tracks(group) for group in (RUN, EPISODES)}
         self._ended: deque[_Ended | int] = deque()
         """What is to be written; a number begins the file of that step."""
         self._written = self._dropped = 0
@@ -129,10 +130,14 @@ class TraceFiles(Tracker):
     def on_begin(self, wait: waiting) -> None:
         """Give a span its track: that of the span around it, if no other one is open there."""
         kind, parent = wait.kind, self._around(wait)
-        if kind not in KINDS and parent is not None and parent.track.group == EPISODES:
+        if kind not in KINDS and parent is not None and parent.track.group != RUN:
             return
-        group = EPISODES if kind == ROLLOUT else RUN if parent is None else parent.track.group
+        episodes = EPISODES + 1 + wait.process if isinstance(wait, RemoteWait) else EPISODES
+        group = episodes if kind == ROLLOUT else RUN if parent is None else parent.track.group
         with self._lock:
+            if group not in self._tracks:
+                self._tracks[group] = _Tracks(group)
+                self._ended.append(_group_name(group))
             shared = parent is not None and parent.track.top is parent and parent.track.group == group
             track = parent.track if parent is not None and shared else self._tracks[group].take()
             track.top = self._open[wait] = _Span(wait, track, track.top)
@@ -145,7 +150,7 @@ class TraceFiles(Tracker):
             outer = outer.parent
         return None
 
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
+    def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
         """Write a span."""
         span = self._open.pop(wait, None)
         if span is None:
@@ -158,7 +163,7 @@ class TraceFiles(Tracker):
                 heapq.heappush(self._tracks[track.group].free, track.number)
         if self._closed or (ended_at - wait.since < SHORT_S and wait.kind not in KINDS):
             return
-        self._ended.append((span, wait.details, ended_at, "" if error is None else type(error).__name__))
+        self._ended.append((span, wait.details, ended_at, error))
 
     # Steps
 
@@ -253,9 +258,7 @@ class TraceFiles(Tracker):
             old.unlink()
         file = path.open("wb")
         self._written = self._dropped = 0
-        heads = [
-            {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in GROUPS.items()
-        ]
+        heads = [_group_name(group) for group in [*self._tracks]]
         steps = {"name": "thread_name", "ph": "M", "pid": RUN, "tid": STEPS_TRACK, "args": {"name": "steps"}}
         file.write(b"[\n" + b"".join(orjson.dumps(head) + b",\n" for head in (*heads, steps)))
         file.flush()
@@ -297,6 +300,13 @@ def _head(span: _Span, details: str) -> tuple[bytes, float, int, int]:
     elif name == TOOL:
         name = f"{TOOL} {details.partition(',')[0]}"
     return orjson.dumps(name), wait.since * 1e6, track.group, track.number
+
+
+def _group_name(group: int) -> dict[str, Any]:
+    """Return the event that names a group of tracks."""
+    names = {RUN: "run", EPISODES: "episodes"}
+    name = names.get(group, f"episodes of runner {group - EPISODES - 1}")
+    return {"name": "process_name", "ph": "M", "pid": group, "args": {"name": name}}
 
 
 def _us(seconds: float) -> float:

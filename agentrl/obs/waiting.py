@@ -16,7 +16,7 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol
 
 Detail = str | Callable[[], str]
 """A detail of a wait; a function is called when a report is written, in the watchdog's thread."""
@@ -83,7 +83,7 @@ class waiting:
         if error is None:
             waits.last_progress = ended_at
         for listener in waits.listeners:
-            listener.on_end(self, ended_at, error)
+            listener.on_end(self, ended_at, "" if kind is None else kind.__name__)
         # A coroutine that is closed before its end may exit in another context.
         if _inside.get() is self:
             _inside.set(self.parent)
@@ -103,36 +103,9 @@ class waiting:
         return f"{self.kind} {self.details}".strip()
 
 
-class WaitChange(NamedTuple):
-    """The begin or the end of waits of a kind, for a listener in another process of the machine."""
-
-    at: float
-    """On `time.monotonic`'s clock."""
-    kind: str
-    name: str
-    """Of a request its engine; of an episode or a phase the phase."""
-    change: int
-    """Of the number of these waits."""
-
-
-@runtime_checkable
-class RemoteWaitListener(Protocol):
-    """Is called with waits of other processes."""
-
-    def add_remote(self, changes: Sequence[WaitChange]) -> None:
-        """Take note of waits that have begun or ended within the last seconds."""
-
-
-def note_remote(changes: Sequence[WaitChange], *, progress: bool) -> None:
-    """Pass on waits of another process, and count as progress that one has ended there."""
-    outer = _inside.get()
-    if outer is None or outer.waits is None:
-        return
-    if progress:
-        outer.waits.last_progress = monotonic()
-    for listener in outer.waits.listeners:
-        if isinstance(listener, RemoteWaitListener):
-            listener.add_remote(changes)
+def current_wait() -> WaitRegistry | waiting | None:
+    """Return the innermost wait of this context, or the registry outside of all; None without a watchdog."""
+    return _inside.get()
 
 
 class WaitListener(Protocol):
@@ -142,8 +115,8 @@ class WaitListener(Protocol):
         """Take note of a wait that has begun."""
         ...
 
-    def on_end(self, wait: waiting, ended_at: float, error: BaseException | None) -> None:
-        """Take note of the end of a wait, at ``ended_at`` on `time.monotonic`'s clock, with the error it raised."""
+    def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
+        """Take note of the end of a wait, at ``ended_at`` on `time.monotonic`'s clock, with the name of the error's class."""
         ...
 
 

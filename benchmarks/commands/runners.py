@@ -11,7 +11,8 @@ from benchmarks.commands.output import open_table, split_numbers
 
 HELP = "turns/s, CPU a turn, bytes and stalls by the number of runner processes, with scripted engines"
 _HEADS = (
-    "runners", "turns/s", "driver CPU ms/turn", "runner CPU ms/turn", "stall ms", "journal KB/episode", "rollouts KB/episode",
+    "runners", "turns/s", "driver CPU ms/turn", "runner CPU ms/turn", "stall ms", "driver GiB", "runners GiB",
+    "journal KB/episode", "rollouts KB/episode",
 )  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
                 f"{driver:.3f}",
                 f"{runner:.3f}",
                 f"{stall:.0f}",
+                f"{times.driver_bytes / 2**30:.2f}",
+                f"{times.runners_bytes / 2**30:.2f}",
                 *(f"{size:.1f}" for size in sizes),
             )
             table.add_row(str(times.runners), *texts)

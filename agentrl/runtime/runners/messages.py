@@ -19,7 +19,7 @@ from agentrl.episode.runner import SamplingChange
 from agentrl.episode.state import SavedStates
 from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
 from agentrl.inference.fleet.router import RoutedSampler
-from agentrl.obs.waiting import WaitChange
+from agentrl.obs.remote_waits import WaitBegun, WaitEnded
 
 PULSE_S = 1.0
 """Seconds between two signs of life of a runner."""
@@ -131,10 +131,6 @@ class GroupEnded:
 class Pulse:
     """Sent every second by the runner's event loop."""
 
-    progress: bool
-    """Whether a wait has ended since the last one."""
-    changes: Sequence[WaitChange]
-    """Episodes and requests that have begun or ended since."""
     longest_wait: str
     """Of its episodes, in words."""
     cpu_s: float
@@ -146,6 +142,17 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """Waits that have begun or ended; sent before each `Pulse`, and before the end of a group."""
+
+    sent_at: float
+    """On `time.monotonic`'s clock of the runner."""
+    progress: bool
+    """Whether one has ended without an error since the last message."""
+    events: Sequence[WaitBegun | WaitEnded]
+
+
+@dataclass(frozen=True, slots=True)
 class Logged:
     """A message of the runner's log, from warnings on."""
 
@@ -154,7 +161,7 @@ class Logged:
     """With its traceback, if it has one."""
 
 
-FromRunner = Logged | Ready | FleetRequests | EpisodeEnded | RolloutDone | GroupEnded | Pulse
+FromRunner = Logged | Ready | FleetRequests | EpisodeEnded | RolloutDone | GroupEnded | Waits | Pulse
 """What it sends."""
 
 

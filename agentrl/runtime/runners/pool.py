@@ -25,7 +25,7 @@ from agentrl.inference.client.engine_state import FleetUpdate
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.obs.records import decode_record
-from agentrl.obs.waiting import waiting
+from agentrl.obs.waiting import WaitRegistry, current_wait, waiting
 from agentrl.runtime.runners.messages import (
     CancelGroup,
     EpisodeEnded,
@@ -59,6 +59,8 @@ class RunnerGroup:
     single: bool
     """Whether each episode is one rollout with the id of its job: those of a runner that is lost are kept."""
     result: asyncio.Future[list[Rollout]]
+    wait: waiting | WaitRegistry | None
+    """In which it runs."""
     runner: RunnerProcess | None = None
     """That has it; None: it waits for one."""
     finished: dict[str, Rollout] = field(default_factory=dict)
@@ -141,7 +143,7 @@ class RunnerPool:
         """Of all processes."""
         self._config, self._model, self._fleets = config, model.absolute(), fleets
         self._runners = [
-            RunnerProcess(number, logs.absolute(), self._fleet_number, self._receive, remote)
+            RunnerProcess(number, logs.absolute(), self._fleet_number, self._receive, self._outer_wait, remote)
             for number in range(runners)
         ]
         self._connected = 0
@@ -212,6 +214,9 @@ class RunnerPool:
         await asyncio.gather(*(runner.aclose() for runner in self._runners))
 
     # Groups
+
+    def _outer_wait(self, number: int) -> waiting | WaitRegistry | None:
+        return self._groups[number].wait
 
     def submit(self, group: RunnerGroup) -> None:
         """Run a group as soon as a process has room for it."""
@@ -440,6 +445,7 @@ class PooledRunner:
                 on_ended,
                 self.pool.single,
                 loop.create_future(),
+                current_wait(),
             )
             for _, task_jobs in itertools.groupby(jobs, lambda job: job.task.id)
         ]

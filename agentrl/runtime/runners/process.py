@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 import uvloop
 from typing_extensions import override
 
+from agentrl.config.obs import ObsConfig
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
 from agentrl.core.errors import AgentrlError, RunnerError
 from agentrl.core.types import Rollout
@@ -29,9 +30,10 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.mirror import MirroredFleet
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.models.reference_policy import resolve_frozen
-from agentrl.obs.idle_time import EVALUATION, WaitLog
 from agentrl.obs.records import encode_record
-from agentrl.obs.waiting import PHASE, WaitRegistry, waiting
+from agentrl.obs.remote_waits import GROUP, WaitLog
+from agentrl.obs.trace import KINDS
+from agentrl.obs.waiting import REQUEST, ROLLOUT, WaitRegistry, waiting
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
@@ -52,6 +54,7 @@ from agentrl.runtime.runners.messages import (
     Setup,
     Stop,
     UpdateFleet,
+    Waits,
     detect_loss,
     encode_message,
     read_from_run,
@@ -129,19 +132,23 @@ class RunnerServer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._wait_log = WaitLog()
-        self._waits = WaitRegistry([self._wait_log])
+        self._wait_log: WaitLog
+        self._waits: WaitRegistry
+        self._sent_progress = 0.0
+        """When the last wait had ended whose end was sent."""
         self._services: RunnerServices
 
     async def serve(self) -> None:
         """Serve until the connection is closed, or the end is requested."""
-        self._waits.enter()
         logging.getLogger().addHandler(_LogSender(self._send))
         async with AsyncExitStack() as exits:
             setup = await read_from_run(self._reader, lambda _: RoutedSampler())
             if not isinstance(setup, Setup):
                 return
             os.chdir(setup.folder)
+            self._wait_log = WaitLog(_sent_kinds(setup.config.obs))
+            self._waits = WaitRegistry([self._wait_log])
+            self._waits.enter()
             self._services = await RunnerServices.open(setup, exits)
             exits.enter_context(rare_collections())
             self._send(Ready())
@@ -185,7 +192,7 @@ class RunnerServer:
         error: BaseException | None = None
         order: list[int] = []
         try:
-            with waiting(PHASE, EVALUATION if group.sampling is not None else "rollout"):
+            with waiting(GROUP, str(group.group)):
                 rollouts = await self._services.runner(group.fleet, group.sampling).run_many(
                     group.jobs,
                     send_rollout,
@@ -201,19 +208,17 @@ class RunnerServer:
         except Exception as raised:  # the run's process may not have its class
             _log.exception("episodes of task %s", group.jobs[0].task.id)
             error = RunnerError(f"episodes of task {group.jobs[0].task.id!r}: {type(raised).__name__}: {raised}")
+        self._send_waits()
         self._send(GroupEnded(group.group, order, error))
 
     async def _send_pulses(self) -> None:
-        progress = self._waits.last_progress
         while True:
             await asyncio.sleep(PULSE_S)
-            progress, last = self._waits.last_progress, progress
+            self._send_waits()
             waits = self._waits.innermost_waits()
             samplers = [fleet.sampler for fleet in self._services.fleets]
             self._send(
                 Pulse(
-                    progress != last,
-                    self._wait_log.take(),
                     waits[0].text if waits else "",
                     time.process_time(),
                     [sampler.prompt_tokens for sampler in samplers],
@@ -222,8 +227,20 @@ class RunnerServer:
                 )
             )
 
+    def _send_waits(self) -> None:
+        progress, last = self._waits.last_progress, self._sent_progress
+        self._sent_progress = progress
+        self._send(Waits(time.monotonic(), progress != last, self._wait_log.take()))
+
     def _send(self, message: FromRunner) -> None:
         self._writer.write(encode_message(message, _no_fleet))
+
+
+def _sent_kinds(obs: ObsConfig) -> Collection[str] | None:
+    """Return the kinds of waits that the run's process needs, beside those around groups; None: all."""
+    if obs.otlp is not None:
+        return None
+    return KINDS if obs.trace else (ROLLOUT, REQUEST)
 
 
 def _no_fleet(sampler: RoutedSampler) -> int:

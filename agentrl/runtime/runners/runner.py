@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Protocol
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import RunnerError
 from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
-from agentrl.obs.waiting import PHASE, WaitChange, note_remote, waiting
+from agentrl.obs.remote_waits import RemoteWaits
+from agentrl.obs.waiting import WaitRegistry, waiting
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
     TOKEN_VARIABLE,
@@ -34,6 +34,7 @@ from agentrl.runtime.runners.messages import (
     Stop,
     ToRunner,
     UpdateFleet,
+    Waits,
     detect_loss,
     encode_message,
     read_from_runner,
@@ -52,7 +53,7 @@ _TOKEN_BYTES = 16
 _LOOK_S = 0.5
 """Seconds between two looks at a process that has not connected itself."""
 
-_NO_PULSE = Pulse(False, (), "", 0.0, (), (), ())
+_NO_PULSE = Pulse("", 0.0, (), (), ())
 
 
 class RunningProcess(Protocol):
@@ -111,6 +112,7 @@ class RunnerProcess:
         logs: folder of its log.
         fleet_number: see `FleetNumber`.
         receive: called with each message of the runner, in their order.
+        outer_wait: returns the wait in which a group with a number was given to a runner.
         remote: starts the process; None: on this machine.
     """
 
@@ -120,6 +122,7 @@ class RunnerProcess:
         logs: Path,
         fleet_number: FleetNumber,
         receive: Callable[[RunnerProcess, FromRunner], Awaitable[None]],
+        outer_wait: Callable[[int], waiting | WaitRegistry | None],
         remote: RemoteRunners | None = None,
     ) -> None:
         self.number = number
@@ -139,8 +142,7 @@ class RunnerProcess:
         self._numbers = itertools.count()
         """Of updates."""
         self._replies: dict[int, asyncio.Future[Mapping[str, RequestsInProgress]]] = {}
-        self._open: Counter[tuple[str, str]] = Counter()
-        """Episodes and requests in progress, by kind and name."""
+        self._waits = RemoteWaits(number, outer_wait)
         self._child: RunningProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader
@@ -237,21 +239,15 @@ class RunnerProcess:
                 case FleetRequests(number, requests):
                     if (reply := self._replies.pop(number, None)) is not None and not reply.done():
                         reply.set_result(requests)
+                case Waits(sent_at, progress, events):
+                    self._waits.receive(sent_at, events, progress=progress)
                 case Pulse():
                     await self._receive(self, message)
                     self.last_pulse = message
-                    self._note_changes(message.changes, progress=message.progress)
                 case _:
                     await self._receive(self, message)
         self._close()
         return await asyncio.to_thread(self._wait_end, self._child)
-
-    def _note_changes(self, changes: Sequence[WaitChange], *, progress: bool = False) -> None:
-        """Count the episodes and requests of the process in the idle time of engines, but not its phases."""
-        counted = [change for change in changes if change.kind != PHASE]
-        for change in counted:
-            self._open[change.kind, change.name] += change.change
-        note_remote(counted, progress=progress)
 
     def describe(self) -> str:
         """Return its number and what it waits for, in words."""
@@ -292,9 +288,7 @@ class RunnerProcess:
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            at = time.monotonic()
-            self._note_changes([WaitChange(at, *wait, -count) for wait, count in self._open.items()])
-            self._open.clear()
+            self._waits.end_all(RunnerError.__name__)
         self._writer, self.ready, self.last_pulse = None, False, _NO_PULSE
         for reply in self._replies.values():
             if not reply.done():

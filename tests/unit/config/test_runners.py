@@ -24,7 +24,7 @@ LARGE = ("rollout.concurrency=512", "rollout.batch_size=64", "rollout.n_samples_
         (128, (*LARGE, "rollout.concurrency=511"), 0),
         (128, (*LARGE, "rollout.batch_size=63"), 0),
         (128, (*LARGE, "rollout.batch_size=32", "async.max_staleness=1"), 8),
-        (128, (*LARGE, "obs.trace=true"), 0),
+        (128, (*LARGE, "obs.trace=true"), 8),
         (128, (*LARGE, "rollout.runners=0"), 0),
         (2, ("rollout.runners=3",), 3),
     ],
@@ -59,7 +59,6 @@ def test_a_line_says_what_auto_has_chosen(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("obs.trace=true", "obs.trace=true with rollout.runners=2: .*set rollout.runners=0"),
         ("weights.prefix_cache=keep", "weights.prefix_cache=keep with rollout.runners=2"),
         ("rollout.concurrency=1", "rollout.runners=2 is more than rollout.concurrency=1"),
     ],

@@ -4,8 +4,8 @@ import pytest
 
 from agentrl.obs import idle_time
 from agentrl.obs import waiting as waits
-from agentrl.obs.idle_time import ENGINE_CAUSES, IdleTime, WaitLog
-from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, WaitChange, WaitRegistry, note_remote, waiting
+from agentrl.obs.idle_time import ENGINE_CAUSES, IdleTime
+from agentrl.obs.waiting import PHASE, REQUEST, ROLLOUT, WaitRegistry, waiting
 
 
 class Clock:
@@ -42,13 +42,6 @@ class Run:
     def end(self, *names):
         for name in names:
             self.open.pop(name).__exit__(None, None, None)
-
-
-def in_log(registry, kind, *details):
-    """A wait that has begun in another process."""
-    wait = waiting(kind, *details)
-    wait.parent, wait.since = registry, waits.monotonic()
-    return wait
 
 
 def shares(metrics, prefix):
@@ -141,24 +134,3 @@ def test_requests_to_a_queue_are_not_idle_slots(clock):
     metrics = run.idle.metrics()
     assert metrics["slot_idle/tools"] == metrics["slot_idle/long_tail"] == 0
     assert metrics["engine_idle/total"] == 0
-
-
-def test_waits_of_other_processes_count_when_they_happened(clock):
-    """Two runner processes report the requests of a step late, and one of them is lost."""
-    idle = IdleTime(1, 4, delay_s=2.5)
-    registry = WaitRegistry([idle])
-    token = registry.enter()
-    log = WaitLog()
-    log.on_begin(request := in_log(WaitRegistry([log]), REQUEST, "e"))
-    clock.now += 2.5
-    idle.metrics()  # the seconds before
-    clock.now += 1.5
-    log.on_end(request, clock.now - 1, None)  # 3 s with a request, then 1 s without
-    note_remote([WaitChange(clock.now - 4, ROLLOUT, "rollout", 1), *log.take()], progress=True)
-    assert registry.last_progress == clock.now
-    clock.now += 2.5
-    note_remote([WaitChange(clock.now, ROLLOUT, "rollout", -1)], progress=False)
-    metrics = idle.metrics()
-    registry.leave(token)
-    assert shares(metrics, "engine_idle/") == {"total": 0.25, "tools": 0.25}
-    assert log.take() == []
