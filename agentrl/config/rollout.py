@@ -81,7 +81,7 @@ class RolloutConfig(Section):
     """Episodes that run at the same time."""
     runners: NonNegativeInt | Literal["auto"] = "auto"
     """Processes that run the episodes; 0: the run's own process. ``auto``: one for each 8 cores that the run may use, 8 at most,
-    if that is 2 or more, 512 or more episodes run at the same time, and no traces and no ``weights.prefix_cache=keep``."""
+    if that is 2 or more and 512 or more episodes run at the same time."""
     max_runner_restarts: NonNegativeInt = 20
     """Runner processes that are started again after they died; one more ends the run."""
     runner_timeout_s: Seconds = 300.0

@@ -21,9 +21,7 @@ def runner_count(config: Config) -> int:
     if config.rollout.runners != "auto":
         return config.rollout.runners
     count = min(MOST, _cores() // CORES)
-    return (
-        count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES and not [*_in_process_keys(config)] else 0
-    )
+    return count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES else 0
 
 
 def _cores() -> int:
@@ -54,18 +52,8 @@ def rollout_form(config: Config) -> Literal["jsonl", "records", "parquet"]:
     return form if form != "auto" else "records" if runner_count(config) else "jsonl"
 
 
-def _in_process_keys(config: Config) -> Iterator[str]:
-    """Yield settings with which episodes run in the run's own process."""
-    if config.weights.prefix_cache == "keep":
-        yield "weights.prefix_cache=keep"
-
-
 def runner_faults(config: Config) -> Iterator[str]:
     """Yield a line for each fault of ``rollout.runners``."""
     runners, concurrency = config.rollout.runners, config.rollout.concurrency
-    if runners == "auto" or not runners:
-        return
-    for setting in _in_process_keys(config):
-        yield f"{setting} with rollout.runners={runners}: it is for episodes in the run's process; set rollout.runners=0"
-    if concurrency < runners:
+    if runners != "auto" and concurrency < runners:
         yield f"rollout.runners={runners} is more than rollout.concurrency={concurrency}, and each runs an episode; lower it"

@@ -38,14 +38,11 @@ class WaitEnded(NamedTuple):
 
 
 class WaitLog(WaitListener):
-    """Keeps the begins and ends of waits until they are sent.
+    """Keeps the begins and ends of waits until they are sent."""
 
-    Args:
-        kinds: that are sent, beside `GROUP`; None: all.
-    """
-
-    def __init__(self, kinds: Collection[str] | None) -> None:
-        self._kinds = None if kinds is None else {GROUP, *kinds}
+    def __init__(self) -> None:
+        self.kinds: Collection[str] | None = None
+        """Kinds that are sent, beside `GROUP`; None: all."""
         self._numbers = itertools.count()
         self._open: dict[waiting, int] = {}
         self._events: deque[WaitBegun | WaitEnded] = deque()
@@ -53,7 +50,7 @@ class WaitLog(WaitListener):
 
     def on_begin(self, wait: waiting) -> None:
         """Keep a begin."""
-        if self._kinds is not None and wait.kind not in self._kinds:
+        if self.kinds is not None and wait.kind not in self.kinds and wait.kind != GROUP:
             return
         outer = wait.parent
         while isinstance(outer, waiting) and outer not in self._open:

@@ -25,6 +25,8 @@ class EngineState:
     """LoRA adapters that requests name, by policy."""
     cache_key: str | None = None
     """Separates the prefixes of requests in the engine's cache."""
+    knows_ages: bool = False
+    """Whether the process that controls it needs to know of cached prefixes; see `agentrl.inference.client.prefix_ages`."""
     max_running: int | None = None
     """Most requests of this process at the engine; None: no limit."""
 

@@ -23,7 +23,7 @@ from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.engine_state import EngineState
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
-from agentrl.inference.client.prefix_ages import PrefixAges
+from agentrl.inference.client.prefix_ages import PrefixAges, block_use
 from agentrl.inference.client.segments import Segment, Vocabulary, experts_options, join, read_experts
 from agentrl.obs.waiting import REQUEST, waiting
 
@@ -98,7 +98,8 @@ class GenerationClient(ABC):
 
     def state(self) -> EngineState:
         """Return what another process needs to send generations here."""
-        return replace(self._engine_state(), ready=self.ready, cache_key=self._cache_key())
+        knows_ages = self.prefix_ages is not None
+        return replace(self._engine_state(), ready=self.ready, cache_key=self._cache_key(), knows_ages=knows_ages)
 
     def _engine_state(self) -> EngineState:
         """Return the fields of `state` that kinds of clients have differently."""
@@ -151,8 +152,7 @@ class GenerationClient(ABC):
                 finally:
                     self.unanswered -= 1
                 segment = read_reply(content, body, request_id, self._vocabulary)
-                if self.prefix_ages is not None:
-                    self.prefix_ages.note(ids, segment.generation)
+                self._note_blocks(ids, segment.generation)
                 if request.updated and not segment.exact:
                     raise SamplerError(
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
@@ -192,6 +192,11 @@ class GenerationClient(ABC):
         Raises:
             SamplerError: no engine accepted the abort.
         """
+
+    def _note_blocks(self, ids: Sequence[int], generation: Generation) -> None:
+        """Take note of what a reply says of cached blocks."""
+        if self.prefix_ages is not None:
+            self.prefix_ages.add(block_use(ids, generation))
 
     async def close_session(self, session_id: str) -> None:  # noqa: B027 - no engine has anything to close
         """Do nothing: engines and routers drop what was not used for the longest time."""

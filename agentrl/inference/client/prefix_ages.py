@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from agentrl.core.types import Generation
 
@@ -11,6 +12,30 @@ BLOCK = 64
 """Tokens of a block, the unit in which ages are known."""
 _MOST = 1 << 18
 """Blocks that are remembered, 16 million tokens: the earliest half of more is forgotten."""
+
+
+class BlockUse(NamedTuple):
+    """What the reply to a request says of the blocks of its tokens."""
+
+    prefixes: Sequence[int]
+    """A hash of the tokens up to the end of each block."""
+    cached: int
+    """The first blocks, which were cached."""
+    version: int
+    """That the request began with."""
+    computed: Sequence[int]
+    """Versions that have computed the other blocks."""
+
+
+def block_use(prompt: Sequence[int], generation: Generation) -> BlockUse | None:
+    """Return what a reply says of blocks; None: it ended before it ran."""
+    if not generation.versions:
+        return None
+    prefixes, cached = [*_prefixes([*prompt, *generation.token_ids])], generation.cached_tokens // BLOCK
+    # The keys and values of a block are complete when its last token has been computed.
+    ends = (max((index + 1) * BLOCK - len(prompt), 1) for index in range(cached, len(prefixes)))
+    computed = [[version for start, version in generation.versions if start < end][-1] for end in ends]
+    return BlockUse(prefixes, cached, generation.versions[0][1], computed)
 
 
 class PrefixAges:
@@ -24,23 +49,17 @@ class PrefixAges:
         self._versions: dict[int, int] = {}
         self._counts = (0, 0, 0, 0)
 
-    def note(self, prompt: Sequence[int], generation: Generation) -> None:
+    def add(self, use: BlockUse | None) -> None:
         """Record a request: the age of its cached blocks, and the version of those that were computed."""
-        if not generation.versions:  # it ended before it ran
+        if use is None:
             return
         tokens, stale, total, largest = self._counts
-        version, cached = generation.versions[0][1], generation.cached_tokens // BLOCK
-        for index, prefix in enumerate(_prefixes([*prompt, *generation.token_ids])):
-            if index < cached and (cached_version := self._versions.get(prefix)) is not None:
-                age = version - cached_version
+        for prefix in use.prefixes[: use.cached]:
+            if (cached_version := self._versions.get(prefix)) is not None:
+                age = max(0, use.version - cached_version)  # requests of other processes are added late
                 tokens, stale, total = tokens + BLOCK, stale + BLOCK * (age > 0), total + BLOCK * age
                 largest = max(largest, age)
-            elif index >= cached:
-                # The keys and values of a block are complete when its last token has been computed.
-                end = (index + 1) * BLOCK - len(prompt)
-                self._versions[prefix] = [
-                    version_of_token for start, version_of_token in generation.versions if start < max(end, 1)
-                ][-1]
+        self._versions.update(zip(use.prefixes[use.cached :], use.computed, strict=True))
         self._counts = tokens, stale, total, largest
         if len(self._versions) > _MOST:
             for prefix in [*islice(self._versions, _MOST // 2)]:

@@ -12,10 +12,12 @@ from typing_extensions import override
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.sampler import Sampler
+from agentrl.core.types import Generation
 from agentrl.inference.client.adapters import adapter_of
 from agentrl.inference.client.engine_state import EngineState, FleetUpdate, RequestsInProgress
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.prefix_ages import BlockUse, block_use
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.router import RoutedSampler
 
@@ -33,6 +35,8 @@ class MirroredEngine(GenerationClient):
         """Set, and replaced by a new event, when the state changes."""
         self._aborts: dict[str, EngineHttp] = {}
         """By address."""
+        self.block_uses: list[BlockUse] = []
+        """Of replies since they were last taken, if the other process needs them."""
 
     def set_state(self, state: EngineState) -> None:
         """Take the engine's new state."""
@@ -60,6 +64,11 @@ class MirroredEngine(GenerationClient):
     @override
     def _cache_key(self) -> str | None:
         return self._state.cache_key
+
+    @override
+    def _note_blocks(self, ids: Sequence[int], generation: Generation) -> None:
+        if self._state.knows_ages and (use := block_use(ids, generation)) is not None:
+            self.block_uses.append(use)
 
     @override
     async def abort(self, request_id: str) -> None:
@@ -131,6 +140,14 @@ class FleetMirror:
             self._sending.add(sending)
             sending.add_done_callback(self._sending.discard)
 
+    def add_block_uses(self, uses: Mapping[str, Sequence[BlockUse]]) -> None:
+        """Add what replies to these processes say of cached blocks, by engine."""
+        for name, engine_uses in uses.items():
+            slot = self._sampler.slots.get(name)
+            if slot is not None and isinstance(slot.sampler, GenerationClient) and slot.sampler.prefix_ages is not None:
+                for use in engine_uses:
+                    slot.sampler.prefix_ages.add(use)
+
     async def publish(self, client: Sampler, *, pause: str | None = None, updated: bool = False) -> RequestsInProgress:
         """See `agentrl.inference.client.engine_state.EngineMirror`."""
         name = next((name for name, slot in self._sampler.slots.items() if slot.sampler is client), "")
@@ -163,6 +180,13 @@ class MirroredFleet:
     def discarded_tokens(self) -> int:
         """Tokens of generations that began again after a pause."""
         return sum(engine.discarded_tokens for engine in (*self._engines.values(), *self._retired))
+
+    def take_block_uses(self) -> dict[str, list[BlockUse]]:
+        """Return `MirroredEngine.block_uses` since the last call, by engine."""
+        uses = {name: engine.block_uses for name, engine in self._engines.items() if engine.block_uses}
+        for name in uses:
+            self._engines[name].block_uses = []
+        return uses
 
     def receive(self, update: FleetUpdate) -> dict[str, RequestsInProgress]:
         """Take the engines of an update, and return the requests at each."""

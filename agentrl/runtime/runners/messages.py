@@ -18,6 +18,7 @@ from agentrl.data.jobs import Job
 from agentrl.episode.runner import SamplingChange
 from agentrl.episode.state import SavedStates
 from agentrl.inference.client.engine_state import FleetUpdate, RequestsInProgress
+from agentrl.inference.client.prefix_ages import BlockUse
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.obs.remote_waits import WaitBegun, WaitEnded
 
@@ -139,6 +140,8 @@ class Pulse:
     """Of all requests so far, by fleet."""
     cached_tokens: Sequence[int]
     discarded_tokens: Sequence[int]
+    block_uses: Sequence[Mapping[str, Sequence[BlockUse]]] = ()
+    """Of replies since the last pulse, by fleet and engine."""
 
 
 @dataclass(frozen=True, slots=True)

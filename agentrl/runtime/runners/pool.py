@@ -317,6 +317,7 @@ class RunnerPool:
             fleet.mirror.discarded_tokens += pulse.discarded_tokens[number] - (
                 last.discarded_tokens[number] if counted else 0
             )
+            fleet.mirror.add_block_uses(pulse.block_uses[number])
 
     # Processes
 

@@ -132,8 +132,8 @@ class RunnerServer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._wait_log: WaitLog
-        self._waits: WaitRegistry
+        self._wait_log = WaitLog()
+        self._waits = WaitRegistry([self._wait_log])
         self._sent_progress = 0.0
         """When the last wait had ended whose end was sent."""
         self._services: RunnerServices
@@ -146,8 +146,7 @@ class RunnerServer:
             if not isinstance(setup, Setup):
                 return
             os.chdir(setup.folder)
-            self._wait_log = WaitLog(_sent_kinds(setup.config.obs))
-            self._waits = WaitRegistry([self._wait_log])
+            self._wait_log.kinds = _sent_kinds(setup.config.obs)
             self._waits.enter()
             self._services = await RunnerServices.open(setup, exits)
             exits.enter_context(rare_collections())
@@ -224,6 +223,7 @@ class RunnerServer:
                     [sampler.prompt_tokens for sampler in samplers],
                     [sampler.cached_tokens for sampler in samplers],
                     [fleet.discarded_tokens for fleet in self._services.fleets],
+                    [fleet.take_block_uses() for fleet in self._services.fleets],
                 )
             )
 

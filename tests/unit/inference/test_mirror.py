@@ -10,10 +10,11 @@ import pytest
 from deadlines import run_ready_tasks
 
 from agentrl.core.errors import SamplerError
-from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.engine_state import EngineState, FleetUpdate, RequestsInProgress
 from agentrl.inference.client.generation import GenerationClient, _Request
 from agentrl.inference.client.http import EngineHttp
+from agentrl.inference.client.prefix_ages import BLOCK, PrefixAges
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.mirror import FleetMirror, MirroredFleet
 from agentrl.inference.fleet.router import RoutedSampler
@@ -137,5 +138,24 @@ def test_lost_engines_and_policies_are_known() -> None:
         driver.sampler.fail("no engine is left")
         with pytest.raises(SamplerError, match="no engine is left"):
             await waiting
+
+    asyncio.run(main())
+
+
+def test_ages_of_cached_prefixes_count_the_requests_of_all_processes() -> None:
+    async def main() -> None:
+        driver, ages, prompt = Driver(2), PrefixAges(), [*range(2 * BLOCK)]
+        driver.clients[0].prefix_ages = ages
+        driver.clients[0].given = replace(driver.clients[0].given, knows_ages=True)
+        await driver.mirror.publish(driver.clients[0])
+        for version, fleet in enumerate(driver.fleets, 3):
+            for name in "ab":
+                engine = fleet.sampler.slots[name].sampler
+                assert isinstance(engine, GenerationClient)
+                cached = BLOCK if version > 3 else 0
+                engine._note_blocks(prompt, Generation((), (), FinishReason.STOP, ((0, version),), cached))
+            driver.mirror.add_block_uses(pickle.loads(pickle.dumps(fleet.take_block_uses())))
+            assert fleet.take_block_uses() == {}
+        assert ages.take() == (BLOCK, BLOCK, BLOCK, 1)
 
     asyncio.run(main())

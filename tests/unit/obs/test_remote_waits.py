@@ -51,7 +51,8 @@ class Runner:
     """A runner process with one group, number 4."""
 
     def __init__(self, clock: Clock, kinds: tuple[str, ...] | None) -> None:
-        self._clock, self._log = clock, WaitLog(kinds)
+        self._clock, self._log = clock, WaitLog()
+        self._log.kinds = kinds
         self._registry = WaitRegistry([self._log])
 
     @contextmanager
