@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from string import Formatter
 
+from agentrl.config.agent import AgentConfig
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
@@ -68,10 +69,32 @@ def _task_and_reward(config: Config) -> Iterator[str]:
         )
     if reward.key is not None and reward.function is None:
         yield f"reward.key={reward.key} is set, but no reward.function to return a mapping"
+    yield from _agent(config)
     if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
         yield (
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
             f"{overlong.max_tokens}"
+        )
+
+
+def _agent(config: Config) -> Iterator[str]:
+    agent, generate = config.rollout.agent, config.rollout.generate
+    key = f"rollout.agent.command={agent.command}"
+    if agent.command is None:
+        if agent != AgentConfig():
+            yield "keys of rollout.agent are set, but no rollout.agent.command to start a program"
+        return
+    if generate is not None:
+        yield f"{key} and rollout.generate={generate} both say what plays the episodes; leave out one"
+    if agent.files is not None and agent.cwd is not None:
+        yield (
+            f"rollout.agent.files={agent.files} are copied into the folder of each episode, and rollout.agent.cwd={agent.cwd} is "
+            "one for all; leave out one"
+        )
+    if agent.reward == "session" and config.reward.function is not None:
+        yield (
+            f"rollout.agent.reward=session and reward.function={config.reward.function} both say what the reward is; leave out "
+            "one"
         )
 
 
@@ -234,8 +257,8 @@ def _self_play(config: Config) -> Iterator[str]:
         )
     if config.sources:
         yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
-    if config.rollout.generate is not None:
-        yield f"self_play with rollout.generate={config.rollout.generate}, which runs the episodes itself; leave out one"
+    if config.rollout.loop is not None:
+        yield f"self_play with {config.rollout.loop}, which runs the episodes itself; leave out one"
 
 
 def _frozen_roles(config: Config) -> Iterator[str]:
@@ -268,7 +291,7 @@ def _adapter_policies(config: Config) -> Iterator[str]:
         yield f"{key}, which are adapters over one base model: set learner.lora={{}}"
     elif config.weights.adapters != "only":
         yield f"{key}, and weights.adapters={config.weights.adapters}: merged weights are one policy; set weights.adapters=only"
-    if config.rollout.generate is not None:
-        yield f"{key} with rollout.generate={config.rollout.generate}, which samples one policy; leave out one"
+    if config.rollout.loop is not None:
+        yield f"{key} with {config.rollout.loop}, which samples one policy; leave out one"
     if config.algo.distillation.teachers:
         yield f"{key} with algo.distillation.teachers: teachers are of one policy; leave out one"

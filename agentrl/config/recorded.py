@@ -62,6 +62,7 @@ SAMPLED = (
     "rollout.max_tokens",
     "rollout.max_seconds",
     "rollout.generate",
+    "rollout.agent",
     "self_play.swap_seats",
     "self_play.endpoints",
     "algo.routing_replay",

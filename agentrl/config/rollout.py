@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from agentrl.config.agent import AgentConfig
 from agentrl.config.base import Seconds, Section
 from agentrl.core.user_code import MAX_SECONDS
 
@@ -27,6 +28,8 @@ class FailureConfig(Section):
     """A tool or its server failed, not caused by its input."""
     sandbox: FailureAction = "retry"
     """A sandbox failed, not caused by the code in it."""
+    agent: FailureAction = "drop"
+    """The agent program failed, did not end within ``rollout.max_seconds``, or sent no request (``rollout.agent``)."""
     runner: Literal["drop", "retry", "stop"] = "retry"
     """The runner process of the episode ended, such as by a crash in an environment's C code (``rollout.runners``)."""
     task: FailureAction = "drop"
@@ -93,3 +96,12 @@ class RolloutConfig(Section):
     without one the oldest are taken first (slime's ``buffer_filter_path``)."""
     generate: str | None = None
     """A custom multi-turn loop in place of the environment: ``module:function`` or ``file.py:function``."""
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    """An agent program in place of the environment."""
+
+    @property
+    def loop(self) -> str | None:
+        """The key and value of what plays the episodes in place of the environment; None if the environment does."""
+        if self.agent.command is not None:
+            return f"rollout.agent.command={self.agent.command}"
+        return None if self.generate is None else f"rollout.generate={self.generate}"

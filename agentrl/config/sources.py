@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from agentrl.config.agent import AgentConfig
 from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
 from agentrl.config.base import Seconds, Section
 from agentrl.config.merging import Tree, overlay
@@ -26,6 +27,8 @@ class SourceRollout(Section):
     """As ``rollout.reset_seed``."""
     generate: str | None = None
     """As ``rollout.generate``; null is the environment, whatever the run has."""
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    """As ``rollout.agent``; ``command: null`` is no program, whatever the run has."""
 
 
 class SourceAlgo(Section):
@@ -53,7 +56,8 @@ class SourceConfig(Section):
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """A reward function; ``null`` is the environment's own reward, whatever the run has."""
     rollout: SourceRollout = Field(default_factory=SourceRollout)
-    """Limits of the episodes: ``max_turns``, ``max_tokens``, ``max_seconds``, ``reset_seed`` and ``generate`` of ``rollout``."""
+    """Limits of the episodes, and what plays them: ``max_turns``, ``max_tokens``, ``max_seconds``, ``reset_seed``, ``generate``
+    and ``agent`` of ``rollout``."""
     algo: SourceAlgo = Field(default_factory=SourceAlgo)
     """The algorithm: ``advantage``, ``loss`` and ``overlong`` of ``algo``."""
 

@@ -14,6 +14,7 @@
     │   ├── SamplerError
     │   │   └── EngineLostError    an engine that cannot be reached; another may serve the request
     │   ├── EnvironmentFailure
+    │   ├── AgentProgramError      the agent program (``rollout.agent``)
     │   ├── ToolFailure
     │   ├── SandboxFailure
     │   │   └── SandboxKilledError a sandbox that was killed as it started; another may start
@@ -103,6 +104,12 @@ class EnvironmentFailure(EpisodeError):
     """The environment's own code raised."""
 
     kind = FailureKind.ENVIRONMENT
+
+
+class AgentProgramError(EpisodeError):
+    """The agent program failed, did not end, or sent no request."""
+
+    kind = FailureKind.AGENT
 
 
 class ToolFailure(EpisodeError):

@@ -78,6 +78,11 @@ class ToolCall:
     fault: str = ""
     """What is wrong, as a text for the policy."""
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether it could be parsed; it may still name no tool, or not fit the tool's schema."""
+        return self.status not in (CallStatus.INVALID_JSON, CallStatus.TRUNCATED)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
@@ -228,6 +233,10 @@ class MaskReason(IntEnum):
     """It was sampled, and another row of the rollout trains it."""
     STALE = 3
     """It was sampled by a policy version too old to train on."""
+    AUXILIARY = 4
+    """It answers a request of an agent program that is no step of its work, such as one for a title."""
+    AMBIGUOUS = 5
+    """It cannot be told which of several equal turns an agent program continued."""
 
 
 class FailureKind(StrEnum):
@@ -243,6 +252,8 @@ class FailureKind(StrEnum):
     """A sandbox failed, not caused by the code in it."""
     TASK = "task"
     """The task itself is unusable, or its conversation cannot be written in the chat format."""
+    AGENT = "agent"
+    """The agent program (``rollout.agent``) failed, did not end, or sent no request."""
     RUNNER = "runner"
     """The runner process of the episode ended, such as by a crash in an environment's C code."""
     REWARD = "reward"

@@ -83,7 +83,7 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
 def _unread_tools(run: RunRecord) -> Iterator[Finding]:
     """Yield that the environment's tools are in no prompt: the chat template may have no place for them."""
     config, files = run.config, rollout_files(run.folder)
-    if config.sources or config.rollout.generate is not None or not files:
+    if config.sources or config.rollout.loop is not None or not files:
         return
     try:
         tools = make_any_env(config.env.name, config.env.options).tools

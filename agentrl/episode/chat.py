@@ -13,11 +13,21 @@ from gymnasium.utils import seeding
 
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
-from agentrl.core.types import Failure, ForkReason, Message, Rollout, StopReason, ToolCall, ToolResult
+from agentrl.core.types import (
+    Failure,
+    ForkReason,
+    MaskReason,
+    Message,
+    Rollout,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    ToolResult,
+)
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.limits import EpisodeClock
-from agentrl.episode.state import EpisodeState
+from agentrl.episode.state import EpisodeState, TurnEnd
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import TURN, waiting
 
@@ -86,6 +96,23 @@ class Agent:
         tools = tuple(tool for chat in self.chats for branch in chat.all_chats() for tool in branch.tools)
         (result,) = await self.tools.run_environment_calls((call,), tools)
         return result
+
+    def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Return the number of tokens of a prompt.
+
+        Raises:
+            ConversationError: the chat format refuses the messages.
+        """
+        return len(self._context.renderer.render(messages, tools).token_ids)
+
+    def split_turn(self, end: TurnEnd) -> tuple[str, str]:
+        """Return reasoning and text of a sampled turn, without its tool calls; see `Renderer.split_turn`."""
+        return self._context.renderer.split_turn(end.message, prompt_ids=end.prompt_end)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of every turn."""
+        return self._context.sampling
 
     def resolve_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return ``tools`` as this run offers them to the policy; see `EpisodeContext.resolve_tools`."""
@@ -167,6 +194,11 @@ class Chat:
         return (*earlier, *reply, *self._new)
 
     @property
+    def last_turn(self) -> TurnEnd | None:
+        """The end of the turn that was sampled last, for `branch`."""
+        return self._conversation.last_turn
+
+    @property
     def stop_reason(self) -> StopReason | None:
         """Why `sample` returned None: the limit on turns, tokens or time, or an abort. None before that."""
         return self._conversation.stop_reason
@@ -182,7 +214,18 @@ class Chat:
                 raise TypeError(f"a chat takes agentrl.Message, not {message!r:.100}")
         self._new += messages
 
-    def branch(self, messages: Sequence[Message] | None = None, *, tools: Sequence[Tool] | None = None) -> Chat:
+    def mask(self, reason: MaskReason) -> None:
+        """Do not train on what this chat samples; its branches are not affected."""
+        self._conversation.state.trajectory.mask_reason = reason
+
+    def branch(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        end: TurnEnd | None = None,
+        fork: ForkReason = ForkReason.BRANCH,
+    ) -> Chat:
         """Begin another conversation of the same rollout: a subagent, a second try, a request for a summary.
 
         Its rows belong to this chat's rollout and share its reward; shared sampled tokens are trained once. Its turns
@@ -191,20 +234,30 @@ class Chat:
         Args:
             messages: the first prompt; None continues this chat's conversation.
             tools: tools that are listed in the prompt; this chat's if None.
+            end: of a turn of this chat (`last_turn`), after which it continues with the same tools; the chat may be sampling.
+            fork: the reason of its rows.
 
         Raises:
             RuntimeError: the chat is sampling, so its conversation is not complete.
         """
+        if end is not None:
+            chat = Chat(self._agent, self._conversation.branch(end=end, fork=fork), ())
+            chat._reply, chat._begun = end.message, True
+            self.branches.append(chat)
+            return chat
         if messages is None and self._sampling:
             raise RuntimeError("this chat is sampling; branch it before or after, or give chat.branch(messages)")
         tools = None if tools is None else self._agent.resolve_tools(tools)
         if messages is None and tools is not None and tuple(tools) != tuple(self.tools):
             messages = self.messages  # every prompt lists the tools, so the conversation is rendered again
-        chat = Chat(self._agent, self._conversation.branch(tools), self._new if messages is None else messages)
+        conversation = self._conversation.branch(tools, fork=fork)
+        chat = Chat(self._agent, conversation, self._new if messages is None else messages)
         if messages is None:
             chat._reply, chat._begun, chat._fresh = self._reply, self._begun, self._fresh
         else:
-            chat._fresh = ForkReason.BRANCH
+            chat._fresh = fork
+            if conversation.stop_reason is StopReason.MAX_TOKENS:
+                conversation.stop_reason = None
         self.branches.append(chat)
         return chat
 
@@ -243,8 +296,10 @@ class Chat:
         for branch in self.branches:
             yield from branch.all_chats()
 
-    async def sample(self, *, stop: Sequence[str] = ()) -> Message | None:
+    async def sample(self, *, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Message | None:
         """Sample a turn up to one of the ``stop`` strings or an end token, and return the policy's message.
+
+        It has at most ``max_new_tokens``, and ``sampler.max_new_tokens``.
 
         Returns None once ``rollout.max_turns``, ``rollout.max_tokens`` or ``rollout.max_seconds`` is reached;
         `stop_reason` says which. The time in which engines sample does not count.
@@ -261,11 +316,11 @@ class Chat:
             )
         self._sampling = True
         try:
-            return await self._sample(stop)
+            return await self._sample(stop, max_new_tokens)
         finally:
             self._sampling = False
 
-    async def _sample(self, stop: Sequence[str]) -> Message | None:
+    async def _sample(self, stop: Sequence[str], max_new_tokens: int | None) -> Message | None:
         conversation, clock = self._conversation, self._agent.clock
         if conversation.stop_reason is None and clock.seconds_left <= 0:
             conversation.stop_reason = StopReason.MAX_TIME
@@ -273,7 +328,7 @@ class Chat:
             return None
         self._prepare_turn()
         with clock.pause(), waiting(TURN, str(self.turns + 1)):
-            self._reply = await conversation.sample(stop)
+            self._reply = await conversation.sample(stop, max_new_tokens)
         return self._reply
 
     def _prepare_turn(self) -> None:

@@ -28,7 +28,7 @@ from agentrl.core.types import (
     json_state,
 )
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.state import EpisodeState
+from agentrl.episode.state import PROMPT_END, EpisodeState, TurnEnd
 from agentrl.obs.waiting import waiting
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class Conversation:
         self.tools = tools
         self.stop_reason: StopReason | None = None
         """Why `sample` returned None; None while further turns are possible."""
+        self.last_turn: TurnEnd | None = None
+        """The end of the turn that was sampled last; None before the first, and after an aborted one."""
         self._context = context
         self._generation: Generation | None = None  # of the last turn
         self._unrecorded: Message | None = None  # the last turn, until it is in the state's turns
@@ -80,10 +82,23 @@ class Conversation:
         state.prompt = self._context.renderer.decode(prompt.token_ids)
         state.first_messages = tuple(messages)
 
-    def branch(self, tools: Sequence[Tool] | None = None) -> Conversation:
-        """Return another conversation of the same episode that continues from here; both may be sampled concurrently."""
-        conversation = Conversation(self._context, self.state.branch(), self.tools if tools is None else tools)
-        conversation._generation, conversation.stop_reason = self._generation, self.stop_reason
+    def branch(
+        self,
+        tools: Sequence[Tool] | None = None,
+        end: TurnEnd | None = None,
+        fork: ForkReason = ForkReason.BRANCH,
+    ) -> Conversation:
+        """Return another conversation of the same episode; both may be sampled concurrently.
+
+        Args:
+            tools: that the policy may call; this conversation's if None.
+            end: of a turn of this conversation, after which it continues; None: after the last one.
+            fork: the reason of its rows.
+        """
+        state = self.state.branch(end, fork)
+        conversation = Conversation(self._context, state, self.tools if tools is None else tools)
+        conversation._generation = self._generation if end is None else end.generation
+        conversation.stop_reason = self.stop_reason if end is None else None
         return conversation
 
     def rewrite(self, messages: Sequence[Message], reason: ForkReason = ForkReason.CONTEXT) -> None:
@@ -92,14 +107,14 @@ class Conversation:
         A ``stop_reason`` of ``MAX_TOKENS`` is cleared, since the old context no longer counts.
         """
         state = self.state
-        state.messages = list(messages)
         prompt = self._context.renderer.render(messages, self.tools)
+        state.messages = list(messages)
         state.prompt_ids, state.added, state.fork = prompt.token_ids, None, reason
         self._generation = None
         if self.stop_reason is StopReason.MAX_TOKENS:
             self.stop_reason = None
 
-    async def sample(self, stop: Sequence[str] = ()) -> Message | None:
+    async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Message | None:
         """Sample a turn up to one of the ``stop`` strings, an end token or a limit, and return it as a message.
 
         Its tool calls have ids that are unique in the episode; without ``tools`` it has none. It is ``inline`` if it goes on
@@ -111,6 +126,7 @@ class Conversation:
         """
         state, context = self.state, self._context
         room = context.limits.room(len(state.prompt_ids))
+        self.last_turn = None
         if state.counters.turns >= context.limits.max_turns or room < 1:
             out_of_turns = state.counters.turns >= context.limits.max_turns
             self.stop_reason = StopReason.MAX_TURNS if out_of_turns else StopReason.MAX_TOKENS
@@ -124,7 +140,9 @@ class Conversation:
             try:
                 generation = await context.sampler.generate(
                     Prompt(state.prompt_ids),
-                    self._sampling_params(room, stop, request_id),
+                    self._sampling_params(
+                        room if max_new_tokens is None else min(room, max_new_tokens), stop, request_id
+                    ),
                     session_id=state.episode_id,
                     request_id=request_id,
                     policy=context.policy,
@@ -139,8 +157,12 @@ class Conversation:
         self._generation = generation
         message = context.renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
         calls = self._with_unique_ids(message.tool_calls) if self.tools else ()
-        self._unrecorded = replace(message, tool_calls=calls, inline=goes_on)
-        return self._unrecorded
+        message = self._unrecorded = replace(message, tool_calls=calls, inline=goes_on)
+        sampled = replace(generation, logprobs=(), experts=None)
+        prompt_ids, messages = state.prompt_ids, state.messages
+        end = prompt_ids[-PROMPT_END:]
+        self.last_turn = TurnEnd(message, sampled, len(prompt_ids), end, state.trajectory.tip, messages, len(messages))
+        return message
 
     def answer(self, action: Message, new: Sequence[Message], *, reward: float = 0.0, over: bool = False) -> None:
         """Record the turn ``action`` and its answer, and prepare the next prompt unless the episode is ``over``.

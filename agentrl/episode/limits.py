@@ -43,6 +43,8 @@ class EpisodeClock:
 
     def __init__(self, seconds: float, grace: float = 0.0) -> None:
         """Start a clock with ``seconds`` left; the context manager allows ``grace`` seconds more."""
+        self.seconds = seconds
+        """Seconds that it was started with."""
         self._loop = asyncio.get_running_loop()
         self._end = self._loop.time() + seconds
         self._grace = grace

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentrl.core.types import ForkReason, Message, Turn, json_state, message_from_dict, message_to_dict
+from agentrl.core.types import (
+    ForkReason,
+    Generation,
+    Message,
+    Turn,
+    json_state,
+    message_from_dict,
+    message_to_dict,
+)
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollout_format import turn_from_dict, turn_to_dict
 
@@ -19,6 +27,33 @@ class EpisodeCounters:
     """Turns of the policy, those in progress included."""
     call_ids: set[str] = field(default_factory=set)
     """Ids of all tool calls so far."""
+
+
+PROMPT_END = 16
+"""Tokens of `TurnEnd.prompt_end`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnEnd:
+    """The end of a sampled turn, from which other conversations can continue. It copies nothing of the conversation."""
+
+    message: Message
+    """The policy's message."""
+    generation: Generation
+    """What was sampled, without log-probabilities and experts."""
+    prompt_tokens: int
+    """Tokens before the turn."""
+    prompt_end: tuple[int, ...]
+    """The last of them, which show whether the prompt opened the reasoning."""
+    tip: int
+    """`Trajectory.tip` after the turn."""
+    _messages: list[Message]
+    _count: int
+
+    @property
+    def earlier_messages(self) -> list[Message]:
+        """The conversation before the turn."""
+        return self._messages[: self._count]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,13 +120,20 @@ class EpisodeState:
         """The turns of this conversation, then those of its branches."""
         return [*self.turns, *(turn for branch in self.branches for turn in branch.all_turns)]
 
-    def branch(self) -> EpisodeState:
-        """Return the state of another conversation of the rollout, which continues from here."""
+    def branch(self, end: TurnEnd | None = None, fork: ForkReason = ForkReason.BRANCH) -> EpisodeState:
+        """Return the state of another conversation of the rollout, which continues from the end of a turn; None: from here.
+
+        Its rows fork for the reason ``fork``.
+        """
         state = EpisodeState(self.rollout_id, self.seed, self.attempt, self.reset_seed, counters=self.counters)
-        state.trajectory = self.trajectory.branch()
-        state.prompt_ids, state.added, state.fork = self.prompt_ids, self.added, self.fork
-        state.messages, state.prompt = list(self.messages), self.prompt
-        state.first_messages = self.first_messages
+        state.trajectory = self.trajectory.branch(None if end is None else end.tip, fork)
+        if end is None:
+            state.prompt_ids, state.added, state.fork = self.prompt_ids, self.added, self.fork
+            state.messages = list(self.messages)
+        else:
+            state.prompt_ids, state.added = state.trajectory.token_ids[: end.prompt_tokens], 0
+            state.messages = end.earlier_messages
+        state.prompt, state.first_messages = self.prompt, self.first_messages
         self.branches.append(state)
         return state
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
 from agentrl.core.errors import AgentrlError, EnvironmentFailure, SandboxFailure, ToolFailure
@@ -50,6 +50,7 @@ class ToolRunner:
         self._thread_lock = asyncio.Lock()
         self._scoring_calls = 0
         self._closed = False
+        self._exits = AsyncExitStack()
         self.seconds = 0.0
         """Wall time spent in calls so far; concurrent calls of a turn count once."""
 
@@ -135,11 +136,16 @@ class ToolRunner:
             raise SandboxFailure(f"tool {call.name!r}: {result.content}")
         return result
 
+    def on_close(self, function: Callable[[], Awaitable[None]]) -> None:
+        """Await ``function()`` when the sessions are closed: after the reward function."""
+        self._exits.push_async_callback(function)
+
     async def close(self) -> None:
         """Close the episode's sessions, also if the caller is canceled meanwhile. Errors are only logged: the episode is over."""
         self._closed = True
         sessions, self._sessions = self._sessions, {}
-        closing = asyncio.gather(*(self._close_session(name, client) for name, client in sessions.items()))
+        closes = (self._close_session(name, client) for name, client in sessions.items())
+        closing = asyncio.gather(*closes, self._exits.aclose())
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:

@@ -110,6 +110,10 @@ class _TokenGraph:
             tip = self.nodes[tip].parent
         return path[::-1]
 
+    def token_ids(self, tip: int) -> tuple[int, ...]:
+        """Return all tokens from the root to the end of a node."""
+        return tuple(token for index in self.path(tip) for token in self.nodes[index].token_ids.tolist())
+
     def rows(self) -> list[tuple[int, ForkReason | None]]:
         """Return each leaf with the reason for its row's fork, in the order in which the rows were begun.
 
@@ -175,6 +179,8 @@ class Trajectory:
     def __init__(self) -> None:
         self.branches: list[Trajectory] = []
         """Trajectories that `branch` returned, in order."""
+        self.mask_reason = MaskReason.NONE
+        """Why the samples of this conversation are not trained; ``NONE`` if they are."""
         self._graph = _TokenGraph()
         self._name: tuple[int, ...] = ()
         self._tip = _ROOT
@@ -213,12 +219,25 @@ class Trajectory:
         """Position of the conversation in the episode: ``()`` is the first, ``(2, 0)`` the first branch of its third branch."""
         return self._name
 
-    def branch(self) -> Trajectory:
-        """Return a trajectory of another conversation of the episode that starts at this tip; its rows fork as ``BRANCH``."""
+    @property
+    def tip(self) -> int:
+        """Where the conversation is in the graph, for `branch`; holds when it has gone on, too."""
+        return self._tip
+
+    def branch(self, tip: int | None = None, fork: ForkReason = ForkReason.BRANCH) -> Trajectory:
+        """Return a trajectory of another conversation of the episode that starts at ``tip``, by default this one's.
+
+        Args:
+            tip: where it starts, see `tip`.
+            fork: the reason of its rows.
+        """
         trajectory = Trajectory()
-        trajectory._graph, trajectory._tip = self._graph, self._tip
-        trajectory._before, trajectory._since = self._before, self._since
-        trajectory._name, trajectory._fork = (*self._name, len(self.branches)), ForkReason.BRANCH
+        trajectory._graph, trajectory._tip = self._graph, self._tip if tip is None else tip
+        if tip is None:
+            trajectory._before, trajectory._since = self._before, self._since
+        else:
+            trajectory._before = self._graph.token_ids(tip)
+        trajectory._name, trajectory._fork = (*self._name, len(self.branches)), fork
         self.branches.append(trajectory)
         return trajectory
 
@@ -291,9 +310,11 @@ class Trajectory:
         """Return the episode's rows, one for each leaf of its graph; none if there is nothing to train on.
 
         The rows of this conversation come first, in the order in which they were begun, then those of its branches. All
-        but the first have a fork reason. A sampled token is trained in the first row that contains it.
+        but the first have a fork reason. A sampled token is trained in the first row that contains it, unless its conversation
+        has a `mask_reason`.
         """
         nodes, first_turns = self._graph.nodes, self._first_turns()
+        masks = {trajectory._name: trajectory.mask_reason for trajectory in self._conversations()}
         rows: list[Row] = []
         trained: set[int] = set()
         for number, (leaf, row_fork) in enumerate(self._graph.rows()):
@@ -314,8 +335,8 @@ class Trajectory:
                 span = slice(node.start, node.end)
                 fresh = index not in trained
                 trained.add(index)
-                provenance[span], mask[span] = node.provenance, fresh
-                reason[span] = MaskReason.NONE if fresh else MaskReason.SHARED
+                reason[span] = masks[node.branch] if fresh else MaskReason.SHARED
+                provenance[span], mask[span] = node.provenance, reason[span] == MaskReason.NONE
                 if node.provenance is Provenance.SAMPLED:
                     logprobs[span], versions[span] = node.logprobs, node.versions
                     requests[span] = request_ids.setdefault(node.request_id, len(request_ids))
@@ -355,15 +376,16 @@ class Trajectory:
     def _tip_to_dict(self) -> dict[str, Any]:
         branches = [branch._tip_to_dict() for branch in self.branches]
         fork = self._fork and self._fork.value
-        return {"tip": self._tip, "name": list(self._name), "fork": fork, "turns": self._turns, "branches": branches}
+        tip = {"tip": self._tip, "name": list(self._name), "fork": fork, "turns": self._turns}
+        return {**tip, "mask": int(self.mask_reason), "branches": branches}
 
     @classmethod
     def _from_tip(cls, graph: _TokenGraph, tip: dict[str, Any]) -> Trajectory:
         trajectory = cls()
         trajectory._graph, trajectory._tip, trajectory._name = graph, tip["tip"], tuple(tip["name"])
         trajectory._fork, trajectory._turns = ForkReason(tip["fork"]) if tip["fork"] else None, tip["turns"]
-        path = graph.path(trajectory._tip)
-        trajectory._before = tuple(token for index in path for token in graph.nodes[index].token_ids.tolist())
+        trajectory.mask_reason = MaskReason(tip["mask"])
+        trajectory._before = graph.token_ids(trajectory._tip)
         trajectory.branches = [cls._from_tip(graph, branch) for branch in tip["branches"]]
         return trajectory
 

@@ -79,6 +79,17 @@ class Renderer(Protocol):
         """
         ...
 
+    def split_turn(self, message: Message, *, prompt_ids: Sequence[int] = ()) -> tuple[str, str]:
+        """Return the reasoning and the text of a message that `parse` returned, both without the format's markers.
+
+        The text ends where calls begin that could be parsed. Calls that could not are text.
+
+        Args:
+            message: with the calls that it is shown with.
+            prompt_ids: as for `parse`.
+        """
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         ...

@@ -21,10 +21,12 @@ from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSample
 from agentrl.render.parsers.base import (
     THINK,
     CallParser,
+    OwnText,
     Piece,
-    drop_reasoning,
+    join_pieces,
     reasoning_markers,
     split_markers,
+    split_reasoning,
     unreadable_call,
 )
 from agentrl.render.probes import ArrivalProof, message_shapes
@@ -217,6 +219,23 @@ class ChatRenderer(Renderer):
         )
 
     @override
+    def split_turn(self, message: Message, *, prompt_ids: Sequence[int] = ()) -> tuple[str, str]:
+        pieces = tuple(self._pieces(message.token_ids, message.content))
+        if isinstance(self.parser, OwnText):
+            return self.parser.split_text(pieces)
+        reasoning, spoken = split_reasoning(pieces, opened=self._opens_reasoning(prompt_ids), markers=self._reasoning)
+        thought = join_pieces(
+            [piece for piece in reasoning if not (piece.marker and piece.text in self._thought_marks)]
+        )
+        if any(call.is_readable for call in message.tool_calls):
+            marks = self.parser.markers
+            # A format without markers writes calls as the whole turn.
+            end = next((index for index, piece in enumerate(spoken) if piece.marker and piece.text in marks), 0)
+            spoken = spoken[:end]
+        text = join_pieces(spoken)
+        return thought.strip("\n"), text.lstrip("\n") if reasoning else text
+
+    @override
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._decode(list(token_ids))
 
@@ -236,7 +255,7 @@ class ChatRenderer(Renderer):
         return self.decode(prompt_ids[-_OPENER_TOKENS:]).rstrip().endswith(THINK)
 
     def _calls(self, pieces: Sequence[Piece], tools: Sequence[Tool], opened: bool) -> Iterable[ToolCall]:
-        spoken = drop_reasoning(pieces, opened=opened, markers=self._reasoning)
+        _, spoken = split_reasoning(pieces, opened=opened, markers=self._reasoning)
         calls = map(_unicode_call, self.parser.calls(spoken, tools) if spoken else [])
         return (validate_call(call, tools) for call in calls) if tools else calls
 
@@ -257,9 +276,12 @@ class ChatRenderer(Renderer):
             start = index + 1
 
     @property
+    def _thought_marks(self) -> tuple[str, ...]:
+        return tuple(marker for pair in self._reasoning for marker in pair)
+
+    @property
     def _markers(self) -> tuple[str, ...]:
-        reasoning = (marker for pair in self._reasoning for marker in pair)
-        return (*reasoning, *self.parser.markers)
+        return (*self._thought_marks, *self.parser.markers)
 
     def _find_markers(self) -> dict[int, str]:
         added = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}

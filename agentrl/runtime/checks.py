@@ -46,11 +46,19 @@ def _check_episodes(config: Config) -> None:
     cls = type(env)
     check_self_play(config.self_play, env, config.env.name)
     check_roles(config, env)
-    if config.rollout.generate is None and (lacks := undefined_step(cls)):
+    if config.rollout.loop is None and (lacks := undefined_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
     make_lineup(config.env)
     run_services(config)
-    check_reward(config, needs_reward=cls.needs_reward and config.rollout.generate is None and config.algo.needs_reward)
+    agent = config.rollout.agent
+    if agent.command is None:
+        needs_reward = cls.needs_reward and config.rollout.generate is None
+    else:
+        from agentrl.gateway.program import check_agent  # its server takes a while to import
+
+        check_agent(agent)
+        needs_reward = agent.reward == "function"
+    check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 
 
 def check_roles(config: Config, env: EnvBase) -> None:

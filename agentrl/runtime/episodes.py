@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from agentrl.config.rollout import RolloutConfig
 from agentrl.config.schema import Config
 from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.custom_loop import load_generate
+from agentrl.episode.custom_loop import Generate, load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
@@ -64,6 +65,19 @@ def make_runner(
     return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
 
 
+def load_loop(rollout: RolloutConfig) -> Generate | None:
+    """Return what plays the episodes in place of the environment; None if the environment does.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if rollout.agent.command is None:
+        return None if rollout.generate is None else load_generate(rollout.generate)
+    from agentrl.gateway.program import AgentProgram  # its server takes a while to import
+
+    return AgentProgram(rollout.agent)
+
+
 def _settings(
     source: str,
     config: Config,
@@ -98,7 +112,7 @@ def _settings(
     )
     return EpisodeSettings(
         context,
-        load_generate(rollout.generate) if rollout.generate is not None else None,
+        load_loop(rollout),
         make_grader(config.reward),
         make_lineup(config.env, frozen),
     )

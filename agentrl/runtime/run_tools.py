@@ -30,12 +30,14 @@ def run_services(config: Config) -> dict[str, ToolService]:
     Raises:
         UserError: one does not exist.
     """
-    names = [
-        name
-        for source_config in config.by_source().values()
-        for name in required_tools(source_config.rollout.generate, env_class(source_config.env.name))
-    ]
+    names = [name for source_config in config.by_source().values() for name in _source_tools(source_config)]
     return {name: find_service(name) for name in names}
+
+
+def _source_tools(config: Config) -> tuple[str, ...]:
+    if config.rollout.agent.command is not None:
+        return ()  # the program has its own
+    return required_tools(config.rollout.generate, env_class(config.env.name))
 
 
 def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:

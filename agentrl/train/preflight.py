@@ -213,7 +213,7 @@ def check_comparisons(config: Config) -> None:
     Raises:
         ConfigError: a task has one rollout, and nothing else is trained on.
     """
-    if config.rollout.n_samples_per_prompt > 1 or config.rollout.generate is not None or config.algo.trains_everything:
+    if config.rollout.n_samples_per_prompt > 1 or config.rollout.loop is not None or config.algo.trains_everything:
         return
     single = [
         source.algo.advantage.name
@@ -373,6 +373,8 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> li
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate
+    if rollout.agent.command is not None and not config.sources:
+        lines["agent"] = rollout.agent.command
     times = ["before the first step"] if plan.eval_first else []
     times += [f"every {plan.eval_every} steps"] if plan.eval_every else []
     every = ", ".join([*times, "after the last step"])

@@ -41,7 +41,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         return f"not used: prompts are given as they are (data.apply_chat_template=false){without_bos}"
     end_ids = read_end_ids(model)
     findings = check_template(tokenizer, config.render, end_ids)
-    if config.rollout.generate is not None:  # what it sends is known when it sends it
+    if config.rollout.loop is not None:  # what it sends is known when it sends it
         return findings.summary()
     renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]

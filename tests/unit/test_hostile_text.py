@@ -18,7 +18,7 @@ from agentrl_tools.judge.verdicts import Rule
 from agentrl_tools.python.tool import without_fence
 
 from agentrl.core.tool import Tool
-from agentrl.render.parsers.base import drop_reasoning, split_markers
+from agentrl.render.parsers.base import split_markers, split_reasoning
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.special_token_escaping import unicode_text
 from agentrl.rewards import answer_text, exact_match, f1, last_boxed, last_number, normalize
@@ -62,7 +62,9 @@ def texts() -> list[str]:
 
 def parsed(name: str) -> Callable[[str], object]:
     parser = PARSERS[name]()
-    return lambda text: parser.calls(drop_reasoning(list(split_markers([text], parser.markers)), opened=False), [ADD])
+    return lambda text: parser.calls(
+        split_reasoning(list(split_markers([text], parser.markers)), opened=False)[1], [ADD]
+    )
 
 
 FUNCTIONS: dict[str, Callable[[str], object]] = {

@@ -58,6 +58,15 @@ class OwnReasoning(Protocol):
         ...
 
 
+@runtime_checkable
+class OwnText(Protocol):
+    """A parser of a family that writes the text of turns between markers, too."""
+
+    def split_text(self, pieces: Sequence[Piece]) -> tuple[str, str]:
+        """Return reasoning and text of a turn; see `Renderer.split_turn`."""
+        ...
+
+
 def reasoning_markers(parser: CallParser) -> Sequence[tuple[str, str]]:
     """Return the markers that start and end reasoning in a parser's family."""
     return parser.reasoning if isinstance(parser, OwnReasoning) else ((THINK, THINK_END),)
@@ -80,10 +89,10 @@ def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
-def drop_reasoning(
+def split_reasoning(
     pieces: Sequence[Piece], *, opened: bool, markers: Sequence[tuple[str, str]] = ((THINK, THINK_END),)
-) -> Sequence[Piece]:
-    """Return the pieces after the reasoning: all after its last end; none if the reasoning is not closed.
+) -> tuple[Sequence[Piece], Sequence[Piece]]:
+    """Return the reasoning, and the pieces after it: all after its last end; none if the reasoning is not closed.
 
     Args:
         pieces: pieces of one turn.
@@ -91,17 +100,18 @@ def drop_reasoning(
         markers: that start and end reasoning.
     """
     starts, ends = {start for start, _ in markers}, {end for _, end in markers}
+    reasoning: Sequence[Piece] = ()
     for index in range(len(pieces) - 1, -1, -1):
         if pieces[index].marker and pieces[index].text in ends:
-            pieces = pieces[index + 1 :]
+            reasoning, pieces = pieces[:index], pieces[index + 1 :]
             opened = False
             break
     if opened:
-        return ()
+        return pieces, ()
     for index, piece in enumerate(pieces):
         if piece.marker and piece.text in starts:
-            return pieces[:index]
-    return pieces
+            return (*reasoning, *pieces[index:]), pieces[:index]
+    return reasoning, pieces
 
 
 def between(pieces: Sequence[Piece], opening: str, closing: str) -> Iterator[tuple[Sequence[Piece], bool]]:

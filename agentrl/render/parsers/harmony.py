@@ -17,6 +17,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _NAMESPACE = "functions."
+_ANALYSIS = "analysis"
 
 
 class HarmonyParser(CallParser):
@@ -35,6 +36,16 @@ class HarmonyParser(CallParser):
     @override
     def calls(self, pieces: Sequence[Piece], tools: Sequence[Tool]) -> list[ToolCall]:
         return [call for message in _messages(pieces) if (call := _call(message)) is not None]
+
+    def split_text(self, pieces: Sequence[Piece]) -> tuple[str, str]:
+        """Return the texts of the channel ``analysis``, and those of other channels that are not calls."""
+        thoughts, texts = list[str](), list[str]()
+        for message in _messages(pieces):
+            if message.body is not None and _RECIPIENT.search(message.header) is None:
+                (thoughts if _ANALYSIS in message.header else texts).append(message.body)
+        return "\n".join(thoughts), "\n".join(texts) or (
+            "" if any(piece.marker for piece in pieces) else join_pieces(pieces)
+        )
 
 
 class _Message(NamedTuple):

@@ -34,7 +34,7 @@ from agentrl.toolserver.server.sessions import Sessions
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["listen", "make_app", "open_sessions", "routes_for_mcp", "serve_tools"]
+__all__ = ["UVICORN", "Server", "listen", "make_app", "open_sessions", "routes_for_mcp", "serve_tools"]
 
 UVICORN: dict[str, Any] = {
     "log_level": "warning",
@@ -73,11 +73,12 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without its signal handlers: it would raise the signal again after its shutdown and so kill the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
         yield
 
 
@@ -147,7 +148,7 @@ async def _serve(
     try:
         async with open_sessions(tools, config, sandboxed=sandboxed) as sessions, routes_for_mcp(sessions) as routes:
             app = make_app(sessions, token=token, mounts=routes)
-            server = _Server(uvicorn.Config(app, **UVICORN))
+            server = Server(uvicorn.Config(app, **UVICORN))
             serving = asyncio.create_task(server.serve(sockets=[listener]), name="serve")
             signals.starting = None
             print_message(make_console(), _announcement(sessions, config, listener, sandboxed=sandboxed))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Message, ToolCall
-from agentrl.render.parsers.base import drop_reasoning, reasoning_markers, split_markers
+from agentrl.render.parsers.base import reasoning_markers, split_markers, split_reasoning
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.registry import make_renderer
 from tests.unit.render.oracles import template
@@ -101,7 +101,7 @@ def read(name, text, tools=()):
     parser = PARSERS[name]()
     reasoning = reasoning_markers(parser)
     markers = (*(marker for pair in reasoning for marker in pair), *parser.markers)
-    pieces = drop_reasoning(tuple(split_markers([text], markers)), opened=False, markers=reasoning)
+    _, pieces = split_reasoning(tuple(split_markers([text], markers)), opened=False, markers=reasoning)
     return parser.calls(pieces, tools)
 
 

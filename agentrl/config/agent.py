@@ -1,0 +1,34 @@
+"""The ``rollout.agent`` section: an agent program that plays the episodes through the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from agentrl.config.base import Section
+
+
+class AgentConfig(Section):
+    """An agent program that plays the episodes in place of the environment. docs/agents.md."""
+
+    command: str | None = None
+    """Starts the program, once an episode: words as in a shell, but no shell runs them. Words that name a file here are made
+    whole paths, since the program starts in another folder. It finds the policy by the variables ``OPENAI_BASE_URL``,
+    ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and others, and the task by ``AGENTRL_PROMPT`` and
+    ``AGENTRL_TASK``. Its end is that of the episode."""
+    cwd: Path | None = None
+    """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
+    files: Path | None = None
+    """A folder whose contents are copied into the folder of each episode first."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables. Of this process's the program gets only ``PATH``, locale, time zone and those of Python;
+    ``HOME`` and ``TMPDIR`` are folders of the episode."""
+    prompt: str = "{prompt}"
+    """The text in ``AGENTRL_PROMPT``; ``{prompt}`` is the text of the task's last message."""
+    model: str = "policy"
+    """The name of the policy for the program."""
+    reward: Literal["function", "session"] = "function"
+    """``function``: `reward.function`. ``session``: what the program posts to ``/v1/session/reward``; code that the policy
+    runs could post it too."""

@@ -1,0 +1,181 @@
+"""The session of one episode: an agent program's requests, answered by the policy and recorded as one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agentrl.core.errors import ConversationError, EpisodeError
+from agentrl.core.types import FinishReason, MaskReason, Message, Rollout, StopReason
+from agentrl.episode.chat import Agent, Chat
+from agentrl.gateway.answers import Answers
+from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Finish, Reply, assistant_message
+from agentrl.gateway.joining import ConversationTree, History, JoinPoint, Root, shown_calls
+
+_log = logging.getLogger(__name__)
+_logged = set[str]()
+"""Parameters without effect that were logged."""
+
+_LIMITS = {
+    StopReason.MAX_TURNS: "The limit of turns of this episode (rollout.max_turns) is reached.",
+    StopReason.MAX_TOKENS: "The limit of tokens of this conversation (rollout.max_tokens) is reached.",
+    StopReason.MAX_TIME: "The time limit of this episode (rollout.max_seconds) is reached.",
+    StopReason.ABORTED: "This episode is over.",
+}
+"""What an agent program reads in place of a turn."""
+
+
+class SessionOverError(Exception):
+    """A request to a session whose episode has ended or failed; the message is for the agent program."""
+
+
+class Session:
+    """One episode of an agent program.
+
+    Args:
+        agent: samples, and records what is sampled.
+        model: the name of the policy for programs.
+    """
+
+    def __init__(self, agent: Agent, model: str) -> None:
+        self.agent = agent
+        self.model = model
+        self.failure: asyncio.Future[EpisodeError] = asyncio.get_running_loop().create_future()
+        """What the infrastructure failed with; it ends the episode."""
+        self.refused = ""
+        """The last request that was refused, in words."""
+        self.may_reward = False
+        """Whether the program may set `reward`."""
+        self.reward = 0.0
+        """Of the rollout."""
+        self.metrics: dict[str, float] = {}
+        """Of the rollout."""
+        self.answers = Answers()
+        """What retries get."""
+        self.stop_reason: StopReason | None = None
+        """The limit that the last answer was about."""
+        self._id = re.sub(r"[^\w-]", "-", agent.episode_id)
+        self._tree = ConversationTree()
+        self._turns = 0
+        self._turn_tasks = set[asyncio.Task[Reply]]()
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy so far."""
+        return self._turns
+
+    def ignored_fields(self, request: ChatRequest) -> tuple[str, ...]:
+        """Return what a request sets that has no effect: sampling parameters other than the run's. It is logged once a run."""
+        sampling = self.agent.sampling
+        values: Mapping[str, object] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+        ignored = [f"{name}={value}" for name, value in request.sampling.items() if values.get(name) != value]
+        for text in (*ignored, *request.unsupported):
+            name = text.partition("=")[0]
+            if name not in _logged:
+                _logged.add(name)
+                _log.warning(
+                    "the agent program sets %s, which has no effect: the run's sampling parameters (sampler.*) hold. This "
+                    "is logged once for each parameter",
+                    text,
+                )
+        return (*ignored, *request.unsupported)
+
+    def submit(self, request: ChatRequest) -> asyncio.Task[Reply]:
+        """Begin to answer a request. The turn goes on, and is recorded, if nobody waits for it.
+
+        The task raises `BadRequestError` if the chat format refuses the conversation, and `SessionOverError`.
+        """
+        task = asyncio.create_task(self._answer(request))
+        self._turn_tasks.add(task)
+        task.add_done_callback(self._turn_tasks.discard)
+        return task
+
+    async def _answer(self, request: ChatRequest) -> Reply:
+        if self.failure.done():
+            raise SessionOverError(f"this episode has failed: {self.failure.result()}")
+        history = History(request.messages, request.tools)
+        point = self._tree.join(history, request.max_tokens)
+        root, chat = self._open_chat(point, request)
+        reply = Reply(self._turns, self._id, int(time.time()), request.model or self.model)
+        self._turns += 1
+        try:
+            message = await chat.sample(stop=request.stop, max_new_tokens=request.max_tokens)
+        except ConversationError as error:
+            if chat in self.agent.chats:
+                self.agent.chats.remove(chat)
+                self._tree.roots.remove(root)
+            raise BadRequestError(str(error)) from None
+        except EpisodeError as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise SessionOverError(f"this episode has failed: {error}") from error
+        self.stop_reason = chat.stop_reason
+        if message is None:
+            assert chat.stop_reason is not None, "sample sets it when it returns None"
+            return replace(reply, text=_LIMITS[chat.stop_reason])
+        reply = self._show(chat, message, reply, request)
+        self._tree.add(point, root, chat, assistant_message(reply.text, reply.reasoning, reply.calls))
+        return reply
+
+    def _open_chat(self, point: JoinPoint, request: ChatRequest) -> tuple[Root, Chat]:
+        """Return the chat that samples the turn of a request, and the conversation that it belongs to."""
+        node, is_probe = point.node, point.mask is MaskReason.AUXILIARY
+        if node is None:
+            root = self._tree.begin(point, request.tools)
+            if not self.agent.chats:
+                chat = self.agent.chat(point.messages, tools=request.tools)
+            else:
+                chat = self.agent.chats[0].branch(point.messages, tools=request.tools, fork=point.fork)
+            root.add(chat)
+            return root, chat
+        if node.is_continued or is_probe:
+            chat = node.chat.branch(end=node.end, fork=point.fork)
+            node.root.add(chat)
+        else:
+            chat, node.is_continued = node.chat, True
+        if is_probe:
+            chat.mask(MaskReason.AUXILIARY)
+        chat.add(*point.messages)
+        return node.root, chat
+
+    def _show(self, chat: Chat, message: Message, reply: Reply, request: ChatRequest) -> Reply:
+        """Return a reply with the turn that a chat has sampled."""
+        end = chat.last_turn
+        assert end is not None, "it has sampled"
+        reasoning, text = self.agent.split_turn(end)
+        stop = min((stop for stop in request.stop if stop in text), key=text.index, default=None)
+        calls = shown_calls(message.tool_calls, reply.turn)
+        finish: Finish = "stop" if stop is None else "stop_sequence"
+        if end.generation.finish_reason is FinishReason.LENGTH:
+            finish = "length"
+        return replace(
+            reply,
+            reasoning=reasoning,
+            text=text if stop is None else text[: text.index(stop)],
+            calls=calls,
+            finish="tool_calls" if calls else finish,
+            stop=stop,
+            prompt_tokens=end.prompt_tokens,
+            completion_tokens=len(end.generation.token_ids),
+            cached_tokens=end.generation.cached_tokens,
+        )
+
+    def rollout(self) -> Rollout:
+        """Return the episode as a rollout, once the program has ended."""
+        self._tree.mask_auxiliary()
+        return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=self.stop_reason)
+
+    async def close(self) -> None:
+        """Abort the turns in progress."""
+        tasks = list(self._turn_tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

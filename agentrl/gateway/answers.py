@@ -1,0 +1,70 @@
+"""Answers of a session that a client's retry gets again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from agentrl.gateway.dialects.base import Reply
+
+ANSWERS = 64
+"""Answers that a session keeps for retries."""
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """The turn that answers a request, in progress or finished."""
+
+    digest: bytes
+    """Of path and body."""
+    key: str
+    """The header ``Idempotency-Key``; empty without one."""
+    task: asyncio.Task[Reply]
+    """Returns the reply."""
+    waiting: int = 0
+    """Clients that wait for it."""
+    delivered: bool = False
+    """Whether a client has got it."""
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no client waits for it or has got it."""
+        return not self.waiting and not self.delivered
+
+
+class Answers:
+    """The last answers of a session."""
+
+    def __init__(self) -> None:
+        self._answers: list[Answer] = []
+
+    def find(self, digest: bytes, key: str, retry: int | None) -> Answer | None:
+        """Return the answer that a request repeats; None if it is a request for a turn of its own.
+
+        It repeats one if it has the same path and body, and either the same ``Idempotency-Key``, or a retry count above 0, or
+        no client has got the first answer yet. With a retry count of 0 a client says that it is no retry: then only if no
+        client waits for the first one.
+
+        Args:
+            digest: of path and body.
+            key: the header ``Idempotency-Key``; empty without one.
+            retry: the header ``x-stainless-retry-count``; None without one.
+        """
+        equal = [answer for answer in self._answers if answer.digest == digest]
+        if key:
+            return next((answer for answer in equal if answer.key == key), None)
+        if retry:
+            return next((answer for answer in equal if answer.is_abandoned), equal[-1] if equal else None)
+        pending = [answer for answer in equal if answer.is_abandoned or (retry is None and not answer.delivered)]
+        return pending[0] if pending else None
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer; the oldest finished ones are dropped."""
+        self._answers.append(answer)
+        for old in [old for old in self._answers if old.task.done()][: max(0, len(self._answers) - ANSWERS)]:
+            self._answers.remove(old)
+
+    def drop(self, answer: Answer) -> None:
+        """Forget an answer, which is an error: the request may be sent again."""
+        if answer in self._answers:
+            self._answers.remove(answer)

@@ -1,0 +1,267 @@
+"""The contract of dialects, and the request and reply that all of them share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import schema_problem
+from agentrl.core.types import Message, Role, ToolCall
+from agentrl.render.parsers.base import THINK, THINK_END
+
+S = TypeVar("S")
+Json = dict[str, Any]
+"""A JSON object."""
+Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
+"""Why a reply ended."""
+
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+
+
+class BadRequestError(Exception):
+    """A request that is answered with a status of 4xx.
+
+    Args:
+        message: what is wrong, with the value.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for a turn of the policy, whatever dialect it was sent in."""
+
+    messages: tuple[Message, ...]
+    """The whole conversation; reasoning is in ``<think>`` at the start of an assistant's content, as agentrl writes it."""
+    tools: tuple[Tool, ...] = ()
+    """Tools that the agent program runs."""
+    model: str = ""
+    """The name that the program uses for the policy."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the turn; they are not in the reply."""
+    max_tokens: int | None = None
+    """Most tokens of the turn."""
+    stream: bool = False
+    """Whether the reply is a stream of events."""
+    stream_usage: bool = True
+    """Whether the stream has the numbers of tokens."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters in the request, by agentrl's names if it has them. The run's are used."""
+    unsupported: tuple[str, ...] = ()
+    """What the request has that has no effect, for a response header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A turn of the policy as an agent program sees it."""
+
+    turn: int
+    """Its number in the session, from 0."""
+    session: str
+    """Letters, digits, ``_`` and ``-``."""
+    created: int
+    """Seconds since 1970."""
+    model: str
+    """The name in the request."""
+    reasoning: str = ""
+    """Without its markers."""
+    text: str = ""
+    """Without reasoning, calls and the stop string."""
+    calls: tuple[ToolCall, ...] = ()
+    """With ids of letters, digits and ``_``."""
+    finish: Finish = "stop"
+    """Why it ended."""
+    stop: str | None = None
+    """The stop string that ended it."""
+    prompt_tokens: int = 0
+    """Tokens before the turn."""
+    completion_tokens: int = 0
+    """Tokens of the turn."""
+    cached_tokens: int = 0
+    """Tokens before the turn that the engine had in its prefix cache."""
+
+    @property
+    def id(self) -> str:
+        """Unique in the run."""
+        return f"{self.session}-{self.turn}"
+
+
+class Dialect(Protocol):
+    """One HTTP interface. Pure functions of bodies; see `agentrl.gateway.server` for the rest."""
+
+    path: str
+    """Where requests are posted, such as ``/v1/chat/completions``."""
+
+    def request(self, body: Json) -> ChatRequest:
+        """Return what a body requests.
+
+        Raises:
+            BadRequestError: it is no valid body, or requests what is not supported.
+        """
+        ...
+
+    def reply(self, reply: Reply) -> Json:
+        """Return the body of a reply."""
+        ...
+
+    def events(self, reply: Reply, *, usage: bool) -> Iterator[bytes]:
+        """Yield the server-sent events of a reply."""
+        ...
+
+    def error(self, message: str, status: int) -> Json:
+        """Return the body of an error."""
+        ...
+
+    def error_event(self, message: str, status: int) -> bytes:
+        """Return the server-sent event of an error in a stream that has begun."""
+        ...
+
+
+def read_json(text: str | bytes, subject: str) -> Any:
+    """Return the value of a JSON text; ``subject`` names it in messages.
+
+    Whole numbers keep all their digits, which faster parsers make floats of.
+
+    Raises:
+        BadRequestError: it is not JSON, is nested too deeply, or has text that is not Unicode.
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise BadRequestError(f"{subject} is nested too deeply") from None
+    except ValueError as error:
+        raise BadRequestError(f"{subject} is not JSON: {error}") from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def convert(value: Any, kind: type[S]) -> S:
+    """Return a JSON value as an object of ``kind``; fields that it does not have are left out.
+
+    Raises:
+        BadRequestError: it does not fit.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error)) from None
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
+
+
+def make_tool(name: str, description: str | None, parameters: Any) -> Tool:
+    """Return a tool that the agent program runs.
+
+    Raises:
+        BadRequestError: the name or the schema cannot be used.
+    """
+    schema = parameters or {"type": "object", "properties": {}}
+    if not isinstance(schema, dict):
+        raise BadRequestError(f"tools: the parameters of {name!r:.200} are no JSON Schema: {schema!r:.100}")
+    made = _make_tool(name, description or "", json.dumps(schema, ensure_ascii=False))
+    if isinstance(made, str):
+        raise BadRequestError(made)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _make_tool(name: str, description: str, schema_text: str) -> Tool | str:
+    """Return a tool, or what is wrong with it; every request of a program has the same ones."""
+    if not _TOOL_NAME.fullmatch(name):
+        return f"tools: the name {name!r:.200} is not 1 to 128 letters, digits or any of _ . : / -"
+    schema = json.loads(schema_text)
+    try:
+        (description + schema_text).encode()
+        problem = schema_problem(schema)
+    except UnicodeEncodeError as error:
+        problem = f"it is no Unicode text: {error}"
+    except RecursionError:
+        problem = "its JSON Schema is nested too deeply"
+    return f"tools: {name}: {problem}" if problem else Tool(name, description, schema)
+
+
+def check_tool_names(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Return tools whose names differ.
+
+    Raises:
+        BadRequestError: two have one name.
+    """
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise BadRequestError(f"tools: several have the name {max(names, key=names.count)!r}")
+    return tuple(tools)
+
+
+def make_message(role: Role, content: str, **fields: Any) -> Message:
+    """Return a message.
+
+    Raises:
+        BadRequestError: its text has half a character, which is in no Unicode text.
+    """
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"a message of role {role} is no Unicode text: {error}") from None
+    return Message(role, content, **fields)
+
+
+def assistant_message(text: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """Return a message of the assistant with its reasoning as agentrl writes it."""
+    thought = f"{THINK}\n{reasoning}\n{THINK_END}\n\n" if reasoning else ""
+    return make_message("assistant", thought + text, tool_calls=tuple(calls))
+
+
+def make_call(id: str, name: str, arguments: Any) -> ToolCall:
+    """Return a call that an assistant's message has.
+
+    Raises:
+        BadRequestError: ``arguments`` is neither a JSON object nor the text of one.
+    """
+    subject = f"the arguments of the call {id!r:.100}"
+    value = read_json(arguments, subject) if isinstance(arguments, str) and arguments.strip() else arguments
+    if not isinstance(value or {}, dict):
+        raise BadRequestError(f"{subject} are no JSON object: {value!r:.100}")
+    return ToolCall(id, name, value or {})
+
+
+def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages of a request for a turn.
+
+    Raises:
+        BadRequestError: there is nothing to answer, or a tool message answers no call.
+    """
+    if not messages:
+        raise BadRequestError("messages is empty")
+    if messages[-1].role in ("assistant", "system") and any(message.role != "system" for message in messages):
+        raise BadRequestError(
+            f"the last message has the role {messages[-1].role}: a turn answers a message of a user or a tool"
+        )
+    call_ids = set[str | None]()
+    for message in messages:
+        if message.role == "tool" and message.tool_call_id not in call_ids:
+            raise BadRequestError(
+                f"a tool message answers the call {message.tool_call_id!r:.100}, which no message makes"
+            )
+        call_ids.update(call.id for call in message.tool_calls)
+    return tuple(messages)
+
+
+def event(data: Json | str, name: str | None = None) -> bytes:
+    """Return a server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {text}\n\n".encode()

@@ -1,0 +1,296 @@
+"""OpenAI's ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct, field
+from typing_extensions import override
+
+from agentrl.core.types import Message
+from agentrl.gateway.dialects.base import (
+    BadRequestError,
+    ChatRequest,
+    Dialect,
+    Json,
+    Reply,
+    assistant_message,
+    check_conversation,
+    check_tool_names,
+    convert,
+    event,
+    make_call,
+    make_message,
+    make_tool,
+)
+
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+}
+_REFUSED = ("logprobs", "top_logprobs", "audio", "prediction", "web_search_options", "functions", "function_call")
+"""Fields that would change what a reply is; a value that requests nothing is allowed."""
+
+
+class _Part(Struct):
+    type: str = "text"
+    text: str = ""
+    refusal: str = ""
+
+
+class _Function(Struct):
+    name: str
+    arguments: Any = ""
+
+
+class _Call(Struct):
+    id: str
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _Message(Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[str | _Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _ToolFunction(Struct):
+    name: str
+    description: str | None = None
+    parameters: Any = None
+
+
+class _Tool(Struct):
+    function: _ToolFunction
+    type: Literal["function"] = "function"
+
+
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class _Format(Struct):
+    type: str = "text"
+
+
+class _Body(Struct):
+    messages: list[_Message]
+    model: str = ""
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    response_format: _Format | None = None
+    modalities: list[str] = field(default_factory=list)
+
+
+class ChatCompletions(Dialect):
+    """The dialect; reasoning is in ``reasoning_content``, as servers of open models have it."""
+
+    path = "/v1/chat/completions"
+
+    @override
+    def request(self, body: Json) -> ChatRequest:
+        fields = convert(body, _Body)
+        _refuse(body, fields)
+        choice, unsupported = read_tool_choice(fields.tool_choice)
+        if fields.parallel_tool_calls is False:
+            unsupported = (*unsupported, "parallel_tool_calls=false")
+        tools = [
+            make_tool(tool.function.name, tool.function.description, tool.function.parameters)
+            for tool in (fields.tools or () if choice else ())
+        ]
+        stop = fields.stop or ()
+        return ChatRequest(
+            check_conversation([_message(message) for message in fields.messages]),
+            check_tool_names(tools),
+            fields.model,
+            read_stop((stop,) if isinstance(stop, str) else stop),
+            read_max_tokens(fields.max_completion_tokens or fields.max_tokens),
+            bool(fields.stream),
+            fields.stream_options is not None and bool(fields.stream_options.include_usage),
+            read_sampling(body, _SAMPLING),
+            unsupported,
+        )
+
+    @override
+    def reply(self, reply: Reply) -> Json:
+        message: Json = {"role": "assistant", "content": reply.text if reply.text or not reply.calls else None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = _calls(reply)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+        return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+    @override
+    def events(self, reply: Reply, *, usage: bool) -> Iterator[bytes]:
+        head = _head(reply, "chat.completion.chunk")
+
+        def chunk(delta: Json, finish: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+            return event({**head, "choices": [choice]})
+
+        yield chunk({"role": "assistant", "content": "" if reply.text or not reply.calls else None})
+        if reply.reasoning:
+            yield chunk({"reasoning_content": reply.reasoning})
+        if reply.text:
+            yield chunk({"content": reply.text})
+        for index, call in enumerate(_calls(reply)):
+            yield chunk({"tool_calls": [{"index": index, **call}]})
+        yield chunk({}, _finish(reply))
+        if usage:
+            yield event({**head, "choices": [], "usage": _usage(reply)})
+        yield event("[DONE]")
+
+    @override
+    def error(self, message: str, status: int) -> Json:
+        return {"error": {"message": message, "type": error_type(status), "param": None, "code": None}}
+
+    @override
+    def error_event(self, message: str, status: int) -> bytes:
+        return event(self.error(message, status))
+
+
+def error_type(status: int) -> str:
+    """Return OpenAI's name of the kind of an error."""
+    kinds = {401: "authentication_error", 404: "not_found_error"}
+    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def _refuse(body: Json, fields: _Body) -> None:
+    """Refuse what is not supported.
+
+    Raises:
+        BadRequestError: the body has it.
+    """
+    if fields.n not in (None, 1):
+        raise BadRequestError(f"n={fields.n}: a request is for one turn; send several requests")
+    for name in _REFUSED:
+        if body.get(name) not in (None, False, 0, [], {}, "none"):
+            raise BadRequestError(f"{name} is not supported")
+    if fields.response_format is not None and fields.response_format.type != "text":
+        raise BadRequestError(f"response_format.type={fields.response_format.type!r:.100} is not supported; use text")
+    if set(fields.modalities) - {"text"}:
+        raise BadRequestError(f"modalities={fields.modalities} is not supported; use text")
+
+
+def read_tool_choice(choice: object) -> tuple[bool, tuple[str, ...]]:
+    """Return whether tools are offered, and what of ``tool_choice`` has no effect.
+
+    The policy is offered tools or not; it is not forced to call one.
+
+    Raises:
+        BadRequestError: it is no choice.
+    """
+    if choice in (None, "auto"):
+        return True, ()
+    if choice == "none":
+        return False, ()
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind not in ("required", "any", "function", "tool", "allowed_tools", "auto", "none"):
+        raise BadRequestError(f"tool_choice={choice!r:.200} is not auto, none, required, or a function")
+    if kind in ("auto", "none"):
+        return kind == "auto", ()
+    return True, (f"tool_choice={kind}",)
+
+
+def read_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return stop strings.
+
+    Raises:
+        BadRequestError: one is empty or no Unicode text, or there are too many.
+    """
+    if len(stop) > 32 or not all(stop):
+        raise BadRequestError(f"stop has {len(stop)} strings, at most 32 of one or more characters are supported")
+    for text in stop:
+        make_message("user", text)
+    return tuple(stop)
+
+
+def read_max_tokens(tokens: int | None) -> int | None:
+    """Return the limit of a turn.
+
+    Raises:
+        BadRequestError: it is below 1.
+    """
+    if tokens is not None and tokens < 1:
+        raise BadRequestError(f"max_tokens={tokens} must be at least 1")
+    return tokens
+
+
+def read_sampling(body: Json, names: Mapping[str, str]) -> Json:
+    """Return the sampling parameters that a body sets, by agentrl's names."""
+    return {name: body[key] for key, name in names.items() if body.get(key) is not None}
+
+
+def join_parts(parts: str | Sequence[str | _Part] | None, separator: str) -> str:
+    """Return the text of a content.
+
+    Raises:
+        BadRequestError: a part is no text.
+    """
+    if parts is None or isinstance(parts, str):
+        return parts or ""
+    texts = list[str]()
+    for content in parts:
+        if not isinstance(content, str) and content.type not in ("text", "refusal"):
+            raise BadRequestError(f"content of type {content.type!r:.100} is not supported; use text")
+        texts.append(content if isinstance(content, str) else content.text or content.refusal)
+    return separator.join(texts)
+
+
+def _message(message: _Message) -> Message:
+    if message.role == "assistant":
+        calls = [make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+        return assistant_message(join_parts(message.content, ""), message.reasoning_content or message.reasoning, calls)
+    text = join_parts(message.content, "\n")
+    if message.role == "tool":
+        return make_message("tool", text, tool_call_id=message.tool_call_id or "")
+    return make_message("system" if message.role == "developer" else message.role, text)
+
+
+def _head(reply: Reply, kind: str) -> Json:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
+
+
+def _calls(reply: Reply) -> list[Json]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in reply.calls
+    ]
+
+
+def _finish(reply: Reply) -> str:
+    return "stop" if reply.finish == "stop_sequence" else reply.finish
+
+
+def _usage(reply: Reply) -> Json:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
+    }

@@ -1,0 +1,283 @@
+"""Joins the requests of an agent program to conversations: each continues the turn whose whole history it begins with.
+
+Messages are compared by meaning: role, reasoning, text without white space at its ends, and calls by name and arguments as
+JSON values. Ids of calls are compared by the order in which they appear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agentrl.core.tool import Tool
+from agentrl.core.types import ForkReason, MaskReason, Message, ToolCall
+from agentrl.episode.chat import Chat
+from agentrl.episode.state import TurnEnd
+from agentrl.gateway.dialects.base import BadRequestError
+from agentrl.render.formats.base import split_thinking
+
+_PROBE_TOKENS = 1
+"""A request for so many tokens asks whether the endpoint works."""
+
+
+@dataclass(slots=True, eq=False)
+class Root:
+    """A conversation that continues no earlier turn, with its branches."""
+
+    tools: tuple[Tool, ...]
+    """Of its first request."""
+    is_work: bool = False
+    """Whether it shares a turn, or the system prompt, with another conversation: then it is not auxiliary."""
+    mask: MaskReason = MaskReason.NONE
+    """Why none of it is trained."""
+    chats: list[Chat] = field(default_factory=list)
+    """All its chats."""
+
+    def add(self, chat: Chat) -> None:
+        """Add a chat."""
+        self.chats.append(chat)
+        chat.mask(self.mask)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A finished turn."""
+
+    root: Root
+    """The conversation that it is in."""
+    parent: Node | None
+    """The turn before it."""
+    length: int
+    """Messages up to it, itself included."""
+    chat: Chat
+    """The chat that has sampled it."""
+    end: TurnEnd
+    """Where other turns continue."""
+    shown: Message
+    """The turn as the agent program sees it."""
+    is_continued: bool = False
+    """Whether the chat has gone on."""
+
+    def path(self) -> dict[int, Node]:
+        """Return this turn and those before it, by `length`."""
+        nodes, node = dict[int, Node](), self
+        while True:
+            nodes[node.length] = node
+            if node.parent is None:
+                return nodes
+            node = node.parent
+
+    @property
+    def call_ids(self) -> list[tuple[str, str]]:
+        """Ids of the calls that are shown: the program's, and the policy's."""
+        calls = (call for call in self.end.message.tool_calls if call.is_readable)
+        return [(shown.id, call.id) for shown, call in zip(self.shown.tool_calls, calls, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPoint:
+    """Where the turn that answers a request belongs."""
+
+    history: History
+    """Of the request."""
+    node: Node | None
+    """The turn that it continues; None: it begins a conversation."""
+    messages: tuple[Message, ...]
+    """What follows ``node``, or the whole conversation, with the policy's own turns and ids."""
+    fork: ForkReason
+    """Why its tokens are in another row than the turns before."""
+    mask: MaskReason
+    """Why what is sampled is not trained."""
+
+
+class History:
+    """The messages of a request, with a digest of each beginning of them."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        described = [[tool.name, tool.description, tool.parameters] for tool in tools]
+        self.messages = messages
+        self.tools = _digest(b"", _json(described))
+        self.meanings: list[bytes] = []
+        """Of each message."""
+        self.whole = [self.tools]
+        """Digests of the beginnings, by their length."""
+        self.unthought = [self.tools]
+        """The same without reasoning."""
+        numbers: dict[str, int] = {}
+        for message in messages:
+            thought, spoken = _meaning(message, numbers)
+            self.meanings.append(thought + spoken)
+            self.whole.append(_digest(self.whole[-1], thought + spoken))
+            self.unthought.append(_digest(self.unthought[-1], spoken))
+
+    def followed_by(self, reply: Message) -> tuple[bytes, bytes, bytes]:
+        """Return the meaning of a reply, and the digests of the whole with it, with and without reasoning."""
+        thought, spoken = _meaning(reply, {})
+        digests = _digest(self.whole[-1], thought + spoken), _digest(self.unthought[-1], spoken)
+        return thought + spoken, *digests
+
+    @property
+    def system(self) -> bytes:
+        """The meaning of the messages of role system with which it begins."""
+        count = next((index for index, message in enumerate(self.messages) if message.role != "system"), None)
+        return b"".join(self.meanings[:count])
+
+
+class ConversationTree:
+    """All turns of one session."""
+
+    def __init__(self) -> None:
+        self.roots: list[Root] = []
+        """Conversations that continue no earlier turn."""
+        self._nodes: dict[bytes, list[Node]] = {}
+        self._unthought = set[bytes]()
+        self._replies: dict[bytes, list[Node]] = {}  # by their meaning
+        self._heads: dict[bytes, list[tuple[Root, bytes]]] = {}  # conversations and their tools by system prompt
+        self._prompts = set[bytes]()  # of conversations
+
+    def join(self, history: History, max_tokens: int | None) -> JoinPoint:
+        """Return where a request belongs; nothing changes."""
+        mask = MaskReason.NONE
+        if max_tokens is not None and max_tokens <= _PROBE_TOKENS:
+            mask = MaskReason.AUXILIARY
+        size = next((size for size in range(len(history.messages), 0, -1) if history.whole[size] in self._nodes), 0)
+        unthought = any(digest in self._unthought for digest in history.unthought[size + 1 :])
+        candidates = _same_ids(self._nodes.get(history.whole[size], []), history.messages)
+        if len({(id(node.parent), node.end.generation.token_ids) for node in candidates}) > 1:
+            mask, candidates = MaskReason.AMBIGUOUS, []
+        node = next((node for node in candidates if not node.is_continued), candidates[0] if candidates else None)
+        messages, has_replies = self._own_messages(history, node)
+        if unthought:
+            fork = ForkReason.THINKING
+        elif node is None:
+            fork = ForkReason.CONTEXT if has_replies or self._is_rewritten(history) else ForkReason.BRANCH
+        else:
+            fork = ForkReason.CONTEXT if any(message.role == "assistant" for message in messages) else ForkReason.BRANCH
+        return JoinPoint(history, node, messages, fork, mask)
+
+    def _is_rewritten(self, history: History) -> bool:
+        """Return whether a request has the system prompt and the tools of a conversation, and is not one again."""
+        same_head = any(tools == history.tools for _, tools in self._heads.get(history.system, ()))
+        return bool(history.system) and same_head and history.whole[-1] not in self._prompts
+
+    def begin(self, point: JoinPoint, tools: Sequence[Tool]) -> Root:
+        """Return a new conversation at a point."""
+        history, root = point.history, Root(tuple(tools), mask=point.mask)
+        related = [node.root for meaning in history.meanings for node in self._replies.get(meaning, ())]
+        heads = self._heads.setdefault(history.system, [])
+        if history.system:
+            related += [sibling for sibling, _ in heads]
+        for work in (*related, root) if related else ():
+            work.is_work = True
+        heads.append((root, history.tools))
+        self.roots.append(root)
+        self._prompts.add(history.whole[-1])
+        return root
+
+    def add(self, point: JoinPoint, root: Root, chat: Chat, shown: Message) -> None:
+        """Add the turn that ``chat`` has sampled at a point."""
+        assert chat.last_turn is not None, "it has sampled"
+        meaning, digest, unthought = point.history.followed_by(shown)
+        length = len(point.history.messages) + 1
+        node = Node(root, point.node, length, chat, chat.last_turn, shown)
+        self._nodes.setdefault(digest, []).append(node)
+        self._unthought.add(unthought)
+        self._replies.setdefault(meaning, []).append(node)
+
+    def mask_auxiliary(self) -> None:
+        """Mask conversations without tools that show no part of the agent's work, if others have tools."""
+        if not any(root.tools for root in self.roots):
+            return
+        for root in self.roots:
+            if not root.tools and not root.is_work and root.mask is MaskReason.NONE:
+                for chat in root.chats:
+                    chat.mask(MaskReason.AUXILIARY)
+
+    def _own_messages(self, history: History, node: Node | None) -> tuple[tuple[Message, ...], bool]:
+        """Return what follows a turn with the policy's own turns and ids, and whether such turns are in it."""
+        path = {} if node is None else node.path()
+        start = 0 if node is None else node.length
+        ids: dict[str | None, str] = {}
+        messages, has_replies = list[Message](), False
+        for index, message in enumerate(history.messages):
+            reply = path.get(index + 1)
+            if index >= start and message.role == "assistant":
+                equal = self._replies.get(history.meanings[index], [])
+                has_replies = has_replies or bool(equal)
+                # Which of several was meant is not guessed: the message is written as the program has sent it.
+                reply = equal[0] if len({node.end.generation.token_ids for node in equal}) == 1 else None
+            if reply is None:
+                ids.update((call.id, call.id) for call in message.tool_calls)
+            else:
+                own_ids = (policy_id for _, policy_id in reply.call_ids)
+                ids.update(zip((call.id for call in message.tool_calls), own_ids, strict=True))
+            if index < start:
+                continue
+            if message.role == "tool":
+                message = replace(message, tool_call_id=ids[message.tool_call_id])
+            messages.append(message if reply is None else reply.end.message)
+        return tuple(messages), has_replies
+
+
+def _same_ids(nodes: Sequence[Node], messages: Sequence[Message]) -> Sequence[Node]:
+    """Return the turns whose calls, and those before them, have the ids that the messages have; all if none has them."""
+    if len(nodes) < 2:
+        return nodes
+    same = [
+        node
+        for node in nodes
+        if all(
+            [call.id for call in messages[length - 1].tool_calls] == [call.id for call in turn.shown.tool_calls]
+            for length, turn in node.path().items()
+        )
+    ]
+    return same or nodes
+
+
+def _meaning(message: Message, numbers: dict[str, int]) -> tuple[bytes, bytes]:
+    """Return the reasoning of a message, and the rest of it, as bytes that are equal if the meaning is.
+
+    Args:
+        message: of any role.
+        numbers: of the calls so far by their ids; those of the message are added.
+    """
+    if message.role == "tool":
+        return b"", _json(["tool", numbers.get(message.tool_call_id or ""), message.content.strip()])
+    if message.role != "assistant":
+        return b"", _json([message.role, message.content.strip()])
+    reasoning, text = split_thinking(message.content)
+    for call in message.tool_calls:
+        numbers[call.id] = len(numbers)
+    calls = [[call.name, _plain(call.arguments)] for call in message.tool_calls]
+    return reasoning.strip().encode(), _json(["assistant", text.strip(), calls])
+
+
+def _plain(value: Any) -> Any:
+    """Return a JSON value with whole numbers as integers: programs in JavaScript write 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _plain(member) for key, member in value.items()}
+    return [_plain(member) for member in value] if isinstance(value, list) else value
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"a message is no Unicode text: {error}") from None
+    except RecursionError:
+        raise BadRequestError("the arguments of a call are nested too deeply") from None
+
+
+def _digest(first: bytes, second: bytes) -> bytes:
+    return hashlib.blake2b(first + second, digest_size=16).digest()
+
+
+def shown_calls(calls: Iterable[ToolCall], turn: int) -> tuple[ToolCall, ...]:
+    """Return the calls that an agent program sees of a turn, with ids that every dialect allows."""
+    readable = (call for call in calls if call.is_readable)
+    return tuple(replace(call, id=f"call_{turn}_{number}") for number, call in enumerate(readable))

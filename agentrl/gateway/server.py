@@ -1,0 +1,309 @@
+"""The HTTP server of the gateway: authentication, limits, retries, and streams of events, for all dialects.
+
+A session's key is its API key (``Authorization: Bearer KEY`` or ``x-api-key``), or a part of the address: ``/s/KEY/v1/…``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import msgspec
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from agentrl.core.background import first_ended
+from agentrl.core.child_process import LOOPBACK
+from agentrl.episode.chat import Agent
+from agentrl.gateway.agent_session import Session, SessionOverError
+from agentrl.gateway.answers import Answer
+from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Json, convert, read_json
+from agentrl.gateway.dialects.chat_completions import ChatCompletions
+from agentrl.toolserver.server.server import UVICORN, Server, listen
+
+_log = logging.getLogger(__name__)
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(),)
+BODY_BYTES = 64 * 2**20
+"""Bytes of the largest request."""
+KEEP_ALIVE_S = 5.0
+"""Seconds after which a stream that waits for its turn begins, and sends a comment each time."""
+_HEADER_CHARACTERS = 1000
+_CLOSED_REQUEST = 499
+"""The status for a request whose client has disconnected, which never reads it."""
+_KEEP_ALIVE = b": waiting\n\n"
+
+Handler = Callable[[Request, Session], Awaitable[Response]]
+
+
+class _RewardBody(msgspec.Struct):
+    """``POST /v1/session/reward``."""
+
+    reward: float
+    metrics: dict[str, float] = {}
+
+
+class Gateway:
+    """The endpoints of all sessions. The server runs while there is a session; its sockets are those of the event loop.
+
+    Args:
+        host: address to listen on.
+        port: 0 takes a free one.
+        keep_alive_s: see `KEEP_ALIVE_S`.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        self._host, self._port = host, port
+        self._keep_alive_s = keep_alive_s
+        self._sessions: dict[str, Session] = {}
+        self._users = 0  # contexts of `serving`
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None]
+        self._url = ""
+        self.app = self._make_app()
+        """The ASGI application."""
+
+    @property
+    def url(self) -> str:
+        """Address of the server, without ``/v1``."""
+        return self._url
+
+    @asynccontextmanager
+    async def session(self, agent: Agent, model: str) -> AsyncIterator[tuple[str, Session]]:
+        """Open a session of an episode, and yield its key; turns in progress are aborted at the end.
+
+        Args:
+            agent: of the episode.
+            model: the name of the policy for programs.
+        """
+        key = f"sk-agentrl-{secrets.token_urlsafe(24)}"
+        session = self._sessions[key] = Session(agent, model)
+        try:
+            yield key, session
+        finally:
+            del self._sessions[key]
+            await session.close()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve until the end of the last of these contexts, and yield the address."""
+        self._users += 1
+        try:
+            if self._server is None:
+                self._start()
+            yield self._url
+        finally:
+            self._users -= 1
+            if not self._users and self._server is not None:
+                server, self._server = self._server, None
+                server.should_exit = True
+                await asyncio.shield(self._serving)
+
+    def _start(self) -> None:
+        """Listen; connections wait until the server accepts them."""
+        listener = listen(self._host, self._port)
+        self._server = Server(uvicorn.Config(self.app, **UVICORN))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._url = f"http://{host}:{listener.getsockname()[1]}"
+
+    def _make_app(self) -> Starlette:
+        handlers: list[tuple[str, Handler, list[str]]] = [
+            *((dialect.path, partial(self._chat, dialect), ["POST"]) for dialect in DIALECTS),
+            ("/v1/session/reward", self._reward, ["POST"]),
+            ("/v1/models", self._models, ["GET"]),
+            ("/v1/models/{model:path}", self._models, ["GET"]),
+        ]
+        routes = [
+            Route(prefix + path, partial(self._handle, handler), methods=methods)
+            for path, handler, methods in handlers
+            for prefix in ("/s/{key}", "")
+        ]
+        every_method = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+        other_paths = [
+            Route(f"{prefix}/{{path:path}}", partial(self._handle, self._no_route), methods=every_method)
+            for prefix in ("/s/{key}", "")
+        ]
+        return Starlette(routes=[*routes, *other_paths])
+
+    async def _handle(self, handler: Handler, http: Request) -> Response:
+        """Answer an authenticated request, or return the error in the form of its dialect."""
+        try:
+            return await handler(http, self._find_session(http))
+        except BadRequestError as error:
+            message, status = error.message, error.status
+        except HTTPException as error:
+            message, status = error.detail, error.status_code
+        except SessionOverError as error:
+            message, status = str(error), 503
+        except ClientDisconnect:
+            return Response(status_code=_CLOSED_REQUEST)
+        # Clients of OpenAI and Anthropic obey the header: an episode that is over answers no retry.
+        headers = {"x-should-retry": "false"} if status >= 500 else None
+        return _reply(_dialect(http).error(message, status), status, headers)
+
+    def _find_session(self, http: Request) -> Session:
+        """Return the session whose key a request has.
+
+        Raises:
+            BadRequestError: it has none, or that of no session.
+        """
+        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        keys = (
+            http.path_params.get("key"),
+            token.strip() if scheme.lower() == "bearer" else None,
+            http.headers.get("x-api-key"),
+        )
+        for key in keys:
+            if key and (session := self._sessions.get(key)) is not None:
+                return session
+        raise BadRequestError(
+            "the API key is that of no session: it has ended, or the key is not the one that it was given", 401
+        )
+
+    async def _no_route(self, http: Request, session: Session) -> Response:
+        paths = ", ".join(dialect.path for dialect in DIALECTS)
+        raise BadRequestError(
+            f"there is no {http.method} {http.url.path!r:.200} here; there are {paths}, /v1/models", 404
+        )
+
+    async def _models(self, http: Request, session: Session) -> Response:
+        """Return the model list in the forms of OpenAI and Anthropic, whose fields differ."""
+        model = {"id": session.model, "object": "model", "created": 0, "owned_by": "agentrl"}
+        model |= {"type": "model", "display_name": session.model, "created_at": "1970-01-01T00:00:00Z"}
+        if name := http.path_params.get("model"):
+            return _reply({**model, "id": name, "display_name": name})
+        ends = {"first_id": session.model, "last_id": session.model, "has_more": False}
+        return _reply({"object": "list", "data": [model], **ends})
+
+    async def _reward(self, http: Request, session: Session) -> Response:
+        """Set the reward of the rollout, and metrics."""
+        if not session.may_reward:
+            raise BadRequestError("the program does not set the reward: rollout.agent.reward=session allows it", 403)
+        body = convert(read_json(await _read(http), "the body"), _RewardBody)
+        values = {"reward": body.reward, **body.metrics}
+        if faults := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
+        session.reward, session.metrics = body.reward, body.metrics
+        return _reply({"reward": body.reward})
+
+    async def _chat(self, dialect: Dialect, http: Request, session: Session) -> Response:
+        content = await _read(http)
+        body = read_json(content, "the body")
+        if not isinstance(body, dict):
+            raise BadRequestError(f"the body is no JSON object: {body!r:.100}")
+        try:
+            request = dialect.request(body)
+            headers = _ignored_header(session.ignored_fields(request))
+            answer = self._answer(session, request, http, hashlib.blake2b(dialect.path.encode() + content).digest())
+        except BadRequestError as error:
+            session.refused = error.message
+            raise
+        answer.waiting += 1
+        try:
+            turn = asyncio.wait({answer.task}, timeout=self._keep_alive_s if request.stream else None)
+            async with first_ended(turn, _wait_for_disconnect(http)) as tasks:
+                if tasks[1].done() and not answer.task.done():
+                    return Response(status_code=_CLOSED_REQUEST)
+            if answer.task.done():
+                reply = answer.task.result()
+                if not request.stream:
+                    answer.delivered = True
+                    return _reply(dialect.reply(reply), headers=headers)
+        except BadRequestError as error:
+            session.refused = error.message
+            raise
+        finally:
+            answer.waiting -= 1
+        events = self._events(dialect, request, answer)
+        return StreamingResponse(
+            events, headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream"
+        )
+
+    def _answer(self, session: Session, request: ChatRequest, http: Request, digest: bytes) -> Answer:
+        """Return the answer to a request: that of the request which it repeats, or a new one."""
+        key, count = http.headers.get("idempotency-key", ""), http.headers.get("x-stainless-retry-count", "")
+        answer = session.answers.find(digest, key, int(count) if count.isdecimal() else None)
+        if answer is None:
+            answer = Answer(digest, key, session.submit(request))
+            session.answers.add(answer)
+            answer.task.add_done_callback(lambda task: session.answers.drop(answer) if _has_failed(task) else None)
+        return answer
+
+    async def _events(self, dialect: Dialect, request: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
+        answer.waiting += 1
+        try:
+            while not answer.task.done():
+                yield _KEEP_ALIVE
+                await asyncio.wait({answer.task}, timeout=self._keep_alive_s)
+            try:
+                reply = answer.task.result()
+            except BadRequestError as error:
+                yield dialect.error_event(error.message, error.status)
+            except (SessionOverError, asyncio.CancelledError) as error:
+                yield dialect.error_event(str(error) or "this episode is over", 503)
+            else:
+                for text in dialect.events(reply, usage=request.stream_usage):
+                    yield text
+                answer.delivered = True
+        finally:
+            answer.waiting -= 1
+
+
+def _dialect(http: Request) -> Dialect:
+    """Return the dialect of a path, for errors; that of OpenAI if it has none."""
+    return next((dialect for dialect in DIALECTS if dialect.path in http.url.path), DIALECTS[0])
+
+
+def _has_failed(task: asyncio.Task[object]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+async def _read(http: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        BadRequestError: it is too long, or compressed.
+    """
+    too_long = BadRequestError(f"a request may have {BODY_BYTES} bytes", 413)
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise BadRequestError(f"content-encoding: {encoding:.100} is not supported; send the body as it is", 415)
+    length = http.headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > 20 or int(length) > BODY_BYTES:
+        raise too_long
+    chunks, size = list[bytes](), 0
+    async for chunk in http.stream():
+        size += len(chunk)
+        if size > BODY_BYTES:
+            raise too_long
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _wait_for_disconnect(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
+    """Return a header that says what of a request has no effect."""
+    text = "; ".join(ignored).encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
+    return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]} if text else {}
+
+
+def _reply(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    with suppress(TypeError, ValueError):
+        return Response(orjson.dumps(content), status, headers, media_type="application/json")
+    raise AssertionError(f"a reply that is no JSON: {content!r:.1000}")

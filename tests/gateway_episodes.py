@@ -1,0 +1,154 @@
+"""Episodes that are played over the gateway's endpoints in this process, with a scripted policy."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from agentrl import Agent, Message, Rollout, Task
+from agentrl.audit.run import rollout_faults
+from agentrl.batch.provenance import check_rows
+from agentrl.config.rollout import FailureConfig
+from agentrl.core.env import Env
+from agentrl.core.types import SamplingParams
+from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.gateway.agent_session import Session
+from agentrl.gateway.server import Gateway
+from agentrl.render.registry import make_renderer
+from agentrl.render.renderer import ChatRenderer
+from agentrl.testing import ScriptedSampler
+
+TASK = Task("t", (Message("user", "Where does it lie?"),), answer="Remu")
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def make_test_renderer() -> ChatRenderer:
+    """Return a renderer with one token a byte, calls as Hermes writes them, and a template that leaves earlier turns alone."""
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    base = Tokenizer(models.BPE(vocabulary, []))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
+    made.chat_template = CHATML
+    return make_renderer(made)
+
+
+@dataclass
+class Program:
+    """What an agent program has: endpoints, and a key."""
+
+    gateway: Gateway
+    key: str
+    session: Session
+    client: httpx.AsyncClient
+    replies: list[httpx.Response] = field(default_factory=list)
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        response = await self.client.post(path, json=body, headers=headers)
+        self.replies.append(response)
+        return response
+
+    async def chat(
+        self, *messages: dict[str, Any], headers: dict[str, str] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Return the message of a chat completion."""
+        response = await self.post(
+            "/v1/chat/completions", {"model": "m", "messages": [*messages], **fields}, **(headers or {})
+        )
+        assert response.status_code == 200, response.text
+        message: dict[str, Any] = response.json()["choices"][0]["message"]
+        return message
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(call: dict[str, Any], text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+@dataclass
+class Played:
+    """An episode that has ended."""
+
+    rollout: Rollout
+    sampler: ScriptedSampler
+    replies: list[httpx.Response]
+    renderer: ChatRenderer
+
+    def trained(self) -> list[str]:
+        """Return the trained text of each row."""
+        return [self.renderer.decode(row.token_ids[row.mask == 1].tolist()) for row in self.rollout.rows]
+
+    def prompts(self) -> list[str]:
+        return [self.renderer.decode(request.prompt.token_ids) for request in self.sampler.requests]
+
+
+Talk = Callable[[Program], Awaitable[object]]
+Play = Callable[..., Played]
+"""``play(script, talk, **limits)``."""
+
+
+def play_with(
+    renderer: ChatRenderer, script: Any, talk: Talk, *, gate: asyncio.Event | None = None, **limits: Any
+) -> Played:
+    """Play an episode with a coroutine in place of an agent program."""
+    sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
+    replies: list[httpx.Response] = []
+
+    async def generate(task: Task, agent: Agent) -> Rollout:
+        gateway = Gateway(keep_alive_s=0.01)
+        transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=True)
+        async with gateway.session(agent, "policy") as (key, session):
+            headers = {"authorization": f"Bearer {key}"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
+                await talk(Program(gateway, key, session, client, replies))
+        if session.failure.done():
+            raise session.failure.result()
+        return session.rollout()
+
+    bounds = {"max_turns": 20, "max_tokens": 8192, "max_seconds": 30.0, "max_new_tokens": 256} | limits
+    context = EpisodeContext(
+        env_factory=Env,
+        renderer=renderer,
+        sampler=sampler,
+        tool_clients={},
+        limits=Limits(**bounds),
+        sampling=SamplingParams(max_new_tokens=bounds["max_new_tokens"], seed=5),
+    )
+    policy = FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1))
+    runner = EpisodeRunner({"": EpisodeSettings(context, generate=generate)}, policy, EpisodeSlots(4))
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    if rollout.failure is None:
+        check_rows(rollout.rows)
+        assert rollout_faults(rollout) == []
+    return Played(rollout, sampler, replies, renderer)
+
+
+def sampled(texts: Sequence[str]) -> str:
+    """Return what is trained of turns with these texts."""
+    return "".join(f"{text}<|im_end|>" for text in texts)
