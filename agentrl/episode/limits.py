@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,9 +82,14 @@ class EpisodeClock:
                 self._end += max(0.0, passed - self._counted)
                 self._reschedule(self._end + self._grace)
 
+    def raise_nothing(self) -> None:
+        """Raise no `TimeoutError` any more: the caller watches `seconds_left`, and ends what it runs itself."""
+        self._grace = math.inf
+        self._reschedule(None)
+
     def _reschedule(self, when: float | None) -> None:
         if self._entered and not self._timeout.expired():
-            self._timeout.reschedule(when)
+            self._timeout.reschedule(None if self._grace == math.inf else when)
 
     async def __aenter__(self) -> EpisodeClock:
         """Enforce the limit in this task until the exit."""

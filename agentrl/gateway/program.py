@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +88,15 @@ class AgentProgram:
             AgentProgramError: it failed, did not end in time, or sent no request.
             EpisodeError: the engine failed, or the task's first prompt is too long.
         """
-        with ExitStack() as exits:
-            async with (
-                self._gateway.serving() as url,
-                self._gateway.session(agent, self._config.model) as (key, session),
-            ):
-                session.may_reward = self._config.reward == "session"
-                process = await ProgramProcess.start(self._command, self._config, task, _endpoints(url, key))
-                agent.tools.on_close(process.close)
-                try:
-                    fault = await self._wait(process, session, agent.clock)
-                finally:
-                    # Else the limit could end the episode meanwhile, as one without a failure.
-                    exits.enter_context(agent.clock.pause())
-                    await process.kill()
+        agent.clock.raise_nothing()  # an end at the limit is a failure of the program, which has a message
+        async with self._gateway.serving() as url, self._gateway.session(agent, self._config.model) as (key, session):
+            session.may_reward = self._config.reward == "session"
+            process = await ProgramProcess.start(self._command, self._config, task, _endpoints(url, key))
+            agent.tools.on_close(process.close)
+            try:
+                fault = await self._wait(process, session, agent.clock)
+            finally:
+                await process.kill()
         if session.failure.done():
             raise session.failure.result()
         if fault or not session.turns:
