@@ -35,7 +35,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     placement: Any = None,
-    critic_ranks: int = 0,
+    runtime: Any = None,
 ) -> InProcessLearner:
     """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     assert placement is None, "a placement group is Ray's"

@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "audit": "check saved rollouts: ids, masks, forks and provenance",
     "view": "look at a run's rollouts, in the terminal or as an HTML page",
     "doctor": "explain why a run is dead, hangs or does not learn",
+    "engines": "list and end the engines that stay after runs (sampler.keep_minutes)",
     "league": "show ratings and wins of a run's self-play",
     "env": "list and check environments",
     "tools": "serve a tool",

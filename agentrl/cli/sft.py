@@ -11,6 +11,7 @@ from agentrl.cli.options import add_config_arguments, command_line_layers, confi
 from agentrl.config.layers import CONFIG, Layer, annotate, merge_layers, saved_layers
 from agentrl.core.child_process import exit_with_parent
 from agentrl.core.errors import ConfigError
+from agentrl.core.kernel_cache import share_kernels
 from agentrl.obs.console import make_console, print_message
 
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Fine-tune on chats or demonstrations."""
     exit_with_parent()  # a run that warm-starts its policy may be killed
+    share_kernels()
     layers, resumed = _layers(arguments)
     config = load_environment(layers)
     if arguments.dry_run:

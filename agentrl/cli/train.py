@@ -14,6 +14,7 @@ from agentrl.config.layers import Layer, annotate, differences, load_layers, mer
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.core.kernel_cache import share_kernels
 from agentrl.obs.console import make_console, print_message
 
 
@@ -85,6 +86,7 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, or print what would be trained."""
+    share_kernels()
     loaded = load_run(arguments)
     config, console = loaded.config, make_console(stderr=arguments.dry_run)
     if arguments.dry_run:

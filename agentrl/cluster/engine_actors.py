@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
-from agentrl.core.child_process import LOOPBACK
+from agentrl.core.child_process import LOOPBACK, started_children
 from agentrl.core.errors import AgentrlError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.inference.launch.processes import EngineProcess
@@ -35,11 +35,13 @@ class EngineHost:
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
 
-    def start(self, spec: EngineSpec, number: int, address: str, gpus: Sequence[str]) -> tuple[str, int]:
-        """Start the engine in place of the previous one, and block until it is healthy; return its URL and process id."""
+    def start(self, spec: EngineSpec, number: int, address: str, gpus: Sequence[str]) -> tuple[str, int, str]:
+        """Start the engine in place of the previous one, and block until it is healthy; return its URL, process id
+        and ``start_details``.
+        """
         self.kill()
-        self._engine = spec.start(number, host=address, gpus=gpus)
-        return self._engine.url, self._engine.child.pid
+        engine = self._engine = spec.start(number, host=address, gpus=gpus)
+        return engine.url, engine.child.pid, engine.start_details
 
     def ended(self, pid: int) -> str:
         """Block until the engine with this process id has ended, and return the end of its log."""
@@ -57,6 +59,11 @@ class EngineHost:
         """Return the last lines of the engine's log."""
         return self._engine.log_tail(lines) if self._engine is not None else ""
 
+    def release(self) -> None:
+        """Leave the engine to the next run if it is kept."""
+        if self._engine is not None:
+            self._engine.release()
+
     def stop(self) -> None:
         """End the engine."""
         if self._engine is not None:
@@ -71,8 +78,9 @@ class EngineHost:
 class RayEngine:
     """Implements `agentrl.inference.launch.launcher.RunningEngine` for the engine of an `EngineHost`."""
 
-    def __init__(self, host: Any, url: str, pid: int, log: str) -> None:
+    def __init__(self, host: Any, url: str, pid: int, log: str, start_details: str = "") -> None:
         """Start to watch the engine."""
+        self.start_details = start_details
         self.url = url
         self.pid = pid
         """Process id on the engine's machine."""
@@ -96,6 +104,10 @@ class RayEngine:
             return str(ray.get(self._host.log_tail.remote(lines), timeout=ANSWER_S))
         except RayError as error:
             return f"(it cannot be read: {first_line(error)})"
+
+    def release(self) -> None:
+        """Leave the engine to the next run if it is kept."""
+        self._end(self._host.release)
 
     def stop(self) -> None:
         """End the engine."""
@@ -155,11 +167,11 @@ class RayLauncher(Launcher):
         location: ActorLocation = wait_result(host.__ray_call__.remote(actor_location), HOST_S)
         address = placement.address(location)
         start = host.start.remote(spec, number, address, self._shared_gpus(number) or location.gpus)
-        url, pid = wait_result(start, spec.config.start_timeout_s + ANSWER_S)
+        url, pid, details = wait_result(start, spec.config.start_timeout_s + ANSWER_S)
         log = str(spec.logs / f"engine-{number}.log") + (
             "" if address in (LOOPBACK, placement.here) else f" on {address}"
         )
-        return RayEngine(host, url, pid, log)
+        return RayEngine(host, url, pid, log, details)
 
     def _host(self, number: int) -> Any:
         with self._lock:
@@ -182,12 +194,14 @@ def wait_result(reference: Any, timeout_s: float) -> Any:
 
     Raises:
         LearnerError: a process of Ray has ended.
-        GetTimeoutError: after ``timeout_s``.
+        GetTimeoutError: after ``timeout_s``, or when the start is cancelled.
         RayError: the call has failed.
     """
-    end = time.monotonic() + timeout_s
+    end, children = time.monotonic() + timeout_s, started_children.get()
     while not ray.wait([reference], timeout=min(LOOK_S, max(0.0, end - time.monotonic())))[0]:
         check_ray()
+        if children is not None and children.ended:
+            raise GetTimeoutError("the start was cancelled")
         if time.monotonic() >= end:
             raise GetTimeoutError(f"no result after {timeout_s:g} s")
     return ray.get(reference)

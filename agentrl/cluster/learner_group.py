@@ -38,7 +38,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     placement: ReservedPlacement | None = None,
-    critic_ranks: int = 0,
+    runtime: RayRuntime | None = None,
 ) -> RayLearnerGroup:
     """Start the ranks, and Ray if none runs. Returns before the ranks have loaded the model: see `ready`.
 
@@ -50,7 +50,7 @@ def start_learners(
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
         reference: the folder of the frozen reference policy of the loss; see `resolve_reference`.
         placement: contains the ranks; it has started Ray, and is closed after them. None: anywhere on the cluster.
-        critic_ranks: ranks of a critic that `start_critic` starts next; a Ray that is started here has room for them.
+        runtime: Ray, which is started here; it has CPUs for these ranks and those that start next. None: for these ranks.
 
     Raises:
         ConfigError: there is no such ``learner.device``, or the cluster is too small.
@@ -61,12 +61,11 @@ def start_learners(
     log = run_dir / "learner.log"
     if placement is not None:
         return RayLearnerGroup(None, options, log, placement.rank_options)
-    ranks = learner.ranks + critic_ranks
-    runtime = RayRuntime(cpus=ranks, store_bytes=store_bytes(model_folder))
+    runtime = runtime or RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
     try:
-        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * ranks)
+        check_cluster([{"CPU": 1, "GPU": int(device == "cuda")}] * runtime.cpus)
         return RayLearnerGroup(runtime, options, log)
     except BaseException:
         runtime.stop()

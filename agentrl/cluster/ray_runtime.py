@@ -43,6 +43,7 @@ class RayRuntime:
     """
 
     def __init__(self, *, cpus: int, store_bytes: int = _STORE_BYTES) -> None:
+        self.cpus = cpus
         self._options = {} if ray.is_initialized() else _options(cpus, store_bytes)
         self._up = threading.Event()
         self._end = threading.Event()

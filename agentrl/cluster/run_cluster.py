@@ -29,15 +29,17 @@ class RunCluster:
     """Starts the learner, with its critic if there is one, in the background while the caller starts engines, and ends
     everything in `aclose`.
 
-    With ``placement.mode=colocate`` the learner loads its model only in `learner`, after the engines have released the
-    GPUs.
+    The processes start in `open`, and load the model from `load` on. With ``placement.mode=colocate`` they load it only in
+    `learner`, after the engines have released the GPUs.
     """
 
     config: Config
     folder: Path
     """Folder of the run."""
     model: Path
-    """Folder of the initial weights."""
+    """Folder of the initial weights, which are read from `load` on."""
+    shape: Path
+    """Folder of a model of the same shape that is there already."""
     checkpoint: Path | None = None
     """Checkpoint that the learner loads."""
     with_engines: bool = True
@@ -57,12 +59,15 @@ class RunCluster:
         """
         if self.config.placement.reserves_gpus and self.with_engines:
             layout = lay_out(self.config, learner_device(self.config.learner))
-            runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.model))
+            runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.shape))
             timeout_s = self.config.learner.start_timeout_s
             self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s)
             self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
         self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
+
+    def load(self) -> None:
+        """Begin to load the weights, unless learner and engines share GPUs."""
         if self._placement is None or not self.config.placement.shares_gpus:
             loaded = self._loaded = asyncio.ensure_future(self._load())
             self._exits.push_async_callback(lambda: asyncio.gather(loaded, return_exceptions=True))
@@ -122,9 +127,11 @@ class RunCluster:
             config.algo,
             seed=config.run.seed,
             run_dir=self.folder,
-            reference=resolve_reference(config),
+            reference=self._reference(),
             placement=self._placement,
-            critic_ranks=config.learner.ranks if critic is not None else 0,
+            runtime=RayRuntime(
+                cpus=config.learner.ranks * (1 if critic is None else 2), store_bytes=store_bytes(self.shape)
+            ),
         )
         if critic is not None:
             self._critic = start_critic(
@@ -137,6 +144,12 @@ class RunCluster:
                 placement=self._placement,
             )
         return learner
+
+    def _reference(self) -> Path | None:
+        """Return the folder of the reference policy; the initial policy itself may not be written yet."""
+        algo = self.config.algo
+        is_initial = algo.needs_reference and algo.reference == str(self.model)
+        return self.model if is_initial else resolve_reference(self.config)
 
     async def _load(self) -> RayLearnerGroup:
         learner = await asyncio.shield(self._started)

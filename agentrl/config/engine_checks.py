@@ -41,6 +41,11 @@ def _engine_addresses(sampler: SamplerConfig) -> Iterator[str]:
             f"sampler.url={sampler.url} with sampler.engines={sampler.engines}: running engines are not started; leave out "
             "sampler.engines (all addresses in sampler.url are used), or sampler.url"
         )
+    if sampler.urls and sampler.keep_minutes is not None:
+        yield (
+            f"sampler.url={sampler.url} with sampler.keep_minutes={sampler.keep_minutes:g}: running engines are not started, and "
+            "stay; leave out one of the two"
+        )
     if sampler.port and sampler.port + sampler.engines - 1 > 65535:
         yield (
             f"sampler.port={sampler.port} with sampler.engines={sampler.engines}: there is no port above 65535; lower "
@@ -103,6 +108,8 @@ def _adapters(config: Config) -> Iterator[str]:
             f"{key} with sampler.router=sglang: requests name the adapter of an engine, and the router chooses the engine; set "
             "sampler.router=builtin"
         )
+    if sampler.keep_minutes is not None:
+        yield f"{key} with sampler.keep_minutes: the next run may have another base model; leave out sampler.keep_minutes"
     if config.placement.shares_gpus:
         yield (
             f"{key} with placement.mode=colocate: engines that release their memory lose the base model; set "

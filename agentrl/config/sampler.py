@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
 
 from agentrl.config.base import Seconds, Section
 
@@ -64,6 +64,9 @@ class SamplerConfig(Section):
     """Seconds until a generation counts as lost."""
     start_timeout_s: Seconds = 300.0
     """Seconds until a started engine must be healthy."""
+    keep_minutes: PositiveFloat | None = None
+    """Minutes that the engines which a training run starts stay after it, so that the next run with the same options on the
+    same machine takes them again, without a start. Null ends them with the run. ``agentrl engines`` lists and ends them."""
     max_running: PositiveInt | Literal["auto"] | None = None
     """Maximum concurrent requests per engine; further ones wait in the run. Without a number there is no limit. ``auto``: the
     limit of each engine follows the pressure on its KV cache."""
@@ -143,6 +146,12 @@ class SamplerConfig(Section):
         """SGLang's context as its options set it; None: the model's."""
         length = _normalised(self.sglang).get("context_length")
         return None if length is None else int(length)
+
+    @property
+    def memory_share(self) -> float | None:
+        """SGLang's share of a GPU's memory for weights and KV cache as its options set it; None: most of it."""
+        share = _normalised(self.sglang).get("mem_fraction_static")
+        return None if share is None else float(share)
 
     @property
     def tensor_ranks(self) -> int:

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from agentrl.core.child_process import StartedChildren, started_children
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,26 @@ def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def run_start(start: Callable[[], T]) -> T:
+    """Call a function in a thread that starts child processes and blocks until they answer.
+
+    If this is cancelled, the children are killed, and it ends once the function has ended. A result is then lost: the function
+    itself hands over what has started to what will stop it.
+    """
+    children = StartedChildren()
+    token = started_children.set(children)
+    try:
+        starting = asyncio.ensure_future(asyncio.to_thread(start))
+    finally:
+        started_children.reset(token)
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        children.end()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
 
 
 @asynccontextmanager

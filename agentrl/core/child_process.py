@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Self
 
@@ -129,6 +130,38 @@ def init_worker_process(worker: int) -> None:
     exit_with_main_process()
 
 
+class StartedChildren:
+    """The children that a context has started, which `end` ends, with any that it starts afterwards."""
+
+    def __init__(self) -> None:
+        self._children: list[ChildProcess] = []
+        self._ended = False
+        self._lock = threading.Lock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
+
+    def add(self, child: ChildProcess) -> None:
+        """Take note of a child."""
+        with self._lock:
+            self._children.append(child)
+            if self._ended:
+                child.kill()
+
+    def end(self) -> None:
+        """Kill the children; whoever started them still has to `stop` them."""
+        with self._lock:
+            self._ended = True
+            for child in self._children:
+                child.kill()
+
+
+started_children: ContextVar[StartedChildren | None] = ContextVar("started_children", default=None)
+"""Takes note of the children that the current context starts."""
+
+
 class ChildProcess:
     """A child in its own process group, with its output in a log file. Made by `start`."""
 
@@ -182,7 +215,10 @@ class ChildProcess:
             raise error(f"{name} does not start: {os_error}") from os_error
         finally:
             os.close(reading)
-        return cls(process, writing, log, name, error)
+        child = cls(process, writing, log, name, error)
+        if (children := started_children.get()) is not None:
+            children.add(child)
+        return child
 
     @property
     def pid(self) -> int:

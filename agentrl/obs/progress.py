@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
+import psutil
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.obs.console import print_message
-from agentrl.obs.waiting import PHASE, START, WaitListener, waiting
+from agentrl.obs.waiting import PHASE, START, waiting
 
 EVERY_S = 10.0
 """Seconds between two lines if the output is not a terminal."""
@@ -136,6 +138,8 @@ class ProgressView:
         self._seconds_left: float | None = None
         live = mode == "live" or (mode == "auto" and console.is_terminal)
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=False) if live else None
+        self.start = StartTimes(self.print_text, summary_only=live)
+        """Of the run."""
 
     def __enter__(self) -> ProgressView:
         """Start the live view."""
@@ -148,11 +152,6 @@ class ProgressView:
         if self._live:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
-
-    @property
-    def listeners(self) -> tuple[WaitListener, ...]:
-        """What prints the progress of the start, without a live view."""
-        return () if self._live else (StartLines(self.print_text),)
 
     def phase(self, name: str) -> None:
         """Show the current phase."""
@@ -209,20 +208,40 @@ class ProgressView:
         return Group(table, status)
 
 
-class StartLines:
-    """A line for each thing that a run starts, and one with how long it took, until its first rollouts.
+_START_PARTS = {
+    "training of the warm start": "warm_start",
+    "start of Ray": "ray",
+    "start of engine-": "engines",
+    "start of the tool server": "tools",
+    "learner rank": "learner",
+    "critic rank": "critic",
+    "step 0, weights": "sync",
+    "step 0, evaluation": "evaluation",
+}
+"""What the line of a part of the start begins with, and the part's metric."""
 
-    A `WaitListener`, for output without a live view.
+
+class StartTimes:
+    """How long the parts of a run's start take, until its first rollouts: a line for each, with one that sums up, and metrics.
+
+    A `WaitListener`. Parts overlap: they are started at the same time.
 
     Args:
         print_text: prints a line; may be called from any thread.
+        summary_only: print the last line alone, as with a live view.
     """
 
-    def __init__(self, print_text: Callable[[str], None]) -> None:
+    def __init__(self, print_text: Callable[[str], None], *, summary_only: bool = False) -> None:
         self._print = print_text
+        self._summary_only = summary_only
         self._texts: dict[waiting, str] = {}
         """Of what has begun and not ended."""
         self._is_over = False
+        self._created_at = time.monotonic()
+        self._preflight_s = time.time() - psutil.Process().create_time()
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        """Begin and end of the waits of each part, on the clock of `time.monotonic`."""
+        self._unread: dict[str, float] = {}
 
     def on_begin(self, wait: waiting) -> None:
         """Print what begins: a phase, the start of a process, or what the phase ``start`` waits for itself."""
@@ -233,16 +252,47 @@ class StartLines:
             return
         text = wait.details if wait.kind == PHASE else wait.text
         if wait.kind == PHASE and text.endswith("rollout"):
-            self._is_over = True
+            self._end(wait.since)
             return
         self._texts[wait] = text
-        self._print(f"{text} …")
+        if not self._summary_only:
+            self._print(f"{text} …")
 
     def on_end(self, wait: waiting, ended_at: float, error: str) -> None:
         """Print how long it took, unless it has failed."""
         text = self._texts.pop(wait, None)
-        if text is not None and not error:
+        if text is None or error:
+            return
+        if name := next((name for begin, name in _START_PARTS.items() if text.startswith(begin)), None):
+            self._spans.setdefault(name, []).append((wait.since, ended_at))
+        if not self._summary_only:
+            text = wait.text if wait.kind == "start" else text  # with what the start consisted of
             self._print(f"{text}: {ended_at - wait.since:.1f} s")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the seconds of the start and of its parts, once it is over; nothing the next time."""
+        metrics, self._unread = self._unread, {}
+        return metrics
+
+    def _end(self, ended_at: float) -> None:
+        self._is_over = True
+        seconds_by_name = {"preflight": self._preflight_s}
+        seconds_by_name |= {name: covered_seconds(spans) for name, spans in self._spans.items()}
+        total_s = self._preflight_s + ended_at - self._created_at
+        self._unread = {"time/start_s": total_s} | {
+            f"time/start_{name}_s": seconds for name, seconds in seconds_by_name.items()
+        }
+        words = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in seconds_by_name.items())
+        self._print(f"first rollouts {total_s:.1f} s after the command began: {words}")
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of ``spans``, each with its begin and its end, lasts."""
+    seconds, covered_until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        seconds += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
+    return seconds
 
 
 STEP_PHASES = ("rollout", "score", "teachers", "pack", "wake", "train", "record", "sync", "sleep", "snapshot")

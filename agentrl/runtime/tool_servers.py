@@ -8,11 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
+from agentrl.core.background import run_start
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, ConfigError, ToolServerError
 from agentrl.core.task import Task, TaskSet
@@ -139,21 +141,21 @@ class ToolServers:
             ToolServerError: a server does not start; the message has its last log lines.
         """
         warn_unsandboxed(self._config, self._services)
-        starts = [asyncio.to_thread(self._start, name) for name in self._services]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        self._started = [started for started in results if isinstance(started, StartedServer)]
-        for (name, service), started in zip(self._services.items(), results, strict=True):
-            if isinstance(started, BaseException):
-                raise started
-            url = tool_url(self._config.tools, name) if started is None else started.process.url
+        starts = [run_start(partial(self._start, name)) for name in self._services]
+        for result in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+        started_urls = {server.name: server.process.url for server in self._started}
+        for name, service in self._services.items():
+            url = started_urls.get(name) or tool_url(self._config.tools, name)
             assert url is not None
             self.urls[name] = url
             self.clients[name] = service.client(url, service_options(self._config, name, service))
 
-    def _start(self, name: str) -> StartedServer | None:
-        """Return a started server, or None if the configuration has the address of a running one."""
+    def _start(self, name: str) -> None:
+        """Start a server, unless the configuration has the address of a running one."""
         if tool_url(self._config.tools, name) is not None:
-            return None
+            return
         tool, service = self._config.tools.get(name, ToolConfig()), self._services[name]
         file_name = re.sub(r"[^\w.-]+", "_", name)  # the name may be path/to/file.py:name
         options = service_options(self._config, name, service)
@@ -164,7 +166,7 @@ class ToolServers:
             return launch_tool(name, arguments, log=log, port=port, host=self._host, timeout_s=tool.start_timeout_s)
 
         with waiting("start", f"of the tool server {name}"):
-            return StartedServer(name, launch(tool.port), launch, tool.max_restarts)
+            self._started.append(StartedServer(name, launch(tool.port), launch, tool.max_restarts))
 
     def source_clients(self, source: str) -> dict[str, ToolClient]:
         """Return the clients of the tools that a source needs, by registered name."""

@@ -13,6 +13,7 @@ from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.learner.base import LearnerGroup
 from agentrl.obs.progress import Stopwatch
+from agentrl.train.warm_start import WarmStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class RunInputs:
     folder: Path
     """Of the run."""
     model: Path
-    """The folder of the initial weights."""
+    """The folder of the initial weights, which ``warm_start`` writes if there is one."""
     state: Mapping[str, Any]
     """The trainer's state in the checkpoint, or of a new run; see `agentrl.train.trainer.Trainer.state`."""
     resumed: bool
@@ -132,6 +133,13 @@ class RunInputs:
     """That rollouts are made with; see `agentrl.config.recorded`."""
     discard: bool = False
     """Whether nothing is used again that the journal has after the checkpoint."""
+    warm_start: WarmStart | None = None
+    """The warm start that is to be made."""
+
+    @property
+    def shape(self) -> Path:
+        """The folder of a model with the tokens and the shape of the initial one, which is there before a warm start."""
+        return self.model if self.warm_start is None else self.warm_start.base
 
     @property
     def step(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,17 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
-from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
 from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import AgentrlError, CheckpointError, RunStopped, UserError
-from agentrl.data.task_sources import TaskSources, open_tasks
 from agentrl.evaluation.checkpoint_model import check_model
-from agentrl.evaluation.sets import load_eval_tasks
-from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
@@ -32,13 +29,11 @@ from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import fit_to_gpu
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
-from agentrl.self_play.game_scores import open_game_scores
-from agentrl.train.evaluations import Evaluations, Evaluator
-from agentrl.train.replay import open_replay
+from agentrl.train.evaluations import Evaluations
 from agentrl.train.resume import check_resume, resume_command, with_older
-from agentrl.train.rollout_source import RolloutSource, RunInputs
+from agentrl.train.rollout_source import RunInputs
 from agentrl.train.run_outputs import draw_curve, open_metrics, open_monitor, print_summary
-from agentrl.train.sampling import Sampling, open_sampling
+from agentrl.train.start import open_parts
 from agentrl.train.step_scores import StepSettings, pack_options
 from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
@@ -65,8 +60,11 @@ async def _train(
         view.phase("starting")
         traces, monitor = open_monitor(config, folder, view, step, exits)
         with waiting(PHASE, START):
-            teachers = await open_teachers(config, run.model, folder / "logs", exits)
-            source, evaluator, learner, critic = await _open(run, checkpoint, replay, interrupt, exits)
+            async with interrupt.guard():
+                teachers = await open_teachers(config, run.shape, folder / "logs", exits)
+                source, evaluator, learner, critic = await open_parts(
+                    run, checkpoint, replay, interrupt, exits, console
+                )
         on_loaded()
         models = (learner,) if critic is None else (learner, critic)
         packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
@@ -94,39 +92,6 @@ async def _train(
         begin_random(state, config.run.seed)  # starting services has drawn from the generators
         await trainer.run()
         return trainer
-
-
-async def _open(
-    run: RunInputs, checkpoint: Path | None, replay: Path | None, interrupt: Interrupt, exits: AsyncExitStack
-) -> tuple[RolloutSource, Evaluator | None, LearnerGroup, CriticGroup | None]:
-    """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
-    cluster = RunCluster(run.config, run.folder, run.model, checkpoint, with_engines=replay is None)
-    exits.push_async_callback(cluster.aclose)
-    await cluster.open()
-    if replay is not None:
-        source = open_replay(run.config, replay, run.model, interrupt)
-        return source, None, *(await cluster.learner())
-    tasks = open_tasks(run.config)
-    sampling = await open_sampling(run, cluster, tasks, interrupt, exits)
-    evaluator = _open_evaluator(sampling, tasks)
-    learner, critic = await cluster.learner()
-    sampling.add_critic(critic)
-    sampling.begin()
-    return sampling, evaluator, learner, critic
-
-
-def _open_evaluator(sampling: Sampling, tasks: TaskSources) -> Evaluator:
-    config, services = sampling.config, sampling.services
-    return Evaluator(
-        config.eval,
-        services,
-        load_eval_tasks(config, tasks),
-        sampling.records.recorder,
-        sampling.interrupt,
-        sampling.weights,
-        sampling.self_play,
-        open_game_scores(config, services.renderer, services.fleet.vocabulary.size),
-    )
 
 
 NEW: Mapping[str, Any] = MappingProxyType(
@@ -179,15 +144,16 @@ async def run_training(
             with interrupt:
                 if not has_results(folder):
                     save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
-                config, model = await initial_policy(config, folder, checkpoint, interrupt, console)
-                if checkpoint is None:
+                saved_config, model, warm = initial_policy(config, folder, checkpoint, console)
+                if checkpoint is None and warm is None:
                     await asyncio.to_thread(check_model, model)
-                saved_config = config
-                config, lines = await asyncio.to_thread(fit_to_gpu, config, model, critic=True)  # other GPUs may resume
+                keys = {**recorded_keys(saved_config), **contents}
+                inputs = RunInputs(saved_config, folder, model, state, resumed is not None, keys, discard, warm)
+                # Other GPUs may resume the run.
+                config, lines = await asyncio.to_thread(fit_to_gpu, saved_config, inputs.shape, critic=True)
+                inputs = replace(inputs, config=config)
                 for line in lines:
                     print_message(console, line)
-                keys = {**recorded_keys(saved_config), **contents}
-                inputs = RunInputs(config, folder, model, state, resumed is not None, keys, discard)
 
                 def on_loaded() -> None:
                     begin()
@@ -211,4 +177,9 @@ async def run_training(
             raise
         finally:
             curve = draw_curve(config, folder, console)
+            if config.sampler.keep_minutes is not None:
+                minutes = f"sampler.keep_minutes={config.sampler.keep_minutes:g}"
+                print_message(
+                    console, f"engines that are whole stay ({minutes}): agentrl engines lists, and --end ends them"
+                )
         print_summary(console, folder, trainer.step, trainer.evaluations.results, curve)

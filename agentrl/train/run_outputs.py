@@ -31,8 +31,8 @@ def open_monitor(
     """Watch the waits of this context and of tasks started in it, until ``exits`` end it, in a run with ``step`` finished steps.
 
     Returns:
-        traces, which draw some of the run's metrics, and what returns the metrics of a step: idle time, and host memory by
-        kind of process.
+        traces, which draw some of the run's metrics, and what returns the metrics of a step: idle time, host memory by kind
+        of process, and in the first step the times of the start.
     """
     obs, print_text = config.obs, view.print_text
     traces: list[TraceFiles | OtlpSpans] = []
@@ -46,8 +46,8 @@ def open_monitor(
     idle_time = IdleTime(engines, slots, delay_s=2.5 * PULSE_S if runner_count(config) else 0.0)
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
-    exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, *view.listeners)))
-    return [*traces], lambda: idle_time.metrics() | memory.metrics()
+    exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, view.start)))
+    return [*traces], lambda: idle_time.metrics() | memory.metrics() | view.start.take_metrics()
 
 
 def engines_and_slots(config: Config) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import TaskSources, make_order, read_splits
+from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
@@ -109,20 +110,45 @@ class RunRecords:
         await self.journal.record_trained(step)
 
 
-async def open_sampling(
-    run: RunInputs, cluster: RunCluster, tasks: TaskSources, interrupt: Interrupt, exits: AsyncExitStack
-) -> Sampling:
-    """Start engines, by ``cluster``, and tool servers, which ``exits`` ends, and return their rollout source."""
-    config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.model))
-    launcher = await cluster.engine_launcher()
+async def start_services(
+    run: RunInputs, cluster: RunCluster, tasks: TaskSources, exits: AsyncExitStack
+) -> tuple[Services, str | None]:
+    """Start engines, by ``cluster``, and tool servers, which ``exits`` ends.
+
+    Before a warm start the engines have the weights that it trains. They get those of the learner before they sample.
+
+    Returns:
+        the services, and the dtype in which weights are sent; see `sent_dtype`.
+    """
+    config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.shape))
+    if run.warm_start is not None and "dtype" not in config.sampler.sglang:
+        options = {"dtype": "bfloat16"} | config.sampler.sglang  # as for what a warm start writes
+        config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"sglang": options})})
+    make_launcher = await cluster.engine_launcher()
+
+    def launcher(spec: EngineSpec) -> Launcher:
+        return make_launcher(replace(spec, keep_minutes=config.sampler.keep_minutes))
+
     opening = open_services(
-        config, tasks, run.model, run.folder, config.run.seed, launcher=launcher, runners=cluster.runners()
+        config, tasks, run.shape, run.folder, config.run.seed, launcher=launcher, runners=cluster.runners()
     )
     services = await exits.enter_async_context(opening)
-    services.check_learner = cluster.check
     dtype = await sent_dtype(config.weights, services.fleet)
     if config.placement.shares_gpus:  # the learner loads next
         await asyncio.gather(*(engine.memory.release() for engine in services.fleet.live))
+    return services, dtype
+
+
+async def open_sampling(
+    run: RunInputs,
+    services: Services,
+    dtype: str | None,
+    tasks: TaskSources,
+    interrupt: Interrupt,
+    exits: AsyncExitStack,
+) -> Sampling:
+    """Return the rollout source of services that `start_services` has started, once the initial weights are there."""
+    config = services.config
     records = RunRecords.open(run)
     weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)
     vocabulary = services.fleet.vocabulary

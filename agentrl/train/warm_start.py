@@ -1,6 +1,7 @@
 """The warm start of a run with ``model.warm_start``: supervised fine-tuning in a separate process.
 
-The process ends before the rest of the run starts, so that all its GPU memory is free again.
+Ray, the learner's processes and the engines start while it trains, if the GPU has room for both. The process ends before the
+learner loads the weights, so that all its GPU memory is free again.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from agentrl.algo.registry import algorithm_faults
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
 from agentrl.config.load import find_config, read_yaml, validate
 from agentrl.config.merging import Tree, merge
@@ -20,11 +24,15 @@ from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
+from agentrl.evaluation.checkpoint_model import check_model
+from agentrl.learner.device import gpu_bytes, resolve_device
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.reference_policy import pin_frozen, pin_reference, resolve_critic
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
-from agentrl.runtime.interrupt import Interrupt
+from agentrl.obs.run_end import read_end
+from agentrl.obs.waiting import waiting
+from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
@@ -40,7 +48,7 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     name = config.model.warm_start
     if name is None:
         return None
-    warm_folder = folder / FOLDER
+    warm_folder = (folder / FOLDER).resolve()
     of_the_run: Tree = {
         "model": {"path": config.model.path, "warm_start": None, "warm_start_options": {}},
         "render": config.render.model_dump(mode="json"),
@@ -63,55 +71,113 @@ def describe(sft: SftConfig) -> str:
     return f"{f'{sft.epochs:g} epochs' if sft.steps is None else f'{sft.steps} steps'} in batches of {sft.batch_size}{minutes}"
 
 
-async def initial_policy(
-    config: Config, folder: Path, checkpoint: Path | None, interrupt: Interrupt, console: Console
-) -> tuple[Config, Path]:
-    """Return the configuration of a run with its reference policy and learning rates, and the folder of its first weights.
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """A warm start that is to be made."""
 
-    The weights are those of the checkpoint that the run resumes from, else of its warm start, else of ``model.path``.
+    name: str
+    """``model.warm_start``."""
+    config: Config
+    """Of ``agentrl sft``."""
+    base: Path
+    """Folder of the model that it fine-tunes."""
+    log: Path
+    """Its log."""
+
+    @property
+    def folder(self) -> Path:
+        """Its configuration, metrics and model."""
+        assert self.config.run.dir is not None, "see warm_start_config"
+        return self.config.run.dir
+
+    @property
+    def model(self) -> Path:
+        """Folder of the policy that it writes."""
+        return self.folder / "model"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it was made before, with the same configuration."""
+        made = (self.folder / "finished").is_file()
+        return made and merge_layers(saved_layers(self.folder)) == self.config.model_dump(mode="json")
+
+    async def train(self, console: Console) -> None:
+        """Fine-tune the model, and print how far it is.
+
+        Raises:
+            LearnerError: the fine-tuning failed; the message has the end of its log.
+            UserError: its configuration is invalid.
+            CheckpointError: see `check_model`.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        save_config(self.config, self.folder)
+        print_message(console, f"warm start {self.name}: {describe(self.config.sft)}")
+        with waiting("training", "of the warm start"), _start(self.folder, self.log) as child:
+            await _print_log(child, self.folder, console)
+        await asyncio.to_thread(check_model, self.model)
+        (self.folder / "finished").touch()
+
+    def why_alone(self, run: Config) -> str:
+        """Return why the engines of a run cannot start while it trains; empty if they can."""
+        warm = self.config
+        if run.learner.lora is not None and run.weights.adapters == "only":
+            return "with weights.adapters=only they keep the weights that they load"
+        frozen = next((role for role, options in run.env.roles.items() if options.frozen == str(self.model)), None)
+        if frozen is not None:
+            return f"env.roles.{frozen}.frozen is the policy that it trains"
+        if warm.learner.ranks > 1:
+            return f"it has learner.ranks={warm.learner.ranks}"
+        if run.sampler.urls or run.sampler.device == "cpu" or resolve_device(warm.learner) == "cpu":
+            return ""
+        if not run.placement.shares_gpus and torch.cuda.device_count() > run.sampler.engines * run.sampler.engine_ranks:
+            return ""  # it trains on the first GPU, which no engine has
+        return self._why_no_memory(run)
+
+    def _why_no_memory(self, run: Config) -> str:
+        share, gpu = run.sampler.memory_share, gpu_bytes()
+        if share is None:
+            return "sampler.sglang.mem_fraction_static is not set, so that they take most of the GPU"
+        if self.config.learner.backend not in KEEPS_GRADIENTS or gpu is None:
+            return "the memory that it needs is not known"
+        config = self.config.model_copy(update={"algo": AlgoConfig()})
+        config, _ = fit_to_gpu(with_rates(config, self.base, None, "sft"), self.base)
+        sft_bytes = estimate_memory(config, self.base)[0].total
+        if sft_bytes + share * gpu <= FITS * gpu:
+            return ""
+        return (
+            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and they take "
+            f"sampler.sglang.mem_fraction_static={share:g} of it"
+        )
+
+
+def initial_policy(
+    config: Config, folder: Path, checkpoint: Path | None, console: Console
+) -> tuple[Config, Path, WarmStart | None]:
+    """Return the configuration of a run with its reference policy and learning rates, the folder of its first weights, and the
+    warm start that is to write them, if there is one.
+
+    The weights are those of the checkpoint that the run resumes from, else of its warm start, else of ``model.path``. A
+    finished warm start with the same configuration is reused; anything else starts again.
 
     Raises:
-        RunStopped, LearnerError, UserError: as in `warmed_model`.
         ModelError: the model does not exist.
     """
-    if checkpoint is None:
-        warm = await warmed_model(config, folder, interrupt, console)
-    else:
-        warm = (folder / FOLDER / "model").resolve() if config.model.warm_start else None
-    config = pin_frozen(pin_reference(config, warm), warm)
+    sft_config = warm_start_config(config, folder)
+    base = resolve_model(config.model.path)
+    warm = None
+    if sft_config is not None:
+        assert config.model.warm_start is not None, "it has one"
+        warm = WarmStart(config.model.warm_start, sft_config, base, folder / "logs" / f"{FOLDER}.log")
+    initial = base if warm is None else warm.model
+    config = pin_frozen(pin_reference(config, initial), initial)
+    if checkpoint is None and warm is not None and not warm.finished:
+        return with_rates(config, base, resolve_critic(config.algo, base)), initial, warm
+    if checkpoint is None and warm is not None:
+        print_message(console, f"warm start {initial}, made before")
     # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model.
-    resumed = checkpoint / "model" if checkpoint and config.learner.lora is None else None
-    model = resumed or warm or resolve_model(config.model.path)
-    return with_rates(config, model, resolve_critic(config.algo, model)), model
-
-
-async def warmed_model(config: Config, folder: Path, interrupt: Interrupt, console: Console) -> Path | None:
-    """Return the folder of the warm-started policy of a run, or None if the run has no warm start.
-
-    A finished warm start with the same configuration is reused; anything else starts again.
-
-    Raises:
-        RunStopped: Ctrl-C ended it.
-        LearnerError: the fine-tuning failed; the message has the end of its log.
-        UserError: its configuration is invalid.
-    """
-    warm = warm_start_config(config, folder)
-    if warm is None:
-        return None
-    warm_folder = (folder / FOLDER).resolve()
-    model, finished = warm_folder / "model", warm_folder / "finished"
-    if finished.is_file() and merge_layers(saved_layers(warm_folder)) == warm.model_dump(mode="json"):
-        print_message(console, f"warm start {model}, made before")
-        return model
-    shutil.rmtree(warm_folder, ignore_errors=True)
-    warm_folder.mkdir(parents=True)
-    save_config(warm, warm_folder)
-    print_message(console, f"warm start {config.model.warm_start}: {describe(warm.sft)}")
-    with _start(warm_folder, folder / "logs" / f"{FOLDER}.log") as child:
-        async with interrupt.guard():
-            await _print_log(child, console)
-    finished.touch()
-    return model
+    model = checkpoint / "model" if checkpoint and config.learner.lora is None else initial
+    return with_rates(config, model, resolve_critic(config.algo, model)), model, None
 
 
 def _start(warm_folder: Path, log: Path) -> ChildProcess:
@@ -122,8 +188,10 @@ def _start(warm_folder: Path, log: Path) -> ChildProcess:
     return ChildProcess.start(command, log=log, name="the warm start", env=env, error=LearnerError)
 
 
-async def _print_log(child: ChildProcess, console: Console) -> None:
+async def _print_log(child: ChildProcess, folder: Path, console: Console) -> None:
     """Print the log of the fine-tuning line by line until it has ended.
+
+    It has once its end is recorded: the end of its interpreter takes seconds more.
 
     Raises:
         LearnerError, UserError: it failed.
@@ -131,7 +199,8 @@ async def _print_log(child: ChildProcess, console: Console) -> None:
     code, last_line = None, b""
     with child.log.open("rb") as log:
         while code is None:
-            code = child.exit_code()
+            end = read_end(folder)
+            code = 0 if end is not None and not end.error else child.exit_code()
             lines, _, last_line = (last_line + log.read()).rpartition(b"\n")
             for line in lines.decode(errors="replace").splitlines():
                 console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import RayLearnerGroup, start_critic, start_learners
-from agentrl.cluster.ray_runtime import check_ray, raylet_ended
+from agentrl.cluster.ray_runtime import RayRuntime, check_ray, raylet_ended
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
 from agentrl.core.types import Provenance
@@ -61,7 +61,7 @@ def group(
 ) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
-    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, critic_ranks=1)
+    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, runtime=RayRuntime(cpus=2))
     yield group
     group.close()
     group.close()

@@ -58,7 +58,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     placement: Any = None,
-    critic_ranks: int = 0,
+    runtime: Any = None,
 ) -> LocalRanks:
     """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     return LocalRanks(LocalLearnerGroup(model, learner, algo, seed=seed, reference=reference))

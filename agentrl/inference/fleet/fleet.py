@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, EngineError
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.prefix_ages import age_metrics
 from agentrl.inference.client.segments import Vocabulary
@@ -19,6 +19,9 @@ from agentrl.inference.fleet.mirror import FleetMirror
 from agentrl.inference.fleet.router import EngineRouter, RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter
 from agentrl.inference.launch.launcher import Launcher, launch
+
+_IDLE_S = 5.0
+"""How long the end of a run waits until an engine that is kept runs nothing."""
 
 
 class Fleet:
@@ -84,9 +87,14 @@ class Fleet:
             for number, url in enumerate(self._config.urls):
                 self._engines.append(await self._attach(number, url))
         else:
-            started = [self._launch(number) for number in range(self._config.engines)]
-            results = await asyncio.gather(*started, return_exceptions=True)
-            self._engines += [engine for engine in results if isinstance(engine, Engine)]  # `aclose` stops these
+            launches = [asyncio.create_task(self._launch(number)) for number in range(self._config.engines)]
+            try:
+                await asyncio.wait(launches)
+            finally:
+                for task in launches:
+                    task.cancel()
+                results = await asyncio.gather(*launches, return_exceptions=True)
+                self._engines += [engine for engine in results if isinstance(engine, Engine)]  # `aclose` stops these
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
@@ -103,8 +111,7 @@ class Fleet:
         await self._health.aclose()
         if self._sglang_router is not None:
             await self._sglang_router.aclose()
-        processes = [engine.process for engine in self._engines if engine.process is not None]
-        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
+        await asyncio.gather(*(self._end(engine) for engine in self._engines))
         for client in (*self._retired, *(engine.client for engine in self._engines)):
             await client.aclose()
 
@@ -170,11 +177,26 @@ class Fleet:
         if not await client.healthy():
             await client.aclose()
             raise ConfigError(f"sampler.url={url}: no healthy engine answers there")
+        if self._prefix_cache != "drop":  # what an earlier run has computed, with other weights
+            await client.flush()
         return Engine(f"engine-{number}", client, None)
 
     async def _launch(self, number: int) -> Engine:
         process = await launch(partial(self._launcher.launch, number), f"engine-{number}")
         return Engine(f"engine-{number}", self._client(number, process.url), process)
+
+    async def _end(self, engine: Engine) -> None:
+        """Stop an engine that was started. One that is kept is left to the next run, if it is whole and runs nothing."""
+        if engine.process is None:
+            return
+        is_reusable = self._config.keep_minutes is not None and engine.live and engine.client.ready
+        if is_reusable:
+            try:
+                async with asyncio.timeout(_IDLE_S):
+                    await engine.client.flush()
+            except (EngineError, TimeoutError):
+                is_reusable = False
+        await asyncio.to_thread(engine.process.release if is_reusable else engine.process.stop)
 
     async def _restart(self, engine: Engine) -> None:
         number = self._engines.index(engine)

@@ -25,7 +25,9 @@ def reserved_fleet(
         engines: of the fleet.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    sampler = config.sampler.model_copy(update={"engines": engines, "url": None, "port": 0, "router": "builtin"})
+    sampler = config.sampler.model_copy(
+        update={"engines": engines, "url": None, "port": 0, "router": "builtin", "keep_minutes": None}
+    )
     spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
     return Fleet(sampler, LocalLauncher(spec, first), logs, vocabulary=vocabulary, max_tokens=config.max_tokens)

@@ -11,7 +11,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.extras import install_command
 
 _PROBE = """
-import importlib.util, json, os, runpy
+import importlib.metadata, importlib.util, json, os, runpy
 def has(name):
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
@@ -20,7 +20,11 @@ if has("torch"):
     folder = os.path.dirname(importlib.util.find_spec("torch").origin)
     torch = runpy.run_path(os.path.join(folder, "version.py"))
 gpu = any(torch.get(name) for name in ("cuda", "hip", "xpu"))
-print(json.dumps({"sglang": has("sglang"), "gpu": gpu, "kernels": has("sgl_kernel")}))
+try:
+    version = importlib.metadata.version("sglang")
+except importlib.metadata.PackageNotFoundError:
+    version = ""
+print(json.dumps({"sglang": has("sglang"), "gpu": gpu, "kernels": has("sgl_kernel"), "version": version}))
 """
 _PROBE_S = 60.0
 
@@ -37,6 +41,8 @@ class Interpreter:
     """Its torch is built for GPUs."""
     kernels: bool
     """SGLang's compiled kernels are installed, for any device."""
+    version: str = ""
+    """Of SGLang; empty without its package's metadata."""
 
     @classmethod
     def probe(cls, python: Path) -> Interpreter:
@@ -53,7 +59,7 @@ class Interpreter:
         if probe.returncode != 0:
             raise ConfigError(f"{key} is not a working Python interpreter:\n{probe.stderr[-500:]}")
         packages = json.loads(probe.stdout.splitlines()[-1])
-        return cls(python, bool(packages["sglang"]), bool(packages["gpu"]), bool(packages["kernels"]))
+        return cls(python, packages["sglang"], packages["gpu"], packages["kernels"], packages["version"])
 
     def require_sglang(self, chosen: bool) -> None:
         """Raise if SGLang is not installed.

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
+import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from zlib import crc32
 
 from typing_extensions import override
 
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.core.background import run_start
+from agentrl.core.child_process import LOOPBACK, ChildProcess
+from agentrl.core.errors import ConfigError
+from agentrl.inference.launch.interpreter import Interpreter
+from agentrl.inference.launch.kept_engines import EngineRecord, KeptChild, end_engines_on, take_engine
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded, launch_sglang
 from agentrl.models.load import read_dtype
 from agentrl.obs.waiting import waiting
@@ -39,6 +46,15 @@ class RunningEngine(Protocol):
 
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of its log."""
+        ...
+
+    @property
+    def start_details(self) -> str:
+        """What its start consisted of, for the user; may be empty."""
+        ...
+
+    def release(self) -> None:
+        """Leave it to the next run if it is kept, otherwise stop it; nothing is in progress."""
         ...
 
     def stop(self) -> None:
@@ -82,6 +98,9 @@ class EngineSpec:
     """``model.trust_remote_code``."""
     returns_experts: bool = False
     """Whether requests may ask for the experts of tokens, which SGLang records only with an option."""
+    keep_minutes: float | None = None
+    """``sampler.keep_minutes``, of engines that get all weights from the learner before they sample; None: they end with the
+    run."""
 
     def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
@@ -91,8 +110,27 @@ class EngineSpec:
             host: address of this machine on which it listens.
             gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
         """
+        config, start_child, key = self.config, ChildProcess.start, ""
+        if self.keep_minutes is not None:
+            key = self._key(number, host, gpus)
+            if (left_engine := take_engine(key, self.keep_minutes)) is not None:
+                record, child = left_engine
+                grace_s = 0.0 if config.uses_sglang else 5.0
+                return EngineProcess(record.url, child, grace_s, "an earlier run has left it")
+            start_child = partial(KeptChild.start_kept, self.keep_minutes)
+        end_engines_on(gpus)
+        engine = self._launch(number, host, gpus, start_child)
+        if isinstance(engine.child, KeptChild):
+            text = f"{config.backend} with {self.model}"
+            engine.child.describe(EngineRecord(key, engine.url, engine.log, text, list(gpus)))
+        return engine
+
+    def _launch(
+        self, number: int, host: str, gpus: Sequence[str], start_child: Callable[..., ChildProcess]
+    ) -> EngineProcess:
         config = self.config
         options: dict[str, Any] = {
+            "start_child": start_child,
             "log": self.logs / f"engine-{number}.log",
             "host": host,
             "port": config.port + number if config.port else 0,
@@ -102,6 +140,23 @@ class EngineSpec:
         if config.backend == "embedded":
             return launch_embedded(self.model, config.embedded, trust_remote_code=self.trust_remote_code, **options)
         return launch_sglang(self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options)
+
+    def _key(self, number: int, host: str, gpus: Sequence[str]) -> str:
+        """Return a checksum of all in which engines may differ except their weights: equal for those that can be taken."""
+        config = self.config
+        python = config.python or Path(sys.executable)
+        files = [*self.model.glob("*.json"), *self.model.glob("*.model"), *self.model.glob("*.jinja")]
+        facts = [
+            config.backend,
+            [self.sglang_options(), str(python), Interpreter.probe(python).version]
+            if config.uses_sglang
+            else [config.embedded.model_dump(mode="json"), self.seed + number],
+            host,
+            list(gpus),
+            self.trust_remote_code,
+            [(file.name, crc32(file.read_bytes())) for file in sorted(files) if not file.name.endswith(".index.json")],
+        ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def sglang_options(self) -> dict[str, Any]:
         """Return the options of SGLang, which by itself would hold a float32 model in float16."""
@@ -132,7 +187,7 @@ class LocalLauncher(Launcher):
 
 
 async def launch(start: Callable[[], E], name: str) -> E:
-    """Start an engine or router without blocking; if this is canceled, it is stopped as soon as it has started.
+    """Start an engine or router without blocking; if this is cancelled, it is ended.
 
     Args:
         start: starts it and blocks until it is healthy.
@@ -141,13 +196,18 @@ async def launch(start: Callable[[], E], name: str) -> E:
     Raises:
         ConfigError, EngineError: see `Launcher.launch`.
     """
-    starting = asyncio.ensure_future(asyncio.to_thread(start))
+    engines: list[E] = []
+
+    def note_started() -> E:
+        engines.append(start())
+        return engines[0]
+
     try:
-        with waiting("start", f"of {name}"):
-            return await asyncio.shield(starting)
+        with waiting("start", f"of {name}", lambda: engines[0].start_details if engines else ""):
+            return await run_start(note_started)
     except asyncio.CancelledError:
-        with contextlib.suppress(AgentrlError):  # the start failed: there is no process to stop
-            await asyncio.to_thread((await starting).stop)
+        for engine in engines:
+            await asyncio.to_thread(engine.stop)
         raise
 
 

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.distributed.sglang_loader import FOLDER, LOADER
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
+from agentrl.inference.launch.kept_engines import KeptChild
 from agentrl.inference.launch.startup_log import StartupLog, StartupPhase, last_error
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -41,6 +42,8 @@ _RESERVED_OPTIONS = {
 }
 """Options of SGLang that ``sampler.sglang`` must not contain, and what to set instead."""
 
+StartChild = Callable[..., ChildProcess]
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,6 +57,8 @@ class EngineProcess:
     """The process."""
     grace_s: float = 5.0
     """Seconds between SIGTERM and SIGKILL; 0 for SGLang, which would log a crash after SIGTERM."""
+    start_details: str = ""
+    """What its start consisted of."""
 
     @property
     def log(self) -> str:
@@ -72,6 +77,13 @@ class EngineProcess:
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines of its log."""
         return self.child.log_tail(lines)
+
+    def release(self) -> None:
+        """Leave it to the next run if it is kept, otherwise stop it; nothing is in progress."""
+        if isinstance(self.child, KeptChild):
+            self.child.release()
+        else:
+            self.stop()
 
     def stop(self) -> None:
         """Terminate it and all of its child processes."""
@@ -93,6 +105,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
     version: int = 0,
     trust_remote_code: bool = False,
     timeout_s: float = 300.0,
+    start_child: StartChild = ChildProcess.start,
 ) -> EngineProcess:
     """Start the embedded engine on a model folder and wait until it is healthy.
 
@@ -106,6 +119,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
         version: policy version of the weights in the folder.
         trust_remote_code: run Python code of the folder if the tokenizer needs it.
         timeout_s: timeout of the start in seconds.
+        start_child: starts the process, as `ChildProcess.start` does.
 
     Raises:
         PortInUseError: another process listens on ``port``.
@@ -132,7 +146,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
     with reserve_port(host, port, key="sampler.port"):
         pass
     command += ["--host", host, "--port", str(port), "--port-file", str(port_file)]
-    child = ChildProcess.start(command, log=log, name="the embedded engine", env=env, error=EngineError)
+    child = start_child(command, log=log, name="the embedded engine", env=env, error=EngineError)
     url = f"http://{host}:{_wait_for_port(port_file, child, begun + timeout_s) or port}"
     child.wait_healthy(f"{url}/health", timeout_s - (time.monotonic() - begun))
     return EngineProcess(url, child)
@@ -161,6 +175,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     python: Path | None = None,
     gpus: Sequence[str] = (),
     timeout_s: float = 600.0,
+    start_child: StartChild = ChildProcess.start,
 ) -> EngineProcess:
     """Start ``sglang.launch_server`` on a model folder and wait until it is healthy.
 
@@ -178,6 +193,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
         python: interpreter that runs it; agentrl need not be installed there. None: this one.
         gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``, in the order of its ranks; empty: the variable is not set.
         timeout_s: timeout of the start in seconds.
+        start_child: starts the process, as `ChildProcess.start` does.
 
     Raises:
         ConfigError: SGLang is not installed there, or refuses an option.
@@ -198,14 +214,14 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
         command = [*guard, *server, "--host", host, "--port", str(port_number)]
         startup_log = StartupLog(log)
-        child = ChildProcess.start(command, log=log, name="SGLang", env=env, error=EngineError)
+        child = start_child(command, log=log, name="SGLang", env=env, error=EngineError)
         engine = EngineProcess(f"http://{host}:{port_number}", child, grace_s=0.0)
         try:
             _wait_healthy(engine, startup_log, options, timeout_s)
         except BaseException:
             engine.stop()
             raise
-    return engine
+    return replace(engine, start_details=startup_log.phase_times())
 
 
 def _flags_and_environment(

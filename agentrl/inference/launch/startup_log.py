@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ class StartupLog:
         self.log = log
         self.text = ""
         self.phase = StartupPhase.IMPORTS
+        self._began = {StartupPhase.IMPORTS: time.monotonic()}
+        """When each phase was first seen."""
         self._at = log.stat().st_size if log.exists() else 0
 
     def read(self) -> StartupPhase:
@@ -79,7 +82,15 @@ class StartupLog:
         self.text += new.decode(errors="replace")
         tail = self.text[-len(new) - 200 :]  # a mark may span two reads
         self.phase = max([self.phase, *(phase for mark, phase in _MARKS if mark.search(tail))])
+        self._began.setdefault(self.phase, time.monotonic())
         return self.phase
+
+    def phase_times(self) -> str:
+        """Return the seconds of each phase of a start that has ended now."""
+        ends = [*list(self._began.values())[1:], time.monotonic()]
+        return ", ".join(
+            f"{phase.words} {end - began:.1f}" for (phase, began), end in zip(self._began.items(), ends, strict=True)
+        )
 
     def tail(self, lines: int = 20) -> str:
         """Return the last lines of this start."""

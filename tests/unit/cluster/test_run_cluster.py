@@ -35,8 +35,10 @@ def test_a_critic_starts_from_the_policy_or_its_checkpoint(tmp_path: Path) -> No
     batch = pack_rows(rows, kind="value", returns=returns, values=returns, **sizes)  # type: ignore[arg-type]
 
     async def values(checkpoint: Path | None, trains: bool = False) -> list[list[float]]:
-        cluster = RunCluster(config, tmp_path, model if checkpoint is None else checkpoint / "model", checkpoint)
+        folder = model if checkpoint is None else checkpoint / "model"
+        cluster = RunCluster(config, tmp_path, folder, folder, checkpoint)
         await cluster.open()
+        cluster.load()
         try:
             learner, critic = await cluster.learner()
             assert critic is not None
@@ -63,8 +65,10 @@ def test_without_gae_there_is_no_critic(tmp_path: Path) -> None:
     config = load_config(None, ["learner.device=cpu", "learner.threads=1"])
 
     async def critic() -> Any:
-        cluster = RunCluster(config, tmp_path, make_model(tmp_path / "model"))
+        model = make_model(tmp_path / "model")
+        cluster = RunCluster(config, tmp_path, model, model)
         await cluster.open()
+        cluster.load()
         try:
             return (await cluster.learner())[1]
         finally:
@@ -90,8 +94,10 @@ def test_a_start_that_waits_for_a_dead_ray_ends(tmp_path: Path, monkeypatch: pyt
     config = load_config(None, ["learner.device=cpu", "learner.threads=1"])
 
     async def learner() -> None:
-        cluster = RunCluster(config, tmp_path, make_model(tmp_path / "model"))
+        model = make_model(tmp_path / "model")
+        cluster = RunCluster(config, tmp_path, model, model)
         await cluster.open()
+        cluster.load()
         try:
             await cluster.learner()
         finally:

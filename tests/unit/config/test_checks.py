@@ -56,6 +56,8 @@ def test_ways_that_are_open(settings: list[str]) -> None:
         (["sampler.url=','"], r"sampler\.url=',' holds no address"),
         (["sampler.url='http://a:1,http://a:1'"], "names an engine twice"),
         (["sampler.url=http://a:1", "sampler.engines=2"], r"leave out sampler\.engines"),
+        (["sampler.url=http://a:1", "sampler.keep_minutes=5"], r"sampler\.keep_minutes=5: running engines .* stay"),
+        (["weights.adapters=only", "learner.lora={}", "sampler.keep_minutes=5"], r"leave out sampler\.keep_minutes"),
         (["sampler.port=65535", "sampler.engines=2"], r"lower sampler\.port"),
         (["sampler.top_p=0.9"], r"sampler\.allow_unnormalised=true"),
         (["data.path=rows.jsonl", "tasks.name=multihop"], r"data\.path=rows\.jsonl and tasks\.name=multihop"),

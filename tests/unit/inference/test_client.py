@@ -467,3 +467,73 @@ def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
                 await client.aclose()
 
         asyncio.run(play())
+
+
+class LeftOrStopped:
+    """The process of an engine that is kept: remembers what its run did at the end."""
+
+    log = start_details = ""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ends: list[str] = []
+
+    def launch(self, _: int) -> LeftOrStopped:
+        return self
+
+    def check(self) -> None: ...
+
+    def log_tail(self, lines: int = 20) -> str:
+        return ""
+
+    def release(self) -> None:
+        self.ends.append("left")
+
+    def stop(self) -> None:
+        self.ends.append("stopped")
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize("state", ["whole", "paused", "without memory", "lost", "busy"])
+def test_a_kept_engine_is_left_to_the_next_run_only_if_it_is_whole_and_idle(
+    fake: FakeSGLang, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.inference.fleet.fleet._IDLE_S", 0.2)
+    config = load_config(None, ["sampler.backend=sglang", "sampler.keep_minutes=1"])
+    process = LeftOrStopped(fake.url)
+
+    async def run() -> None:
+        fleet = Fleet(config.sampler, process, tmp_path, vocabulary=VOCABULARY, max_tokens=9)
+        await fleet.start()
+        [engine] = fleet.live
+        if state == "paused":
+            await engine.pause()
+        elif state == "without memory":
+            await engine.memory.release()
+        elif state == "lost":
+            fleet._engines[0].live = False
+        elif state == "busy":
+            fake.busy = 10**6
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert process.ends == (["left"] if state == "whole" else ["stopped"])
+    assert state != "whole" or fake.paths()[-1] == "/flush_cache", "nothing of its cache is used with other weights"
+
+
+@pytest.mark.parametrize(("cache", "flushes"), [("drop", False), ("by_version", True), ("keep", True)])
+def test_a_running_engine_forgets_what_an_earlier_run_has_computed(
+    fake: FakeSGLang, cache: str, flushes: bool, tmp_path: Path
+) -> None:
+    """Versions begin at 0 again. With ``drop`` the first sync empties the cache."""
+    config = load_config(None, [f"sampler.url={fake.url}", "sampler.backend=sglang"])
+    launcher = LeftOrStopped(fake.url)
+
+    async def run() -> None:
+        fleet = Fleet(config.sampler, launcher, tmp_path, vocabulary=VOCABULARY, max_tokens=9, prefix_cache=cache)
+        await fleet.start()
+        await fleet.aclose()
+
+    asyncio.run(run())
+    assert ("/flush_cache" in fake.paths()) == flushes

@@ -1,19 +1,22 @@
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deadlines import wait_for_exit, wait_until
+from deadlines import until, wait_for_exit, wait_until
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError, PortInUseError
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.launcher import EngineSpec, engine_gpus
+from agentrl.inference.launch.launcher import EngineSpec, engine_gpus, launch
 from agentrl.inference.launch.processes import command_flags, launch_embedded, launch_sglang
 
 
@@ -54,6 +57,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 pathlib.Path(sys.argv[0]).with_name("port").write_text(str(arguments.port))
+pathlib.Path(sys.argv[0]).with_name("pid").write_text(str(os.getpid()))
 gate = pathlib.Path(sys.argv[0]).with_name("gate")
 while not gate.exists():
     time.sleep(0.01)
@@ -66,6 +70,56 @@ def install_stand_in(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str = 
     (folder / "sglang" / "__init__.py").touch()
     (folder / "sglang" / "launch_server.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_a_start_that_is_cancelled_ends_the_engine_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that never becomes healthy; a start may take ten minutes."""
+    install_stand_in(tmp_path, monkeypatch)
+
+    async def start_and_cancel() -> int:
+        start = partial(launch_sglang, tmp_path, log=tmp_path / "log", timeout_s=600)
+        starting = asyncio.create_task(launch(start, "engine-0"))
+        await until((tmp_path / "sglang" / "pid").exists)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        return wait_for_number(tmp_path / "sglang" / "pid")
+
+    wait_for_exit(asyncio.run(start_and_cancel()), 10)
+
+
+def test_an_engine_that_starts_while_it_is_cancelled_is_stopped() -> None:
+    started, cancelled = threading.Event(), threading.Event()
+    stopped: list[str] = []
+
+    class Engine:
+        url = log = ""
+
+        def check(self) -> None: ...
+
+        def log_tail(self, lines: int = 20) -> str:
+            return ""
+
+        def stop(self) -> None:
+            stopped.append("engine")
+
+        def kill(self) -> None: ...
+
+    def start() -> Engine:
+        started.set()
+        cancelled.wait()
+        return Engine()
+
+    async def start_and_cancel() -> None:
+        starting = asyncio.create_task(launch(start, "engine-0"))
+        await until(started.is_set)
+        starting.cancel()
+        asyncio.get_running_loop().call_soon(cancelled.set)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(start_and_cancel())
+    assert stopped == ["engine"]
 
 
 def test_sglangs_port_is_kept_for_it_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from agentrl.models.load import load_model, load_tokenizer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.preflight import plan_run
 from agentrl.train.replay import check_replay
-from agentrl.train.warm_start import warm_start_config, warmed_model
+from agentrl.train.warm_start import initial_policy, warm_start_config
 
 WARM = model_folder("multihop-warm")
 assert WARM is not None
@@ -44,13 +44,15 @@ def changed(config: Config, **options: object) -> Config:
     return config.model_copy(update={"model": model})
 
 
-async def warmed(
-    config: Config, folder: Path, console: Console, *, interrupt_after: float | None = None
-) -> Path | None:
+async def warmed(config: Config, folder: Path, console: Console, *, interrupt_after: float | None = None) -> Path:
+    _, model, warm = initial_policy(config, folder, None, console)
     with Interrupt(print) as interrupt:
         if interrupt_after is not None:
             asyncio.get_running_loop().call_later(interrupt_after, interrupt.requested.set)
-        return await warmed_model(config, folder, interrupt, console)
+        if warm is not None:
+            async with interrupt.guard():
+                await warm.train(console)
+    return model
 
 
 def test_model_format_and_folders_are_those_of_the_run(config: Config, tmp_path: Path) -> None:

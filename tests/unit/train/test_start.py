@@ -1,0 +1,206 @@
+"""The start of a run's parts: they overlap with the warm start, and an error or a signal in any of them ends all."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentrl.config.load import load_config
+from agentrl.core.errors import AgentrlError, EngineError, RunStopped
+from agentrl.runtime.interrupt import Interrupt
+from agentrl.train import start
+from agentrl.train.rollout_source import RunInputs
+from agentrl.train.run import NEW
+
+PARTS = ("warm start", "ray", "services", "learner")
+
+
+class World:
+    """Fakes of the parts. Each logs when it begins, and ends when it may."""
+
+    def __init__(self, failing: str = "", blocked: str = "", why_alone: str = "") -> None:
+        self.events: list[str] = []
+        self._failing, self._blocked = failing, blocked
+        self._why_alone = why_alone
+        self.is_blocked = asyncio.Event()
+        self.services_started = asyncio.Event()
+        self.services = Services(self)
+
+    async def run(self, name: str) -> None:
+        self.events.append(f"{name} begins")
+        try:
+            if name == self._blocked:
+                self.is_blocked.set()
+                await asyncio.Event().wait()
+            if name == self._failing:
+                raise EngineError(f"{name} failed")
+        except asyncio.CancelledError:
+            self.events.append(f"{name} cancelled")
+            raise
+        self.events.append(f"{name} ends")
+
+    # The warm start
+
+    base, model = Path("base"), Path("trained")
+
+    def why_alone(self, _: Any) -> str:
+        return self._why_alone
+
+    async def train(self, _: Console) -> None:
+        await self.run("warm start")
+        if not self._why_alone:
+            await self.services_started.wait()  # for ever, if they started only afterwards
+            self.events.append("warm start done")
+
+    # The cluster
+
+    async def open(self) -> None:
+        await self.run("ray")
+
+    def load(self) -> None:
+        self.events.append("load")
+
+    async def learner(self) -> tuple[str, None]:
+        await self.run("learner")
+        return "learner", None
+
+    def check(self) -> None: ...
+
+    async def aclose(self) -> None:
+        self.events.append("cluster closed")
+
+
+class Services:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.check_learner: Any = None
+
+    def check(self) -> None:
+        if self.world._failing == "engine, later":
+            raise EngineError("engine, later failed")
+
+
+class FakeSampling:
+    def add_critic(self, critic: None) -> None: ...
+
+    def begin(self) -> None: ...
+
+
+@asynccontextmanager
+async def opening(
+    monkeypatch: pytest.MonkeyPatch, world: World, *, warm: bool = True
+) -> AsyncIterator[asyncio.Task[Any]]:
+    """A task that opens the parts of a run, as `run_training` does."""
+
+    async def start_services(run: RunInputs, _: Any, __: Any, exits: AsyncExitStack) -> tuple[Any, str]:
+        assert run.shape == (Path("base") if run.warm_start else Path("trained")), "what is there already"
+        await world.run("services")
+        world.services_started.set()
+        exits.callback(world.events.append, "services closed")
+        return world.services, "bfloat16"
+
+    async def open_sampling(*_: Any) -> Any:
+        world.events.append("sampling")
+        return FakeSampling()
+
+    monkeypatch.setattr(start, "open_tasks", lambda _: {})
+    monkeypatch.setattr(start, "RunCluster", lambda *_, **__: world)
+    monkeypatch.setattr(start, "start_services", start_services)
+    monkeypatch.setattr(start, "open_sampling", open_sampling)
+    monkeypatch.setattr(start, "_open_evaluator", lambda *_: None)
+    inputs: Any = RunInputs(
+        load_config(None),
+        Path("run"),
+        Path("trained"),
+        NEW,
+        False,
+        {},
+        warm_start=world if warm else None,  # type: ignore[arg-type]
+    )
+
+    with Interrupt(print) as interrupt:
+
+        async def open_all() -> None:
+            async with AsyncExitStack() as exits, interrupt.guard():
+                await start.open_parts(inputs, None, None, interrupt, exits, Console(file=io.StringIO()))
+
+        task = asyncio.create_task(open_all())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def order(events: list[str], *expected: str) -> bool:
+    """Whether ``expected`` are among the events, in this order."""
+    remaining: Iterator[str] = iter(events)
+    return all(event in remaining for event in expected)
+
+
+def test_processes_start_while_the_warm_start_trains_and_weights_load_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[str]:
+        world = World()
+        async with opening(monkeypatch, world) as task:
+            await task
+        return world.events
+
+    log = asyncio.run(run())
+    assert order(log, "services ends", "warm start done", "load", "sampling", "learner begins")
+    assert order(log, "learner ends", "services closed", "cluster closed")
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_without_room_or_without_a_warm_start_they_start_one_after_the_other(
+    warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> list[str]:
+        world = World(why_alone="there is no room")
+        async with opening(monkeypatch, world, warm=warm) as task:
+            await task
+        return world.events
+
+    expected = ["ray begins", "ray ends", "load", "services begins", "services ends", "sampling", "learner begins"]
+    log = asyncio.run(run())
+    assert log[:9] == ["warm start begins", "warm start ends", *expected] if warm else log[:7] == expected
+
+
+@pytest.mark.parametrize("failing", [*PARTS, "engine, later"])
+def test_an_error_of_one_ends_the_others(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[str]:
+        blocked = {"warm start": "services", "learner": "", "engine, later": "warm start"}.get(failing, "warm start")
+        world = World(failing, blocked)
+        async with opening(monkeypatch, world) as task:
+            with pytest.raises(AgentrlError, match=f"{failing} failed"):
+                await task
+        return world.events
+
+    log = asyncio.run(run())
+    assert "cluster closed" in log
+    assert sum(event.endswith("begins") for event in log) == sum(
+        event.endswith(("ends", "cancelled")) for event in log
+    ) + (failing in PARTS), "nothing goes on"
+
+
+@pytest.mark.parametrize("blocked", PARTS)
+def test_ctrl_c_ends_the_start_in_every_phase(blocked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[str]:
+        world = World(blocked=blocked)
+        async with opening(monkeypatch, world) as task:
+            await world.is_blocked.wait()
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(RunStopped, match="SIGINT"):
+                await task
+        return world.events
+
+    log = asyncio.run(run())
+    assert f"{blocked} cancelled" in log
+    assert log[-1] == "cluster closed"
