@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
-from agentrl.config.sampler import SamplerConfig
+from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 
+_NGRAM = "NGRAM"
+_SPECULATIVE = (_NGRAM, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""SGLang's algorithms of speculative decoding whose code samples from the policy, with its log-probabilities (0.5.17, 0.5.23)."""
 _SGLANG_RESERVES = 6
 """Tokens of its context that SGLang gives neither to prompts nor to answers."""
 
@@ -21,6 +24,8 @@ def engine_faults(config: Config) -> Iterator[str]:
     """Yield what does not fit together, for every command."""
     yield from _engine_addresses(config.sampler)
     yield from _sampling(config.sampler)
+    if config.sampler.speculative_algorithm is not None:
+        yield from _speculative_decoding(config, config.sampler.speculative_algorithm)
     yield from _weights(config)
     if config.weights.adapters == "only":
         yield from _adapters(config)
@@ -63,6 +68,39 @@ def _sampling(sampler: SamplerConfig) -> Iterator[str]:
         )
     if sampler.max_running == "auto" and sampler.has_router_program:
         yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
+
+
+def _speculative_decoding(config: Config, algorithm: str) -> Iterator[str]:
+    """Whether tokens that a draft proposes are samples of the policy, and what becomes of the draft's own weights."""
+    sampler, weights = config.sampler, config.weights
+    key = f"sampler.sglang.speculative_algorithm={algorithm}"
+    off = "leave out sampler.sglang.speculative_algorithm"
+    if algorithm not in _SPECULATIVE:
+        yield f"{key}: its samples and log-probabilities were not checked; set {', '.join(_SPECULATIVE)}, or leave it out"
+    if sampler.device == "cpu":
+        yield f"{key} with sampler.sglang.device=cpu: SGLang then takes the most probable token and samples none; {off}"
+    for name in ACCEPT_THRESHOLDS:
+        threshold = sampler.sglang_option(name, 1.0)
+        if threshold != 1.0:
+            yield (
+                f"sampler.sglang.{name}={threshold}: drafts are accepted more often than the policy samples them, so the "
+                "log-probabilities are not those of the samples; leave it out"
+            )
+    if config.algo.replays_routing:
+        yield f"{key} with algo.routing_replay=true: engines return no experts of accepted tokens; {off}"
+    if algorithm == _NGRAM:
+        return
+    if weights.adapters == "only":
+        yield f"{key} with weights.adapters=only: SGLang's drafts have no adapters; set speculative_algorithm=NGRAM"
+    if weights.transport == "disk":
+        yield f"{key} with weights.transport=disk: the draft would get the policy's weights too; set weights.transport=tensor"
+    if weights.check == "checksum":
+        yield f"{key} with weights.check=checksum: the draft's weights are among them; set weights.check=version"
+    if config.placement.shares_gpus and not sampler.sglang_option("enable_draft_weights_cpu_backup", False):
+        yield (
+            f"{key} with placement.mode=colocate: engines that release their memory lose the draft's weights; set "
+            "sampler.sglang.enable_draft_weights_cpu_backup=true, or speculative_algorithm=NGRAM"
+        )
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -14,6 +14,8 @@ _TENSOR = ("tp", "tp_size", "tensor_parallel_size")
 _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
 _DATA = ("dp", "dp_size", "data_parallel_size")
 """Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
+ACCEPT_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""SGLang's options below 1 with which speculative decoding accepts drafts more often than the policy samples them."""
 
 
 class EmbeddedConfig(Section):
@@ -88,7 +90,8 @@ class SamplerConfig(Section):
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``.
     Except ``python``: the Python interpreter that runs SGLang, if it is installed in a separate environment. ``dtype`` on GPUs
-    is by default that of the model's ``config.json``; for a model in float32, such as a checkpoint, it is ``bfloat16``."""
+    is by default that of the model's ``config.json``; for a model in float32, such as a checkpoint, it is ``bfloat16``.
+    ``speculative_algorithm: NGRAM`` turns speculative decoding on. docs/tune.md."""
 
     @field_validator("temperature")
     @classmethod
@@ -135,6 +138,11 @@ class SamplerConfig(Section):
         """Options for ``sglang.launch_server``."""
         return {name: value for name, value in self.sglang.items() if name != "python"}
 
+    def sglang_option(self, name: str, default: Any = None) -> Any:
+        """Return an option of SGLang by its name with underscores; ``default`` if it is not set."""
+        value = _normalised(self.sglang).get(name)
+        return default if value is None else value
+
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """Device of the engines that a run starts."""
@@ -142,9 +150,15 @@ class SamplerConfig(Section):
         return "cuda" if gpu else "cpu"
 
     @property
+    def speculative_algorithm(self) -> str | None:
+        """SGLang's algorithm of speculative decoding, in capitals; None: it decodes token by token."""
+        name = self.sglang_option("speculative_algorithm") if self.uses_sglang else None
+        return None if name is None else str(name).upper()
+
+    @property
     def context_length(self) -> int | None:
         """SGLang's context as its options set it; None: the model's."""
-        length = _normalised(self.sglang).get("context_length")
+        length = self.sglang_option("context_length")
         return None if length is None else int(length)
 
     @property
@@ -167,7 +181,7 @@ class SamplerConfig(Section):
         """
         if not self.uses_sglang:
             return 1
-        data = 1 if _normalised(self.sglang).get("enable_dp_attention") else int(_size(self.sglang, _DATA))
+        data = 1 if self.sglang_option("enable_dp_attention") else int(_size(self.sglang, _DATA))
         return self.tensor_ranks * int(_size(self.sglang, _PIPELINE)) * data
 
 

@@ -308,6 +308,8 @@ class Generation:
     """Prompt tokens that the engine's prefix cache already held."""
     request_id: str = ""
     """The request that sampled these tokens."""
+    verified: int = 0
+    """Forward passes that verified drafts; 0 without speculative decoding."""
     experts: Experts | None = None
     """``[n, layers, K]`` experts of the tokens of prompt and output from ``experts_from`` on, but for the last, which the engine
     did not compute."""

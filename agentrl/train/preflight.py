@@ -14,7 +14,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
-from agentrl.config.runners import describe_runners
+from agentrl.config.runners import concurrent_episodes, describe_runners
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
@@ -50,6 +50,9 @@ from agentrl.runtime.run_tools import check_tools
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
+
+SPECULATIVE_REQUESTS = 48
+"""Requests that SGLang runs at the same time with speculative decoding, if ``max_running_requests`` is not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,8 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     model = _check_model(config, unmet, fetch=fetch and not unmet)  # no gigabytes for a run that is refused
     template = "" if model is None else _check_templates(config, model, train)
     model_line = describe_model(config.model.path, model)
-    warnings, training = [], []
-    if warning := shipped_policy_warning(config):
-        warnings.append(warning)
+    warnings = [warning for warning in (shipped_policy_warning(config), speculation_warning(config)) if warning]
+    training: list[str] = []
     lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template)]
     if model is None and (architecture := shipped_architecture(config.model.path)) is not None:
         with _collect_missing(unmet):
@@ -300,6 +302,24 @@ def shipped_policy_warning(config: Config) -> str:
     return (
         f"warning: model.path is not set, so the policy is {config.model.path}, which agentrl ships for {EnvConfig().name} and "
         f"which has read nothing else; set model.path to a model for {', '.join(sorted(environments))}"
+    )
+
+
+def speculation_warning(config: Config) -> str:
+    """Return a warning if SGLang would run fewer requests at the same time because of speculative decoding; else ""."""
+    sampler, key = config.sampler, "max_running_requests"
+    episodes = -(-concurrent_episodes(config) // sampler.engines)
+    if (
+        not sampler.speculative_algorithm
+        or sampler.urls
+        or sampler.sglang_option(key)
+        or episodes <= SPECULATIVE_REQUESTS
+    ):
+        return ""
+    return (
+        f"warning: sampler.sglang.speculative_algorithm={sampler.speculative_algorithm} without {key}: SGLang then runs "
+        f"{SPECULATIVE_REQUESTS} requests at the same time, and an engine has up to {episodes}; set "
+        f"sampler.sglang.{key}={episodes}"
     )
 
 

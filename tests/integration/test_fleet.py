@@ -124,9 +124,9 @@ def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, P
             assert metrics["rollout/engine_restarts"] == 0
             await fleet.flush()
 
-            begun, pids_before = fleet.sampler.prompt_tokens, pids(fleet)
+            begun, pids_before = fleet.sampler.counts["prompt"], pids(fleet)
             playing = asyncio.ensure_future(play(fleet, sessions=8, turns=3, tokens=60))
-            await until(lambda: fleet.sampler.prompt_tokens > begun)
+            await until(lambda: fleet.sampler.counts["prompt"] > begun)
             os.kill(pids_before[0], signal.SIGKILL)
             await until(lambda: len(fleet.live) == 1)
             os.kill(pids_before[1], signal.SIGSTOP)

@@ -202,7 +202,7 @@ def test_two_runners_give_the_rollouts_of_one_process_also_if_one_is_killed(tmp_
                 assert comparable(rollouts) == comparable(expected)
                 assert sorted(done) == sorted(rollout.rollout_id for rollout in expected)
                 assert engine.requests == 2 * first_requests
-                await until(lambda: services.fleet.sampler.cached_tokens == first_requests)
+                await until(lambda: services.fleet.sampler.counts["cached"] == first_requests)
                 (tmp_path / f"crash-{expected[0].prompt_id}").write_text("once")
                 engine.held.clear()
                 taking = asyncio.create_task(take_steps(services, tmp_path / "three", 3))

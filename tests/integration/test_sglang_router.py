@@ -75,9 +75,9 @@ async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
 
 async def lost_in_mid_rollout(fleet: Fleet, fault: signal.Signals, calm: dict[str, Generation]) -> None:
     await fleet.flush()
-    begun = fleet.sampler.prompt_tokens
+    begun = fleet.sampler.counts["prompt"]
     playing = asyncio.ensure_future(play(fleet, sessions=8, turns=2, tokens=60))
-    await until(lambda: fleet.sampler.prompt_tokens > begun)
+    await until(lambda: fleet.sampler.counts["prompt"] > begun)
     os.kill(router_pid(fleet), fault)
     assert tokens(await playing) == tokens(calm)
     assert len(fleet.live) == 2

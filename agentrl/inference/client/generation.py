@@ -288,6 +288,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: _Count = 0
+    spec_verify_ct: _Count = 0
     weight_version: str | int = "default"
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
@@ -346,6 +347,7 @@ def read_reply(
         finish_reason=finish,
         versions=versions,
         cached_tokens=meta.cached_tokens,
+        verified=meta.spec_verify_ct,
         request_id=request_id,
         experts_from=body.get("routed_experts_start_len", 0),
         experts=read_experts(

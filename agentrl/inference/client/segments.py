@@ -60,6 +60,7 @@ def join(first: Segment, second: Segment, stops: Sequence[str], vocabulary: Voca
         logprobs=start.logprobs + end.logprobs[:count],
         finish_reason=finish,
         versions=tuple(versions),
+        verified=start.verified + end.verified,
         experts=_join_experts(start, end, count),
         experts_from=end.experts_from if start.experts is None else start.experts_from,
     )

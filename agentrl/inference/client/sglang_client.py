@@ -11,6 +11,7 @@ from typing import Literal
 
 from typing_extensions import override
 
+from agentrl.config.sampler import ACCEPT_THRESHOLDS
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.inference.base import MemoryTag
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
@@ -300,7 +301,8 @@ class SGLangClient(GenerationClient):
         """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``.
 
         Raises:
-            ConfigError: the engine reports that its weights are quantised, or its folder, which is readable here, says so.
+            ConfigError: the engine reports that its weights are quantised, or its folder, which is readable here, says so; or its
+                speculative decoding does not sample from the policy.
         """
         info = await self.control.call("/server_info", None)
         info = info if isinstance(info, dict) else {}
@@ -313,6 +315,12 @@ class SGLangClient(GenerationClient):
                 f"the engine at {self.url} has quantised weights ({quantization}), and the learner sends bfloat16: start it "
                 "without --quantization, from a folder whose weights are not quantised, such as one of agentrl export"
             )
+        for name in ACCEPT_THRESHOLDS:
+            if info.get("speculative_algorithm") and info.get(name, 1.0) != 1.0:
+                raise ConfigError(
+                    f"the engine at {self.url} has {name}={info[name]}: it accepts drafts more often than the policy samples "
+                    f"them; start it without --{name.replace('_', '-')}"
+                )
         return _DTYPES.get(str(info.get("dtype")))
 
     async def checksums(self) -> dict[str, str]:

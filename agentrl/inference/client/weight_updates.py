@@ -25,6 +25,8 @@ _TOUCHED = ("Failed to update weights", "cache was not flushed")
 """SGLang's messages of failures after which weights may have changed."""
 _MIXTURE = "got only a part of an update of its weights"
 _EMPTY = "has released the memory of its weights, and got no whole update since"
+_TARGET = {"disable_draft_model": True, "selector": "target"}
+"""Has SGLang load weights into the policy's model alone, and not into a draft's: the option of 0.5.17 and that of 0.5.23."""
 _SETTLE_S = 300.0
 _SETTLE_POLL_S = 0.05
 
@@ -250,7 +252,7 @@ class SGLangWeightUpdates:
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
-        body["flush_cache"] = last and self._drops_cache
+        body |= {"flush_cache": last and self._drops_cache, **_TARGET}
         if last:
             body["weight_version"] = str(version)
         before, self._changed = self._changed, True
@@ -337,7 +339,7 @@ class SGLangWeightUpdates:
         if not self._brackets:
             return
         try:
-            await self._control.call("/begin_weight_update", {})
+            await self._control.call("/begin_weight_update", {"selector": _TARGET["selector"]})
             return
         except ControlRefused as error:
             if error.status == 404:
@@ -347,7 +349,7 @@ class SGLangWeightUpdates:
                 raise
         # A client that is gone may have left an update open: a sender of all weights may begin again.
         await self._control.call("/end_weight_update", {})
-        await self._control.call("/begin_weight_update", {})
+        await self._control.call("/begin_weight_update", {"selector": _TARGET["selector"]})
 
 
 class SGLangWeightGroups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,7 @@ class Fleet:
         self._engines: list[Engine] = []
         self._health = HealthMonitor(self._engines, self._router, config, self._restart)
         self._concurrency = ConcurrencyMonitor(self._live_by_name, self.sampler.limit_engine)
-        self._reported_tokens = (0, 0)
+        self._reported_counts = Counter[str]()
         """Prompt and cached tokens at the last call of `metrics`."""
         self._reported_discarded = 0
         """Tokens of generations that began again, at the last call of `metrics`."""
@@ -157,12 +158,14 @@ class Fleet:
             self._sglang_router.check()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of engine restarts, and metrics of the prefix cache since the last call."""
-        previous_tokens, total = self._reported_tokens, (self.sampler.prompt_tokens, self.sampler.cached_tokens)
-        self._reported_tokens = total
-        prompt, cached = total[0] - previous_tokens[0], total[1] - previous_tokens[1]
+        """Return the number of engine restarts, and metrics of prefix cache and speculative decoding since the last call."""
+        counts = self.sampler.counts - self._reported_counts
+        self._reported_counts = self.sampler.counts.copy()
         metrics = {"rollout/engine_restarts": float(self._health.restarts)} | self._concurrency.metrics()
-        metrics |= {"rollout/cache_hit": cached / prompt} if prompt else {}
+        if counts["prompt"]:
+            metrics["rollout/cache_hit"] = counts["cached"] / counts["prompt"]
+        if counts["verified"]:
+            metrics["rollout/accept_length"] = counts["speculated"] / counts["verified"]
         clients: list[GenerationClient] = [*self._retired, *(engine.client for engine in self._engines)]
         clients += [] if self._sglang_router is None else [self._sglang_router]
         if discarded := self.mirror.discarded_tokens + sum(client.discarded_tokens for client in clients):

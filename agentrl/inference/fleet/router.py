@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -98,10 +99,9 @@ class RoutedSampler:
 
     def __init__(self, max_running: int | None = None) -> None:
         """Start without engines; each gets at most ``max_running`` concurrent requests (None: no limit)."""
-        self.prompt_tokens = 0
-        """Tokens of all prompts so far."""
-        self.cached_tokens = 0
-        """Prompt tokens that the engines had in their prefix caches."""
+        self.counts = Counter[str]()
+        """Tokens so far: ``prompt`` of all prompts, ``cached`` of these in the engines' prefix caches, ``speculated`` sampled by
+        speculative decoding; and ``verified`` forward passes that sampled these last."""
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called with an engine's name when a request could not reach it."""
         self.on_change: Callable[[], None] = lambda: None
@@ -200,8 +200,9 @@ class RoutedSampler:
                             )
                         finally:
                             slot.timeouts.discard(timeout)
-                    self.prompt_tokens += len(prompt.token_ids)
-                    self.cached_tokens += generation.cached_tokens
+                    self.counts.update(prompt=len(prompt.token_ids), cached=generation.cached_tokens)
+                    if generation.verified:
+                        self.counts.update(speculated=len(generation.token_ids), verified=generation.verified)
                     return generation
                 except TimeoutError:
                     if not timeout.expired():

@@ -9,6 +9,7 @@ import asyncio
 import io
 import pickle
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,9 +137,8 @@ class Pulse:
     """Of its episodes, in words."""
     cpu_s: float
     """CPU time of the process so far."""
-    prompt_tokens: Sequence[int]
-    """Of all requests so far, by fleet."""
-    cached_tokens: Sequence[int]
+    counts: Sequence[Counter[str]]
+    """Of all requests so far, by fleet; see `RoutedSampler`."""
     discarded_tokens: Sequence[int]
     block_uses: Sequence[Mapping[str, Sequence[BlockUse]]] = ()
     """Of replies since the last pulse, by fleet and engine."""

@@ -310,10 +310,10 @@ class RunnerPool:
 
     def _add_counts(self, last: Pulse, pulse: Pulse) -> None:
         """Add what a runner has counted since its last pulse to the counts of the fleets."""
-        for number, fleet in enumerate(self._fleets()[: len(pulse.prompt_tokens)]):
-            counted = number < len(last.prompt_tokens)
-            fleet.sampler.prompt_tokens += pulse.prompt_tokens[number] - (last.prompt_tokens[number] if counted else 0)
-            fleet.sampler.cached_tokens += pulse.cached_tokens[number] - (last.cached_tokens[number] if counted else 0)
+        for number, fleet in enumerate(self._fleets()[: len(pulse.counts)]):
+            counted = number < len(last.counts)
+            fleet.sampler.counts.update(pulse.counts[number])
+            fleet.sampler.counts.subtract(last.counts[number] if counted else {})
             fleet.mirror.discarded_tokens += pulse.discarded_tokens[number] - (
                 last.discarded_tokens[number] if counted else 0
             )

@@ -220,8 +220,7 @@ class RunnerServer:
                 Pulse(
                     waits[0].text if waits else "",
                     time.process_time(),
-                    [sampler.prompt_tokens for sampler in samplers],
-                    [sampler.cached_tokens for sampler in samplers],
+                    [sampler.counts for sampler in samplers],
                     [fleet.discarded_tokens for fleet in self._services.fleets],
                     [fleet.take_block_uses() for fleet in self._services.fleets],
                 )

@@ -53,7 +53,7 @@ _TOKEN_BYTES = 16
 _LOOK_S = 0.5
 """Seconds between two looks at a process that has not connected itself."""
 
-_NO_PULSE = Pulse("", 0.0, (), (), ())
+_NO_PULSE = Pulse("", 0.0, (), ())
 
 
 class RunningProcess(Protocol):

@@ -11,6 +11,8 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
 GPU = ["sampler.backend=sglang"]
+NGRAM = [*GPU, "sampler.sglang.speculative_algorithm=ngram"]
+EAGLE = [*GPU, "sampler.sglang.speculative_algorithm=EAGLE"]
 ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
 
 
@@ -28,6 +30,17 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*ADAPTERS, "weights.prefix_cache=keep"], r"leave out weights\.prefix_cache"),
         (["placement.mode=colocate", "weights.prefix_cache=keep"], "release the memory of their cache"),
         (["weights.prefix_cache=by_version", "sampler.router=sglang"], r"set sampler\.router=builtin"),
+        ([*NGRAM, "sampler.sglang.device=cpu"], "most probable token"),
+        (
+            [*NGRAM, "sampler.sglang.speculative-accept-threshold-acc=0.9"],
+            r"threshold_acc=0\.9: drafts are accepted more",
+        ),
+        ([*NGRAM, "algo.routing_replay=true"], r"leave out sampler\.sglang\.speculative_algorithm"),
+        ([*GPU, "sampler.sglang.speculative_algorithm=DFLASH"], "set NGRAM, EAGLE"),
+        ([*ADAPTERS, *EAGLE], "set speculative_algorithm=NGRAM"),
+        ([*EAGLE, "weights.transport=disk"], r"set weights\.transport=tensor"),
+        ([*EAGLE, "weights.check=checksum"], r"set weights\.check=version"),
+        ([*EAGLE, "placement.mode=colocate"], "enable_draft_weights_cpu_backup=true"),
         (["weights.pause=in_place", *GPU], r"set weights\.prefix_cache=by_version"),
     ],
 )
@@ -43,6 +56,10 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
         ["weights.check=checksum", *GPU],
         ["weights.pause=in_place", "weights.prefix_cache=by_version", *GPU],
         ["weights.pause=in_place"],
+        [*NGRAM, "placement.mode=colocate", "weights.check=checksum"],
+        [*NGRAM, *ADAPTERS],
+        [*EAGLE, "placement.mode=colocate", "sampler.sglang.enable_draft_weights_cpu_backup=true"],
+        ["sampler.sglang.speculative_algorithm=DFLASH", "sampler.backend=embedded"],
         [*ADAPTERS, *GPU, "placement.mode=disaggregate", "sampler.sglang={tp_size: 2}"],
     ],
 )

@@ -49,9 +49,11 @@ class FakeSGLang:
     """How often it refuses to drop its cache."""
     url: str = ""
     dtype: str = "auto"
+    """As it reports it."""
     info: dict[str, Any] = field(default_factory=dict)
     """Further answers of ``/server_info``."""
-    """As it reports it."""
+    verified: list[int] = field(default_factory=list)
+    """Forward passes with drafts of the next requests."""
 
     async def answer(self, http: Request) -> Response:
         path = http.url.path
@@ -95,6 +97,8 @@ class FakeSGLang:
             "cached_tokens": 1,
             "weight_version": self.version,
         }
+        if self.verified:
+            meta["spec_verify_ct"] = self.verified.pop(0)
         if self.exact:
             meta["weight_versions"] = [{"version": "0", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
         return JSONResponse({"text": "ab", "output_ids": [7, 8], "meta_info": meta})
@@ -174,6 +178,10 @@ def test_tensor_updates_of_new_and_old_versions(fake: FakeSGLang, brackets: bool
     assert fake.paths()[:-1] == (new * 2 if brackets else old)
     versions = [body.get("weight_version") for path, body in fake.calls if path == update[0]]
     assert versions == [None, "3", None, "4"], "the version changes with the last bucket"
+    for path, body in fake.calls:
+        if path in (update[0], "/begin_weight_update"):
+            assert body["selector"] == "target", "the draft of speculative decoding keeps its weights"
+            assert path != update[0] or body["disable_draft_model"], "the same for SGLang before 0.5.23"
 
 
 @pytest.mark.parametrize("transport", ["tensors", "disk"])
@@ -377,6 +385,38 @@ def test_an_engine_that_holds_less_than_an_episode_is_refused_at_the_start(fake:
     asyncio.run(start(506))
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens=507.*at most 506 tokens.*context_length"):
         asyncio.run(start(507))
+
+
+def test_the_accept_length_is_that_of_the_requests_since_the_last_report(fake: FakeSGLang, tmp_path: Path) -> None:
+    """Two tokens a request: one forward pass accepted both in the first, two did in the second; the third had no drafts."""
+    fake.verified, fake.dtype = [1, 2], "bfloat16"
+    config = load_config(None, [f"sampler.url={fake.url}", "sampler.backend=sglang"])
+
+    async def play() -> list[float | None]:
+        launcher = LocalLauncher(EngineSpec(config.sampler, tmp_path, tmp_path, 0))
+        fleet = Fleet(config.sampler, launcher, tmp_path, vocabulary=VOCABULARY, max_tokens=8)
+        try:
+            await fleet.start()
+            lengths = []
+            for number in range(3):
+                params = SamplingParams(max_new_tokens=4)
+                await fleet.sampler.generate(Prompt((1, 2)), params, session_id="s", request_id=f"r{number}")
+                lengths.append(fleet.metrics().get("rollout/accept_length"))
+            return lengths
+        finally:
+            await fleet.aclose()
+
+    assert asyncio.run(play()) == [2.0, 1.0, None]
+
+
+def test_an_engine_that_accepts_too_many_drafts_is_refused(fake: FakeSGLang) -> None:
+    fake.info = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 1.0}
+    assert fake.drive(lambda client: client.dtype()) is None
+    fake.info["speculative_accept_threshold_single"] = 0.9
+    with pytest.raises(
+        ConfigError, match=r"threshold_single=0\.9.*start it without --speculative-accept-threshold-single"
+    ):
+        fake.drive(lambda client: client.dtype())
 
 
 @pytest.mark.parametrize(

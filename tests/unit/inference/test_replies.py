@@ -198,7 +198,8 @@ def test_whatever_numbers_an_engine_answers(
 
 def segment(ids: list[int], finish: FinishReason, version: int) -> Segment:
     logprobs = tuple(-1.0 * token for token in ids)
-    return Segment(Generation(tuple(ids), logprobs, finish, ((0, version),), 3, "r"), exact=True)
+    generation = Generation(tuple(ids), logprobs, finish, ((0, version),), 3, "r", verified=len(ids))
+    return Segment(generation, exact=True)
 
 
 def test_tokens_and_versions_are_joined() -> None:
@@ -206,7 +207,7 @@ def test_tokens_and_versions_are_joined() -> None:
     assert full_generation.token_ids == (0, 1, 2)
     assert full_generation.versions == ((0, 4), (2, 6))
     assert full_generation.finish_reason is FinishReason.LENGTH
-    assert full_generation.cached_tokens == 3
+    assert (full_generation.cached_tokens, full_generation.verified) == (3, 3)
 
 
 def test_the_same_weights_are_named_once() -> None:

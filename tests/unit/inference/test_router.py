@@ -154,7 +154,7 @@ async def test_requests_of_an_engine_that_is_taken_out_are_sampled_by_another_fr
     results = await asyncio.gather(*waiting_tasks)
     assert [result.token_ids for result in results] == [(1,) * 4] * 6, "nothing of the lost engine is kept"
     assert sorted(request.request_id for request in engines[1].requests) == sorted(f"s{number}" for number in range(6))
-    assert router.prompt_tokens == 6 * 2, "each request counts once"
+    assert router.counts["prompt"] == 6 * 2, "each request counts once"
     fresh = engine(7)
     router.add("engine-0", fresh)
     await ask(router, "t0")
@@ -219,7 +219,7 @@ async def test_what_an_engine_refuses_is_refused() -> None:
         await ask(router, "s")
     router.add("engine-1", other_engine)
     await ask(router, "t")
-    assert router.prompt_tokens == 1
+    assert router.counts["prompt"] == 1
 
 
 @in_loop

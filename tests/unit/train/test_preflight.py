@@ -17,7 +17,7 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import count_parameters
-from agentrl.train.preflight import Plan, check_rope, learning_rate_warnings, plan_run
+from agentrl.train.preflight import Plan, check_rope, learning_rate_warnings, plan_run, speculation_warning
 
 
 @pytest.mark.parametrize(
@@ -161,3 +161,18 @@ def test_patterns_of_adapters_are_compared_with_the_layers_before_the_start(tmp_
         plan(tmp_path, *settings, "learner.lora.target=[nosuch]")
     lines = plan(tmp_path, *settings, "learner.lora.target=['*.q_proj']").training
     assert any("LoRA adapters of rank 16" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["rollout.concurrency=64"], True),
+        (["rollout.concurrency=48"], False),
+        (["rollout.concurrency=64", "sampler.engines=2"], False),
+        (["rollout.concurrency=64", "sampler.sglang.max-running-requests=64"], False),
+        (["rollout.concurrency=64", "sampler.backend=embedded"], False),
+    ],
+)
+def test_the_requests_that_sglang_runs_with_drafts_are_warned_of(settings: list[str], *, warned: bool) -> None:
+    config = load_config(None, ["sampler.backend=sglang", "sampler.sglang.speculative_algorithm=NGRAM", *settings])
+    assert speculation_warning(config).endswith("set sampler.sglang.max_running_requests=64") is warned
