@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
     "plan": "estimate the memory of a run, and propose a layout for named GPUs",
     "train": "train a policy with reinforcement learning",
+    "tune": "find faster settings by short trials of training steps, and write them to a file",
     "sft": "fine-tune a policy on a taskset's demonstrations",
     "rollout": "sample rollouts to a file without training",
     "eval": "evaluate a policy",

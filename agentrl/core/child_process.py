@@ -278,13 +278,17 @@ class ChildProcess:
         if self._stopped:
             return
         self._stopped = True
-        deadline = time.monotonic() + timeout_s
         self._signal(signal.SIGTERM)
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self.wait_ended(timeout_s)
         self._signal(signal.SIGKILL)
         self._process.wait()
         os.close(self._pipe)
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait until the child has ended, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def kill(self) -> None:
         """Send SIGKILL to the child and its whole group; `stop` is still to be called."""

@@ -22,6 +22,7 @@
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
+    ├── TrialError                 a trial of `agentrl tune` that failed
     ├── RunnerError                a runner process that does not start, fails, or died too often
     ├── LearnerError               a learner that failed
     │   ├── ProvenanceError        a batch that would train on tokens that no engine sampled
@@ -146,6 +147,10 @@ class EngineError(AgentrlError):
 
 class ToolServerError(AgentrlError):
     """A tool server does not start, or died."""
+
+
+class TrialError(AgentrlError):
+    """A trial of ``agentrl tune`` failed or took too long."""
 
 
 class RunnerError(AgentrlError):

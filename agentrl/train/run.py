@@ -49,6 +49,7 @@ async def _train(
     interrupt: Interrupt,
     on_loaded: Callable[[], None],
     trackers: Sequence[Tracker],
+    make_trainer: Callable[..., Trainer],
 ) -> Trainer:
     """Start the services, train to the end, end the services, and return the finished trainer.
 
@@ -74,7 +75,7 @@ async def _train(
         metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, [*traces, *trackers]))
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
         evaluated, score = state["evaluated"], state.get("score")
-        trainer = Trainer(
+        trainer = make_trainer(
             StepTrainer(
                 StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
             ),
@@ -109,6 +110,7 @@ async def run_training(
     contents: Mapping[str, str] = MappingProxyType({}),
     discard: bool = False,
     trackers: Sequence[Tracker] = (),
+    make_trainer: Callable[..., Trainer] = Trainer,
 ) -> None:
     """Train, and print a summary at the end.
 
@@ -120,6 +122,7 @@ async def run_training(
         contents: checksums of the tasks and the model; see `agentrl.data.task_sources` and `agentrl.models.resolve`.
         discard: sample again what the journal has after the checkpoint.
         trackers: receive the metrics, beside those of the configuration.
+        make_trainer: takes the arguments of `Trainer`.
 
     Raises:
         ConfigError: another process uses the folder, a new run would overwrite an older one, or what was recorded was made
@@ -159,7 +162,9 @@ async def run_training(
                     begin()
                     save_config(saved_config, folder)
 
-                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded, trackers)
+                trainer = await _train(
+                    inputs, console, checkpoint, replay, interrupt, on_loaded, trackers, make_trainer
+                )
         except CheckpointError as error:
             raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

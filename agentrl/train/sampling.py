@@ -202,6 +202,15 @@ class Sampling(RolloutSource):
     def pad_token_id(self) -> int:
         return self.services.renderer.pad_token_id
 
+    def set_concurrency(self, episodes: int) -> None:
+        """Let so many episodes run at the same time from the next step on; for runs without runner processes.
+
+        With ``async.max_staleness`` the episodes in progress are not counted.
+        """
+        self.config.rollout.concurrency = episodes
+        if self._scheduler is not None:
+            self._scheduler.runner = self.services.runner()
+
     def begin(self) -> None:
         """Delete what an earlier process recorded of steps after the checkpoint: everything is checked and loaded."""
         self.records.begin()

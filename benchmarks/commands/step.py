@@ -17,7 +17,7 @@ from agentrl.cli.options import add_config_arguments, resolve_config
 from agentrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from benchmarks.whole_step import StepTimes
+    from agentrl.obs.step_times import StepTimes
 
 HELP = "whole training steps of a configuration: seconds and share of each phase, host CPU, idle engines and learner"
 

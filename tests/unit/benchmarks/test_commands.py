@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from agentrl.core.errors import ConfigError, UserError
+from agentrl.obs.step_times import StepTimes
 from benchmarks.commands.output import open_table
 from benchmarks.commands.step import print_times
 from benchmarks.learner_loops import check_loop
 from benchmarks.sandbox import SandboxBench
-from benchmarks.whole_step import StepTimes
 
 
 def test_rows_are_printed_as_they_are_measured() -> None:

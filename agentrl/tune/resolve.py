@@ -1,0 +1,81 @@
+"""Configurations of trials, and why some are not worth one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.algo.registry import algorithm_faults
+from agentrl.cluster.placement_layout import check_placement
+from agentrl.config.layers import Layer, load_layers
+from agentrl.config.merging import Tree, merge
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
+from agentrl.models.reference_policy import resolve_critic
+from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
+from agentrl.tune.search import Settings
+from agentrl.weight_sync.registry import transport_faults
+
+ORIGIN = "agentrl tune"
+_STEPS = 1_000_000
+"""More than trials take: they end by themselves."""
+_TRIAL: Tree = {
+    "train": {"steps": _STEPS, "minutes": None, "eval_every": 0, "eval_first": False, "save_every": 0},
+    "obs": {"progress": "plain", "wandb": "off", "tensorboard": False},
+}
+
+
+def nested(settings: Settings) -> Tree:
+    """Return settings by full key as a tree."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = merge(tree, value)
+    return tree
+
+
+def resolver(layers: Sequence[Layer], model: Path, gpu_bytes: int | None) -> Callable[[Settings], Config]:
+    """Return a function that returns the configuration of a trial of settings on top of ``layers``.
+
+    It raises `ConfigError` for settings that are not valid, or whose learner needs more memory than a GPU has by the planner's
+    estimate.
+
+    Args:
+        layers: the user's.
+        model: folder of the policy.
+        gpu_bytes: memory of a GPU; None without one.
+    """
+
+    def resolve(settings: Settings) -> Config:
+        config = load_layers(
+            [*layers, Layer(ORIGIN, nested(settings)), Layer(ORIGIN, _TRIAL)], [algorithm_faults, transport_faults]
+        )
+        check_placement(config)
+        config, _ = fit_to_gpu(config, model, lambda: gpu_bytes, critic=True)
+        if gpu_bytes is not None and config.learner.device == "cuda" and config.learner.backend in KEEPS_GRADIENTS:
+            _check_memory(config, model, gpu_bytes)
+        return config
+
+    return resolve
+
+
+def _check_memory(config: Config, model: Path, gpu_bytes: int) -> None:
+    learner = estimate_memory(config, model, resolve_critic(config.algo, model))[0].total
+    limit, sharing = FITS * gpu_bytes, ""
+    fraction: Any = config.sampler.sglang_option("mem_fraction_static")
+    if config.placement.mode == "separate" and _shares_one(config) and fraction is not None:
+        limit -= float(fraction) * gpu_bytes
+        sharing = f" beside an engine with sampler.sglang.mem_fraction_static={fraction}"
+    if learner > limit:
+        raise ConfigError(
+            f"the learner would need about {learner / 2**30:.1f} GiB of {max(0.0, limit) / 2**30:.1f} GiB of a GPU{sharing}"
+        )
+
+
+def _shares_one(config: Config) -> bool:
+    """Whether engines and learner are on one GPU, and neither releases its memory."""
+    from agentrl.cluster.placement_layout import gpus_here
+
+    return config.sampler.device == "cuda" and not config.sampler.urls and gpus_here() == 1
