@@ -58,9 +58,11 @@ RUN_MODULES = (
 """What a run through the command line imports."""
 ENGINE = "agentrl.inference.embedded"
 RUNNER = "agentrl.runtime.runners.process"
+TRIAL = "agentrl.tune.trial_process"
 TARGETS = {
     ENGINE: f"{ENGINE}.__main__:main",
     RUNNER: f"{RUNNER}:main",
+    TRIAL: f"{TRIAL}:main",
     "agentrl.cli.main": "agentrl.cli.main:main",
 }
 """What ``python -m`` calls."""

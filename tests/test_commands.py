@@ -40,6 +40,7 @@ FILES = {
     "wiki.jsonl": '{"id": "1", "contents": "a b"}\n',
     "eval.jsonl": '{"id": "1", "contents": "a b"}\n',
     "tools.yaml": "tools: {calculator: {}}\n",
+    "tuned.yaml": "rollout: {concurrency: 128}\n",
     "lr.yaml": "learner: {optimizer: {lr: 1.0e-5}}\n",
     "base.yaml": "tasks: {name: multihop}\nrollout: {max_tokens: 640}\n",
     "small.yaml": "train: {steps: 2}\n",

@@ -61,11 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 async def _warm_start(config: Config, folder: Path, console: Console) -> Layer:
     """Return the warm-started policy, made once for all trials."""
-    from agentrl.runtime.interrupt import Interrupt
-    from agentrl.train.warm_start import warmed_model
+    from agentrl.train.warm_start import initial_policy
 
-    with Interrupt(partial(print_message, console)) as interrupt:
-        model = await warmed_model(config, folder, interrupt, console)
+    _, model, warm = initial_policy(config, folder, None, console)
+    if warm is not None:
+        await warm.train(console)
     return Layer("warm start", {"model": {"path": str(model), "warm_start": None}})
 
 

@@ -54,11 +54,19 @@ class Measurement:
         return {name: statistics.fmean(numbers) for name, numbers in values.items() if numbers}
 
 
+_LEAST = 0.02
+"""A smaller gain is worth no setting."""
+_ERRORS = 3.0
+"""Standard errors of a difference: with a few steps these are known roughly, and of many choices one is the luckiest."""
+
+
 def noise(first: Measurement, second: Measurement) -> float:
     """Return the relative difference of two trials that may be chance, from two trials of the same configuration.
 
-    The larger of their difference, and of twice the standard error of such a difference by the spread of their steps.
+    The largest of 2%, of their difference, and of three times the standard error of such a difference by the spread of their
+    steps.
     """
     difference = abs(first.tokens_per_s / second.tokens_per_s - 1)
-    spread = max(first.spread, second.spread)
-    return max(difference, 2 * spread * math.sqrt(2 / min(len(first.steps), len(second.steps))))
+    spread = math.sqrt((first.spread**2 + second.spread**2) / 2)
+    error = spread * math.sqrt(1 / len(first.steps) + 1 / len(second.steps))
+    return max(_LEAST, difference, _ERRORS * error)

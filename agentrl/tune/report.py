@@ -10,7 +10,7 @@ from rich.table import Table
 
 from agentrl.config.yaml_text import dump_yaml
 from agentrl.core.atomic_files import write_atomically
-from agentrl.tune.resolve import nested
+from agentrl.tune.resolve import settings_tree
 from agentrl.tune.search import Search, Trial
 
 _TITLES = {"train/sampler_kl": "KL", "rollout/accept_length": "accept length", "train/peak_gpu_gib": "GPU GiB"}
@@ -47,10 +47,10 @@ def write_settings(path: Path, search: Search, about: Sequence[str]) -> None:
     lines += [
         texts[trial.outcome].format(name=trial.name, gain=trial.gain)
         for trial in search.trials
-        if trial.outcome in texts
+        if search.best and trial.outcome in texts
     ]
     if not search.best:
         lines.append("No choice gained more than that: this file changes nothing.")
     text = "".join(f"# {line}\n" for line in lines)
     with write_atomically(path) as partial:
-        partial.write_text(text + (dump_yaml(nested(search.best)) if search.best else ""), encoding="utf-8")
+        partial.write_text(text + (dump_yaml(settings_tree(search.best)) if search.best else ""), encoding="utf-8")

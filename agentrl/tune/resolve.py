@@ -26,7 +26,7 @@ _TRIAL: Tree = {
 }
 
 
-def nested(settings: Settings) -> Tree:
+def settings_tree(settings: Settings) -> Tree:
     """Return settings by full key as a tree."""
     tree: Tree = {}
     for key, value in settings.items():
@@ -39,7 +39,7 @@ def nested(settings: Settings) -> Tree:
 def resolver(layers: Sequence[Layer], model: Path, gpu_bytes: int | None) -> Callable[[Settings], Config]:
     """Return a function that returns the configuration of a trial of settings on top of ``layers``.
 
-    It raises `ConfigError` for settings that are not valid, or whose learner needs more memory than a GPU has by the planner's
+    It raises `UserError` for settings that are not valid, or whose learner needs more memory than a GPU has by the planner's
     estimate.
 
     Args:
@@ -50,18 +50,24 @@ def resolver(layers: Sequence[Layer], model: Path, gpu_bytes: int | None) -> Cal
 
     def resolve(settings: Settings) -> Config:
         config = load_layers(
-            [*layers, Layer(ORIGIN, nested(settings)), Layer(ORIGIN, _TRIAL)], [algorithm_faults, transport_faults]
+            [*layers, Layer(ORIGIN, settings_tree(settings)), Layer(ORIGIN, _TRIAL)],
+            [algorithm_faults, transport_faults],
         )
         check_placement(config)
         config, _ = fit_to_gpu(config, model, lambda: gpu_bytes, critic=True)
         if gpu_bytes is not None and config.learner.device == "cuda" and config.learner.backend in KEEPS_GRADIENTS:
-            _check_memory(config, model, gpu_bytes)
+            check_memory(config, model, gpu_bytes)
         return config
 
     return resolve
 
 
-def _check_memory(config: Config, model: Path, gpu_bytes: int) -> None:
+def check_memory(config: Config, model: Path, gpu_bytes: int) -> None:
+    """Check that the learner, with an engine on the same GPU that keeps its memory, fits a GPU by the planner's estimate.
+
+    Raises:
+        ConfigError: it does not.
+    """
     learner = estimate_memory(config, model, resolve_critic(config.algo, model))[0].total
     limit, sharing = FITS * gpu_bytes, ""
     fraction: Any = config.sampler.sglang_option("mem_fraction_static")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal, Protocol
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, TrialError
+from agentrl.core.errors import TrialError, UserError
 from agentrl.obs.progress import format_left
 from agentrl.tune.measurement import Measurement, noise
 
 Settings = Mapping[str, Any]
 """Values by full key, such as ``{"rollout.concurrency": 512}``; None is the key's default."""
-Outcome = Literal["start", "repeat", "kept", "no gain", "failed", "refused", "skipped", "interrupted", "confirmed"]
+Outcome = Literal[
+    "start", "repeat", "kept", "no gain", "failed", "refused", "skipped", "interrupted", "confirmed", "not confirmed"
+]
 _LIMIT = 3.0
 """A trial may take so many times as long as the start configuration took."""
 _GRACE_S = 30.0
@@ -46,7 +49,7 @@ class Trial:
     outcome: Outcome
     measurement: Measurement | None = None
     gain: float | None = None
-    """Over the best settings before it; of ``confirmed`` over the start."""
+    """Over the best settings before it; of all settings together over the start."""
     reason: str = ""
     """Why there is no measurement."""
 
@@ -58,7 +61,7 @@ class Trial:
             parts += [f"{measured.step_s:.2f} s a step, {measured.tokens_per_s:,.0f} tokens/s"]
         if self.gain is not None:
             parts += [f"{self.gain:+.1%}"]
-        return f"{self.name}: {', '.join(part for part in parts if part)}"
+        return f"{self.name}: {', '.join(filter(None, parts))}"
 
 
 class TrialRunner(Protocol):
@@ -78,7 +81,7 @@ class Search:
 
     Args:
         runner: runs the trials.
-        resolve: returns the configuration with settings on top of the user's. Raises `ConfigError` for those that are not valid
+        resolve: returns the configuration with settings on top of the user's. Raises `UserError` for those that are not valid
             or known not to fit.
         budget_s: seconds for all trials.
         note: prints progress.
@@ -113,22 +116,31 @@ class Search:
             KeyboardInterrupt: an interrupt; the results so far stay.
         """
         config = self._resolve({})
-        self._start = self._best = self._measure("start", config, "start")
-        try:
-            repeat = self._measure("start again", config, "repeat", fresh=self._is_cheap())
-        except TrialError as error:
-            raise TrialError(f"the start configuration ran once, and then not again: {error}") from error
+        self._start = self._best = self._runner.run(config, self._end - self._clock())
+        self._add(Trial("start", "start", self._start))
+        repeat = self._runner.run(config, self._limit_s(), fresh=self._is_cheap())
+        self._add(Trial("start again", "repeat", repeat, self._gain(repeat, self._start)))
         self.noise = noise(self._start, repeat)
         self._note(f"the start differs from itself by up to {self.noise:.1%}: smaller gains are not kept")
         for knob in sorted(knobs, key=lambda knob: (knob.restarts, -self._share(knob))):
             self._try(knob)
         if self.best and self._fits(restarts=True):
-            try:
-                together = self._measure(describe(self.best), self._resolve(self.best), "confirmed", fresh=True)
-            except TrialError as error:
-                self._add(Trial(describe(self.best), "failed", reason=str(error)))
-            else:
-                self._note(f"all together {self._gain(together, self._start):+.1%} over the start")
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Measure all settings that were kept in a run of their own, and drop them if they gain nothing together."""
+        assert self._start is not None, "the start is measured first"
+        name = describe(self.best)
+        try:
+            measured = self._runner.run(self._resolve(self.best), self._limit_s(), fresh=True)
+        except TrialError as error:
+            self.best = {}
+            return self._add(Trial(name, "failed", reason=str(error)))
+        gain = self._gain(measured, self._start)
+        if gain <= self.noise:
+            self.best = {}
+        self._add(Trial(name, "confirmed" if self.best else "not confirmed", measured, gain))
+        return None
 
     def _try(self, knob: Knob) -> None:
         """Try a knob's directions until one gains."""
@@ -136,12 +148,8 @@ class Search:
             reason = f"{', '.join(knob.phases)}: {share:.1%} of a step"
             return self._add(Trial(knob.name, "skipped", reason=reason))
         for direction in knob.choices(self._resolve(self.best)):
-            kept = 0
-            for settings in direction:
-                if not self._choose(knob, settings):
-                    break
-                kept += 1
-            if kept:
+            gains = [*takewhile(bool, (self._choose(knob, settings) for settings in direction))]
+            if gains:
                 return None
         return None
 
@@ -154,31 +162,36 @@ class Search:
         assert self._best is not None, "the start is measured first"
         try:
             config = self._resolve({**self.best, **settings})
-        except ConfigError as error:
+        except UserError as error:
             self._add(Trial(name, "refused", reason=str(error)))
             return False
+        self._note(f"{name} …")
         try:
-            measured = self._runner.run(config, self._limit_s())
+            gain, measured = self._measure_twice(config, self._best)
         except TrialError as error:
             self._add(Trial(name, "failed", reason=str(error)))
             return False
         except KeyboardInterrupt:
             self._add(Trial(name, "interrupted"))
             raise
-        gain = self._gain(measured, self._best)
-        gains = gain > self.noise
-        self._add(Trial(name, "kept" if gains else "no gain", measured, gain))
-        if gains:
+        is_kept = gain > self.noise
+        self._add(Trial(name, "kept" if is_kept else "no gain", measured, gain))
+        if is_kept:
             self.best |= settings
             self._best = measured
-        return gains
+        return is_kept
 
-    def _measure(self, name: str, config: Config, outcome: Outcome, *, fresh: bool = False) -> Measurement:
-        limit_s = self._end - self._clock() if self._start is None else self._limit_s()
-        measured = self._runner.run(config, limit_s, fresh=fresh)
-        gain = None if self._start is None else self._gain(measured, self._start)
-        self._add(Trial(name, outcome, measured, gain))
-        return measured
+    def _measure_twice(self, config: Config, base: Measurement) -> tuple[float, Measurement]:
+        """Return the gain over ``base`` and its measurement; of what gains more than chance, the smaller gain of two trials.
+
+        Of many choices that gain nothing, one is lucky; hardly one is twice.
+        """
+        measured = self._runner.run(config, self._limit_s())
+        gain = self._gain(measured, base)
+        if gain <= self.noise:
+            return gain, measured
+        again = self._runner.run(config, self._limit_s())
+        return min(gain, self._gain(again, base)), Measurement([*measured.steps, *again.steps], measured.start_s)
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)

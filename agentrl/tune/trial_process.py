@@ -39,7 +39,7 @@ class HotSettings:
     """``rollout.concurrency``; None in a run that cannot change it."""
 
     @classmethod
-    def of(cls, config: Config) -> HotSettings:
+    def from_config(cls, config: Config) -> HotSettings:
         """Return those of a configuration."""
         fixed = runner_count(config) > 0 or config.asynchronous.max_staleness > 0
         return cls(config.batch.micro_tokens, None if fixed else config.rollout.concurrency)

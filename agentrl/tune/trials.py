@@ -49,7 +49,7 @@ class TrialProcesses:
         Raises:
             TrialError: the run failed, or took longer than ``limit_s``; its folder stays.
         """
-        deadline, start_s, settings = time.monotonic() + limit_s, 0.0, HotSettings.of(config)
+        deadline, start_s, settings = time.monotonic() + limit_s, 0.0, HotSettings.from_config(config)
         keys = settings.remove_from(config)
         if self._process is not None and (fresh or self._process.keys != keys):
             self.close()
@@ -62,8 +62,11 @@ class TrialProcesses:
             staleness = config.asynchronous.max_staleness
             self._process.connection.send(TrialRequest(settings, self._steps, 1 + staleness))
             steps = [self._process.receive(deadline) for _ in range(self._steps)]
-        except BaseException:
+        except TrialError:
             self.kill()
+            raise
+        except BaseException:
+            self.kill(delete=True)
             raise
         return Measurement([step for step in steps if isinstance(step, StepTimes)], start_s)
 
@@ -81,17 +84,18 @@ class TrialProcesses:
         return _TrialProcess(child, near, keys, folder)
 
     def close(self) -> None:
-        """End the running trial's processes, and delete its folder."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
-            shutil.rmtree(process.folder)
+        """Let the running trial's processes end, and delete its folder."""
+        if self._process is not None:
+            self._process.wait_ended()
+        self.kill(delete=True)
 
-    def kill(self) -> None:
-        """End the running trial's processes; its folder stays."""
+    def kill(self, *, delete: bool = False) -> None:
+        """End the running trial's processes; its folder stays, unless ``delete``."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+            if delete:
+                shutil.rmtree(process.folder)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -101,7 +105,7 @@ class TrialProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the processes, at once after an error."""
-        self.close() if error is None else self.kill()
+        self.close() if error is None else self.kill(delete=True)
 
 
 class _TrialProcess:
@@ -134,12 +138,11 @@ class _TrialProcess:
             raise TrialError(f"{reply}. Its log is {self._child.log}")
         return reply
 
-    def close(self) -> None:
-        """Let the run end itself, and kill it if that takes too long."""
+    def wait_ended(self) -> None:
+        """Have the run end itself, and wait for it."""
         with suppress(OSError):
             self.connection.send(None)
         self._child.wait_ended(_END_S)
-        self.kill()
 
     def kill(self) -> None:
         """Interrupt the run, and kill it if it does not end."""
