@@ -68,7 +68,7 @@ def _engine_knobs(config: Config, machine: Machine, rollout: tuple[str, ...]) ->
 Directions = Sequence[Sequence[Settings]]
 
 
-def _values(key: str, *directions: Sequence[Any]) -> Directions:
+def _values(key: str, *directions: Sequence[object]) -> Directions:
     return [[{key: value} for value in values] for values in directions]
 
 

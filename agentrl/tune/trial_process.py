@@ -9,14 +9,14 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from agentrl.config.layers import merge_layers, saved_layers
 from agentrl.config.load import validate
+from agentrl.config.merging import Tree
 from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
 from agentrl.core.child_process import exit_with_parent
@@ -44,7 +44,7 @@ class HotSettings:
         fixed = runner_count(config) > 0 or config.asynchronous.max_staleness > 0
         return cls(config.batch.micro_tokens, None if fixed else config.rollout.concurrency)
 
-    def remove_from(self, config: Config) -> dict[str, Any]:
+    def other_keys(self, config: Config) -> Tree:
         """Return the other keys of a configuration, which are those of one process of trials."""
         tree = config.model_dump(mode="json", exclude={"run": {"dir"}})
         del tree["batch"]["tokens_per_micro"]
@@ -68,29 +68,29 @@ Reply = StepTimes | str | None
 """A measured step; an error's text, after which the process ends; or None, when the run has started."""
 
 
+@dataclass(slots=True)
 class TrialTrainer(Trainer):
     """Takes the steps that are requested, until the other end of the connection is closed or sends None."""
 
-    def __init__(self, connection: Connection, restart: Callable[[], None], *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._connection = connection
-        self._restart_measurement = restart
+    connection: Connection = field(kw_only=True)
+    restart_measurement: Callable[[], None] = field(kw_only=True)
+    """Leaves out the next step."""
 
     async def run(self) -> None:
         """Answer requests. Waiting for one blocks the event loop: nothing runs between two of them."""
         await self._sync_weights(Stopwatch())
-        self._connection.send(None)
+        self.connection.send(None)
         while (request := self._receive()) is not None:
             self._apply(request.settings)
             for _ in range(request.unmeasured - 1):
                 await self._step()
-            self._restart_measurement()
+            self.restart_measurement()
             for _ in range(1 + request.steps):  # the first begins the measurement
                 await self._step()
 
     def _receive(self) -> TrialRequest | None:
         with suppress(EOFError):
-            request: TrialRequest | None = self._connection.recv()
+            request: TrialRequest | None = self.connection.recv()
             return request
         return None
 
@@ -110,7 +110,7 @@ def main() -> None:
     folder, connection = Path(sys.argv[1]), Connection(int(sys.argv[2]))
     config = validate(merge_layers(saved_layers(folder)))
     tracker = StepTracker(connection.send)
-    trainer = partial(TrialTrainer, connection, tracker.restart)
+    trainer = partial(TrialTrainer, connection=connection, restart_measurement=tracker.restart)
     try:
         asyncio.run(run_training(config, make_console(), trackers=[tracker], make_trainer=trainer))
     except AgentrlError as error:

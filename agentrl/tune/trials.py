@@ -11,9 +11,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from agentrl.config.layers import save_config
+from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import TrialError
@@ -50,7 +51,7 @@ class TrialProcesses:
             TrialError: the run failed, or took longer than ``limit_s``; its folder stays.
         """
         deadline, start_s, settings = time.monotonic() + limit_s, 0.0, HotSettings.from_config(config)
-        keys = settings.remove_from(config)
+        keys = settings.other_keys(config)
         if self._process is not None and (fresh or self._process.keys != keys):
             self.close()
         try:
@@ -70,7 +71,7 @@ class TrialProcesses:
             raise
         return Measurement([step for step in steps if isinstance(step, StepTimes)], start_s)
 
-    def _start(self, config: Config, keys: dict[str, Any]) -> _TrialProcess:
+    def _start(self, config: Config, keys: Tree) -> _TrialProcess:
         self._count += 1
         folder = self._folder / f"run-{self._count}"
         folder.mkdir(parents=True)
@@ -111,7 +112,7 @@ class TrialProcesses:
 class _TrialProcess:
     """A run that takes steps on request."""
 
-    def __init__(self, child: ChildProcess, connection: Connection, keys: dict[str, Any], folder: Path) -> None:
+    def __init__(self, child: ChildProcess, connection: Connection, keys: Tree, folder: Path) -> None:
         self.connection = connection
         self.keys = keys
         """Of its configuration, without hot settings."""

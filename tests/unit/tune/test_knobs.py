@@ -116,7 +116,7 @@ def test_nothing_is_tried_that_changes_what_is_learned(base: list[str]) -> None:
 def test_hot_settings_are_those_that_need_no_start() -> None:
     def keys(*settings: str) -> Any:
         config = load_config(None, ["rollout.runners=0", *settings])
-        return HotSettings.from_config(config).remove_from(config)
+        return HotSettings.from_config(config).other_keys(config)
 
     assert keys() == keys("rollout.concurrency=8", "batch.tokens_per_micro=8", "run.dir=x")
     assert keys() != keys("sampler.embedded.threads=1")
