@@ -47,6 +47,7 @@ from agentrl.planner.training_summary import describe_memory, describe_model, de
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
+from agentrl.train.pipeline.step_size import fewest_groups
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
@@ -369,12 +370,10 @@ def _to_train_on(split: Split | None) -> str:
 
 
 def _describe_step(config: Config) -> str:
-    rollout = config.rollout
-    fewest = rollout.batch_size if config.asynchronous.max_staleness else rollout.teaching_groups or rollout.batch_size
-    sizes = [rollout.batch_size] if fewest >= rollout.batch_size else [fewest, rollout.batch_size]
-    prompts = " to ".join(map(str, sizes))
-    episodes = " to ".join(str(size * rollout.n_samples_per_prompt) for size in sizes)
-    return f"{prompts} prompts x {rollout.n_samples_per_prompt} = {episodes} episodes"
+    samples = config.rollout.n_samples_per_prompt
+    sizes = sorted({fewest_groups(config), config.rollout.batch_size})
+    episodes = " to ".join(str(size * samples) for size in sizes)
+    return f"{' to '.join(map(str, sizes))} prompts x {samples} = {episodes} episodes"
 
 
 def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> list[str]:

@@ -190,7 +190,7 @@ class Sampling(RolloutSource):
 
     def __post_init__(self) -> None:
         """Begin with a step of ``rollout.teaching_groups`` groups."""
-        self.step_size = StepSize(self.config.rollout)
+        self.step_size = StepSize(self.config)
 
     @property
     @override

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.config.rollout import RolloutConfig
+from agentrl.config.load import load_config
 from agentrl.core.errors import LearnerError, RunStopped, SamplerError
 from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams, StopReason
 from agentrl.obs.rollouts import read_rollouts, rollout_files
@@ -122,7 +122,7 @@ def test_a_step_has_as_many_groups_as_are_needed_for_those_that_teach(tmp_path: 
     recorded=st.lists(st.lists(st.sampled_from(["flat", "teaching", "dropped"]), max_size=6), max_size=6),
 )
 def test_the_size_of_a_step_is_bounded(teaching: int, batch_size: int, recorded: list[list[str]]) -> None:
-    size = StepSize(RolloutConfig(batch_size=batch_size, teaching_groups=teaching))
+    size = StepSize(load_config(None, [f"rollout.batch_size={batch_size}", f"rollout.teaching_groups={teaching}"]))
     assert size.groups == min(teaching, batch_size)
     for step in recorded:
         size.record(
@@ -141,7 +141,16 @@ def test_the_size_of_a_step_is_bounded(teaching: int, batch_size: int, recorded:
         )
         assert min(teaching, batch_size) <= size.groups <= batch_size
         assert 0 <= size.taught <= 1
-    assert StepSize(RolloutConfig(batch_size=batch_size)).groups == batch_size
+
+
+@pytest.mark.parametrize(
+    "setting", ["rollout.teaching_groups=null", "async.max_staleness=1", "algo.advantage.name=reinforce_plus_plus"]
+)
+def test_some_runs_have_steps_of_one_size(setting: str) -> None:
+    size = StepSize(load_config(None, ["rollout.batch_size=8", "rollout.teaching_groups=3", setting]))
+    assert size.groups == 8
+    size.record([])
+    assert size.groups == 8
 
 
 def test_a_resumed_run_has_the_same_steps(tmp_path: Path) -> None:
