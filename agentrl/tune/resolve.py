@@ -21,6 +21,7 @@ ORIGIN = "agentrl tune"
 _STEPS = 1_000_000
 """More than trials take: they end by themselves."""
 _TRIAL: Tree = {
+    "rollout": {"teaching_groups": None},  # all steps are whole ones
     "train": {"steps": _STEPS, "minutes": None, "eval_every": 0, "eval_first": False, "save_every": 0},
     "obs": {"progress": "plain", "wandb": "off", "tensorboard": False},
 }
