@@ -17,13 +17,18 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import psutil
 
 SERVERS = ("gcs_server", "raylet")
 """Ray's processes without which it does not work."""
+_RAYLET_VARIABLE = "RAY_RAYLET_PID"
+"""Environment variable in which agents and workers have the process id of their raylet."""
 _LOOK_S = 0.1
+_PAUSES_S = (0.3, 0.7, 1.0)
+"""Between the looks for processes of a killed process's Ray: a raylet may have been starting one as it ended."""
 _GRACE_S = 3.0
 """Seconds from the end of the GCS in which the process may still raise an error itself."""
 
@@ -64,40 +69,52 @@ def ended_servers(process: psutil.Process) -> list[str]:
 
 
 def kill_raylets(process: psutil.Process) -> None:
-    """Kill the raylets that ``process`` has started, and their children."""
-    _kill(_raylet_processes(process))
+    """Kill the raylets that ``process`` has started, with their agents and workers."""
+    _kill(_raylets(process))
 
 
-def _raylet_processes(process: psutil.Process) -> set[psutil.Process]:
-    """Return the raylets that ``process`` has started, with their agents and workers."""
-    processes: set[psutil.Process] = set()
+def _raylets(process: psutil.Process) -> set[psutil.Process]:
+    """Return the raylets that ``process`` has started."""
+    raylets: set[psutil.Process] = set()
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet":
-                processes.update([child, *child.children(recursive=True)])
-    return processes
+                raylets.add(child)
+    return raylets
 
 
-def _kill(processes: set[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+def _kill(raylets: set[psutil.Process]) -> None:
+    """Kill raylets with their agents and workers. These are known by their environment, also when their raylet has ended."""
+    names = {str(raylet.pid) for raylet in raylets}
+    for process in psutil.process_iter() if raylets else ():
+        with contextlib.suppress(psutil.Error):
+            if process in raylets or process.environ().get(_RAYLET_VARIABLE) in names:
+                process.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _watch(process: psutil.Process) -> None:
     """Watch until the standard input ends, as it does with the process or with its context; a line says that Ray has started."""
-    processes: set[psutil.Process] = set()
+    raylets: set[psutil.Process] = set()
     try:
         while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-            processes |= _raylet_processes(process)
+            raylets |= _raylets(process)
             if "gcs_server" in ended_servers(process) and not select.select([sys.stdin], [], [], _GRACE_S)[0]:
                 sys.stderr.write("LearnerError: Ray does not start: its process gcs_server has ended\n")
                 return
         if os.read(sys.stdin.fileno(), 1):
-            processes |= _raylet_processes(process)
+            raylets |= _raylets(process)
             os.read(sys.stdin.fileno(), 1)
     finally:
-        _kill(processes)
+        _kill(raylets)
+        for pause_s in () if _lives(process) else _PAUSES_S:
+            time.sleep(pause_s)
+            _kill(raylets)
 
 
 if __name__ == "__main__":
