@@ -7,6 +7,9 @@ the one without sharing. It does not depend on the order of rows with different 
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -52,31 +55,46 @@ def balance_units(units: Sequence[Unit], data_parallel_size: int, tokens: int) -
 def _first_fit(units: Sequence[Unit], tokens: int) -> list[list[Unit]]:
     """Put units, largest first, each into the first group with enough space."""
     groups: list[list[Unit]] = []
-    space = np.zeros(len(units), np.int64)
+    size = 1 << len(units).bit_length()
+    space = [math.inf] * (2 * size)
+    """A tree of maxima: ``space[size + group]`` is the space in a group, and node ``n`` is above ``2n`` and ``2n + 1``."""
     for unit in units:
-        fits = space[: len(groups)] >= unit.tokens
-        first = int(fits.argmax()) if len(groups) else 0
-        if not groups or not fits[first]:
-            first = len(groups)
+        node = 1
+        while node < size:
+            node = 2 * node if space[2 * node] >= unit.tokens else 2 * node + 1
+        if node - size == len(groups):
             groups.append([])
-            space[first] = max(tokens, unit.tokens)
-        groups[first].append(unit)
-        space[first] -= unit.tokens
+            space[node] = max(tokens, unit.tokens)
+        groups[node - size].append(unit)
+        space[node] -= unit.tokens
+        while node > 1:
+            node //= 2
+            space[node] = max(space[2 * node], space[2 * node + 1])
     return groups
 
 
 def _spread(units: Sequence[Unit], count: int, tokens: int) -> list[list[Unit]] | None:
     """Put units, largest first, each into the cheapest of ``count`` groups with enough space; None if one has none."""
     groups: list[list[Unit]] = [[] for _ in range(count)]
-    costs, used = np.zeros(count), np.zeros(count, np.int64)
+    costs, used = [0.0] * count, [0] * count
+    with_space = [(0.0, group) for group in range(count)]
+    """Heap by cost."""
+    too_full: list[tuple[int, int]] = []
+    """Heap by tokens: those without space for the units so far. Later ones are smaller."""
     for unit in units:
-        fits = (used == 0) | (used + unit.tokens <= tokens)
-        if not fits.any():
+        while too_full and too_full[0][0] + unit.tokens <= tokens:
+            _, group = heapq.heappop(too_full)
+            heapq.heappush(with_space, (costs[group], group))
+        while with_space and used[with_space[0][1]] and used[with_space[0][1]] + unit.tokens > tokens:
+            _, group = heapq.heappop(with_space)
+            heapq.heappush(too_full, (used[group], group))
+        if not with_space:
             return None
-        cheapest = int(np.where(fits, costs, np.inf).argmin())
-        groups[cheapest].append(unit)
-        costs[cheapest] += unit.cost
-        used[cheapest] += unit.tokens
+        group = with_space[0][1]
+        groups[group].append(unit)
+        costs[group] += unit.cost
+        used[group] += unit.tokens
+        heapq.heapreplace(with_space, (costs[group], group))
     return groups
 
 
@@ -160,16 +178,25 @@ class _Prefixes:
         """Tokens that each row of the order has in common with the one before."""
         self.lengths = [len(row) for row in rows]
         self.position_of_row = np.argsort(self.order)
+        self._least = [self.common]
+        """By level: the least of ``common`` in ``2 ** level`` neighbours from each position on."""
+        while len(shorter := self._least[-1]) > (half := 1 << len(self._least) - 1):
+            self._least.append(np.minimum(shorter[:-half], shorter[half:]))
 
     def unit(self, rows: Sequence[int]) -> Unit:
         """Return rows as one tree."""
         positions = np.sort(self.position_of_row[list(rows)])
         # What two rows have in common is the least that all neighbours between them have.
-        links = self.common[: positions[-1] + 1]
-        saved: list[int] = np.minimum.reduceat(links, positions[:-1] + 1).tolist() if len(positions) > 1 else []
+        saved = [self._least_common(*ends) for ends in itertools.pairwise(positions.tolist())]
         lengths = [self.lengths[number] for number in rows]
         cost = sum(map(row_cost, lengths)) - sum(map(row_cost, saved))
         return Unit(tuple(rows), sum(lengths) - sum(saved), cost)
+
+    def _least_common(self, begin: int, end: int) -> int:
+        """Return the least of ``common`` at the positions after ``begin`` up to ``end``."""
+        level = (end - begin).bit_length() - 1
+        least = self._least[level]
+        return int(min(least[begin + 1], least[end + 1 - (1 << level)]))
 
     def units(self, limit: int) -> list[Unit]:
         """Join neighbours, those with the longest common prefixes first, to trees of at most ``limit`` tokens.

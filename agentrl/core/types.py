@@ -468,7 +468,7 @@ class Rollout:
     seats: tuple[SeatRecord, ...] = ()
     """Who played the agents of a multi-agent episode, and when, by seat."""
     record: bytes = field(default=b"", repr=False)
-    """The rollout as a runner process has encoded it (`agentrl.obs.records`), until it is in all files, or changes."""
+    """The rollout as its runner or the journal has encoded it (`agentrl.obs.records`), until it is in all files, or changes."""
 
 
 def json_state(value: Any) -> Any:

@@ -106,14 +106,15 @@ class Trainer:
         self.step, self.position = self.step + 1, rollouts.position
         await self.steps.finish(training_step, watch)
         with watch("record"):
-            await self.source.on_step_trained(self.step, mean_advantages(training_step.advantages))
+            advantages = await asyncio.to_thread(lambda: mean_advantages(training_step.advantages))
+            await self.source.on_step_trained(self.step, advantages)
+            sampled_s = watch.seconds["rollout"] if self.source.samples and rollouts.sampled else None
+            metrics |= await asyncio.to_thread(training_step.metrics, sampled_s, rollouts.filtered)
         try:
             await self._sync_weights(watch)
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
             with watch("record"):
-                sampled_s = watch.seconds["rollout"] if self.source.samples and rollouts.sampled else None
-                metrics |= training_step.metrics(sampled_s, rollouts.filtered) | self.source.metrics()
-                metrics |= self.steps.estimators.metrics()
+                metrics |= self.source.metrics() | self.steps.estimators.metrics()
                 metrics |= self.monitor() | {"train/version": float(self.step)} | self._between_steps.metrics()
             seconds = time.perf_counter() - start
             self.spent_s += seconds

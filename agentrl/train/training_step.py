@@ -413,7 +413,7 @@ class StepTrainer:
         for batch in await asyncio.to_thread(training_step.value_batches):
             trained.append(await asyncio.to_thread(self.critic.train_step, batch))
             self.optimizer_steps += 1
-        return training_step.value_metrics(trained)
+        return await asyncio.to_thread(training_step.value_metrics, trained)
 
     async def finish(self, training_step: TrainingStep, watch: Stopwatch) -> None:
         """Update the estimators after the optimizer steps, and every ``algo.reference_steps`` steps the reference."""

@@ -186,8 +186,11 @@ class Journal:
             self._log.write("admitted", position=position, version=version, opponent=opponent)
 
     def record_ended(self, position: int, rollout: Rollout) -> None:
-        """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`."""
-        record = rollout.record or encode_record(rollout)
+        """Add a rollout of a group that is not finished. It has its reward, and does not change until `record_finished`.
+
+        Its record is kept for files of rollouts.
+        """
+        rollout.record = record = rollout.record or encode_record(rollout)
         start = append(self._file(position), record)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(record))
 

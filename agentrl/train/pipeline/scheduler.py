@@ -151,7 +151,7 @@ class GroupScheduler:
         )
         rollouts = (*step_groups.rollouts, *step_groups.filtered)
         self.runner.check_dropped(rollouts)
-        self._measure(step_groups.rollouts, sum(rollout.sampled_tokens for rollout in rollouts))
+        await self._measure(step_groups.rollouts, sum(rollout.sampled_tokens for rollout in rollouts))
         return step_groups
 
     @asynccontextmanager
@@ -186,15 +186,16 @@ class GroupScheduler:
         self._in_order = False
         self._changed.set()
 
-    def _measure(self, rollouts: list[Rollout], tokens: int) -> None:
+    async def _measure(self, rollouts: list[Rollout], tokens: int) -> None:
         """Measure the rollouts that were taken, and mask their old tokens; ``tokens`` were sampled, filtered ones included."""
         clock, last_take = asyncio.get_running_loop().time(), self._last_take
         self._last_take, version = clock, self.admission.step - 1
         self._metrics = self.filtering.metrics | self._length_metrics()
         self._metrics["time/tokens_per_s"] = tokens / max(clock - last_take, 1e-6)
-        self._metrics |= self._age_metrics(rollouts, version)
+        self._metrics |= await asyncio.to_thread(self._age_metrics, rollouts, version)
         if self.mask_older_than is not None:
-            self._metrics["async/masked_share"] = mask_stale(rollouts, version, self.mask_older_than)
+            masked_share = await asyncio.to_thread(mask_stale, rollouts, version, self.mask_older_than)
+            self._metrics["async/masked_share"] = masked_share
 
     def _length_metrics(self) -> dict[str, float]:
         return self._length_bias.metric(self.admission.oldest)

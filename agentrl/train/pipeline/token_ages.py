@@ -24,7 +24,7 @@ def staleness_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, fl
     if not len(age_N):
         return {}
     longest = sorted(trained, key=lambda rollout: rollout.sampled_tokens)[-math.ceil(len(trained) / 4) :]
-    several = np.mean([len(np.unique(row.versions[row.mask == 1])) > 1 for row in rows])
+    several = np.mean([_has_several(row.versions[row.mask == 1]) for row in rows])
     return {
         "async/staleness_mean": float(age_N.mean()),
         "async/staleness_p95": float(np.percentile(age_N, 95)),
@@ -52,6 +52,10 @@ def lag_metrics(rollouts: Iterable[Rollout], version: int) -> dict[str, float]:
     """Return by how many policy versions the tokens of an evaluation are newer than the ``version`` that it began with."""
     lag_N = -_ages([row for rollout in rollouts for row in rollout.rows], version)
     return {"eval/lag_mean": float(lag_N.mean()), "eval/lag_max": float(lag_N.max())} if len(lag_N) else {}
+
+
+def _has_several(versions_N: NDArray[np.int32]) -> bool:
+    return bool(len(versions_N) and (versions_N != versions_N[0]).any())
 
 
 def _ages(rows: Iterable[Row], version: int) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import FinishReason, ForkReason, Message, Rollout, RowKey, StopReason, ToolCall, Turn
 from agentrl.obs.records import decode_record, encode_record, split_records
 from agentrl.obs.rollouts import RolloutFile, count_rollouts, read_rollouts, rollout_files, scan_rollouts
+from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.token_ages import mask_stale
 from benchmarks.episode_runner import synthetic_rows
 
@@ -121,6 +122,18 @@ def test_a_file_of_records_has_the_bytes_of_runner_processes(tmp_path: Path) -> 
     [*_, last] = (scanned.rollout for scanned in scan_rollouts(file.path))
     assert isinstance(last, Rollout)
     assert last.rows[0].experts is None, "these are large, and only the journal needs them"
+
+
+def test_journal_and_file_have_the_bytes_of_one_encoding(tmp_path: Path) -> None:
+    journal, rollout = Journal(tmp_path).begin(), without_experts("3/0/1")
+    journal.record_admitted(0, 0)
+    journal.record_ended(0, rollout)
+    journal.close()
+    rollout.reward = -1.0  # it would be in another encoding
+    file = RolloutFile(tmp_path / "step_000003.rollouts")
+    file.write(rollout)
+    [group] = (tmp_path / "journal" / "groups").iterdir()
+    assert file.finish().read_bytes() == group.read_bytes()
 
 
 def test_a_change_after_the_end_is_encoded_again() -> None:
