@@ -68,6 +68,11 @@ class Session:
         """Turns of the policy so far."""
         return self._turns
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a turn is in progress."""
+        return bool(self._turn_tasks)
+
     def ignored_fields(self, request: ChatRequest) -> tuple[str, ...]:
         """Return what a request sets that has no effect: sampling parameters other than the run's. It is logged once a run."""
         sampling = self.agent.sampling
@@ -171,7 +176,8 @@ class Session:
     def rollout(self) -> Rollout:
         """Return the episode as a rollout, once the program has ended."""
         self._tree.mask_auxiliary()
-        return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=self.stop_reason)
+        reason = self.stop_reason or StopReason.TERMINATED
+        return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=reason)
 
     async def close(self) -> None:
         """Abort the turns in progress."""
