@@ -114,9 +114,15 @@ Play = Callable[..., Played]
 
 
 def play_with(
-    renderer: ChatRenderer, script: Any, talk: Talk, *, gate: asyncio.Event | None = None, **limits: Any
+    renderer: ChatRenderer,
+    script: Any,
+    talk: Any,
+    *,
+    gate: asyncio.Event | None = None,
+    is_loop: bool = False,
+    **limits: Any,
 ) -> Played:
-    """Play an episode with a coroutine in place of an agent program."""
+    """Play an episode with a coroutine in place of an agent program; a loop is a function for ``rollout.generate``."""
     sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
     replies: list[httpx.Response] = []
 
@@ -141,8 +147,16 @@ def play_with(
         sampling=SamplingParams(max_new_tokens=bounds["max_new_tokens"], seed=5),
     )
     policy = FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1))
-    runner = EpisodeRunner({"": EpisodeSettings(context, generate=generate)}, policy, EpisodeSlots(4))
-    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    runner = EpisodeRunner(
+        {"": EpisodeSettings(context, generate=talk if is_loop else generate)}, policy, EpisodeSlots(4)
+    )
+    rollouts: list[Rollout] = []
+
+    async def run() -> None:
+        rollouts.extend(await runner.run_many([Job(TASK, 1, "e")]))
+
+    asyncio.run(run())  # it would print what the coroutine returns, with all arrays, to look for a signal of that name
+    (rollout,) = rollouts
     if rollout.failure is None:
         check_rows(rollout.rows)
         assert rollout_faults(rollout) == []

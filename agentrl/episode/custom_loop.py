@@ -98,17 +98,20 @@ async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> obj
 
 def _check_rollouts(returned: object, agent: Agent) -> list[Rollout]:
     rollouts = [returned] if isinstance(returned, Rollout) else returned
-    prefix = f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}"
     if (
         not isinstance(rollouts, list | tuple)
         or not rollouts
         or not all(isinstance(rollout, Rollout) for rollout in rollouts)
     ):
-        raise ConfigError(f"{prefix}; it must return chat.rollout(...), or a list of several chats' rollouts")
+        raise ConfigError(
+            f"{KEY}: the function returned {returned!r:.200} for task {agent.task.id!r}; it must return chat.rollout(...), or a "
+            "list of several chats' rollouts"
+        )
     ids = [rollout.rollout_id for rollout in rollouts]
     if len(set(ids)) < len(ids) or not set(ids) <= {chat.rollout_id for chat in agent.chats}:
         raise ConfigError(
-            f"{prefix}: rollouts {', '.join(ids)}; each must come from a chat of this agent, one from each"
+            f"{KEY}: the function returned for task {agent.task.id!r} the rollouts {', '.join(ids)}; each must come from a chat "
+            "of this agent, one from each"
         )
     return list(rollouts)
 

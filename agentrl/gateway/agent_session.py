@@ -93,6 +93,17 @@ class Session:
                 )
         return (*ignored, *request.unsupported)
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt; nothing is sampled.
+
+        Raises:
+            BadRequestError: the chat format refuses the conversation.
+        """
+        try:
+            return self.agent.prompt_tokens(request.messages, request.tools)
+        except ConversationError as error:
+            raise BadRequestError(str(error)) from None
+
     def submit(self, request: ChatRequest) -> asyncio.Task[Reply]:
         """Begin to answer a request. The turn goes on, and is recorded, if nobody waits for it.
 

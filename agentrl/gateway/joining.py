@@ -16,7 +16,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import ForkReason, MaskReason, Message, ToolCall
 from agentrl.episode.chat import Chat
 from agentrl.episode.state import TurnEnd
-from agentrl.gateway.dialects.base import BadRequestError
+from agentrl.gateway.dialects.base import BadRequestError, call_id
 from agentrl.render.formats.base import split_thinking
 
 _PROBE_TOKENS = 1
@@ -267,8 +267,6 @@ def _plain(value: Any) -> Any:
 def _json(value: Any) -> bytes:
     try:
         return json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise BadRequestError(f"a message is no Unicode text: {error}") from None
     except RecursionError:
         raise BadRequestError("the arguments of a call are nested too deeply") from None
 
@@ -280,4 +278,4 @@ def _digest(first: bytes, second: bytes) -> bytes:
 def shown_calls(calls: Iterable[ToolCall], turn: int) -> tuple[ToolCall, ...]:
     """Return the calls that an agent program sees of a turn, with ids that every dialect allows."""
     readable = (call for call in calls if call.is_readable)
-    return tuple(replace(call, id=f"call_{turn}_{number}") for number, call in enumerate(readable))
+    return tuple(replace(call, id=call_id(turn, number)) for number, call in enumerate(readable))

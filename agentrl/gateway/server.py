@@ -30,11 +30,13 @@ from agentrl.gateway.agent_session import Session, SessionOverError
 from agentrl.gateway.answers import Answer
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Json, convert, read_json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
+from agentrl.gateway.dialects.messages import Messages
+from agentrl.gateway.dialects.responses import Responses
 from agentrl.toolserver.server.server import UVICORN, Server, listen
 
 _log = logging.getLogger(__name__)
 
-DIALECTS: tuple[Dialect, ...] = (ChatCompletions(),)
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 BODY_BYTES = 64 * 2**20
 """Bytes of the largest request."""
 KEEP_ALIVE_S = 5.0
@@ -121,6 +123,7 @@ class Gateway:
     def _make_app(self) -> Starlette:
         handlers: list[tuple[str, Handler, list[str]]] = [
             *((dialect.path, partial(self._chat, dialect), ["POST"]) for dialect in DIALECTS),
+            (f"{Messages.path}/count_tokens", self._count_tokens, ["POST"]),
             ("/v1/session/reward", self._reward, ["POST"]),
             ("/v1/models", self._models, ["GET"]),
             ("/v1/models/{model:path}", self._models, ["GET"]),
@@ -191,22 +194,24 @@ class Gateway:
         """Set the reward of the rollout, and metrics."""
         if not session.may_reward:
             raise BadRequestError("the program does not set the reward: rollout.agent.reward=session allows it", 403)
-        body = convert(read_json(await _read(http), "the body"), _RewardBody)
+        body = convert(_read_object(await _read(http)), _RewardBody)
         values = {"reward": body.reward, **body.metrics}
         if faults := [name for name, value in values.items() if not math.isfinite(value)]:
             raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
         session.reward, session.metrics = body.reward, body.metrics
         return _reply({"reward": body.reward})
 
+    async def _count_tokens(self, http: Request, session: Session) -> Response:
+        request = Messages().request(_read_object(await _read(http)))
+        return _reply({"input_tokens": session.count_tokens(request)})
+
     async def _chat(self, dialect: Dialect, http: Request, session: Session) -> Response:
         content = await _read(http)
-        body = read_json(content, "the body")
-        if not isinstance(body, dict):
-            raise BadRequestError(f"the body is no JSON object: {body!r:.100}")
         try:
-            request = dialect.request(body)
+            request = dialect.request(_read_object(content))
             headers = _ignored_header(session.ignored_fields(request))
-            answer = self._answer(session, request, http, hashlib.blake2b(dialect.path.encode() + content).digest())
+            digest = hashlib.blake2b(dialect.path.encode() + content).digest()
+            answer = self._answer(session, request, http, digest)
         except BadRequestError as error:
             session.refused = error.message
             raise
@@ -290,6 +295,18 @@ async def _read(http: Request) -> bytes:
             raise too_long
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _read_object(content: bytes) -> Json:
+    """Return the JSON object of a body.
+
+    Raises:
+        BadRequestError: it is none.
+    """
+    body = read_json(content, "the body")
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the body is no JSON object: {body!r:.100}")
+    return body
 
 
 async def _wait_for_disconnect(http: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
@@ -13,7 +13,7 @@ import msgspec
 
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
-from agentrl.core.types import Message, Role, ToolCall
+from agentrl.core.types import Message, ToolCall
 from agentrl.render.parsers.base import THINK, THINK_END
 
 S = TypeVar("S")
@@ -22,6 +22,10 @@ Json = dict[str, Any]
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 """Why a reply ended."""
 
+_MESSAGE_CHARACTERS = 1000
+_CALL_ID = re.compile(r"call_(\d{1,9})_\d{1,9}")
+_HALF_CHARACTER = r"\\u[dD][89a-fA-F]"
+"""A surrogate in JSON, which is valid only in pairs."""
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
@@ -35,7 +39,7 @@ class BadRequestError(Exception):
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}…"
         self.status = status
 
 
@@ -138,9 +142,14 @@ def read_json(text: str | bytes, subject: str) -> Any:
         BadRequestError: it is not JSON, is nested too deeply, or has text that is not Unicode.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_no_number)
+        value = json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_no_number)
+        if re.search(_HALF_CHARACTER if isinstance(text, str) else _HALF_CHARACTER.encode(), text):  # type: ignore[call-overload]
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except RecursionError:
         raise BadRequestError(f"{subject} is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise BadRequestError(f"{subject} has half a character, which no Unicode text has: {error.reason}") from None
     except ValueError as error:
         raise BadRequestError(f"{subject} is not JSON: {error}") from None
 
@@ -185,10 +194,7 @@ def _make_tool(name: str, description: str, schema_text: str) -> Tool | str:
         return f"tools: the name {name!r:.200} is not 1 to 128 letters, digits or any of _ . : / -"
     schema = json.loads(schema_text)
     try:
-        (description + schema_text).encode()
         problem = schema_problem(schema)
-    except UnicodeEncodeError as error:
-        problem = f"it is no Unicode text: {error}"
     except RecursionError:
         problem = "its JSON Schema is nested too deeply"
     return f"tools: {name}: {problem}" if problem else Tool(name, description, schema)
@@ -206,23 +212,10 @@ def check_tool_names(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def make_message(role: Role, content: str, **fields: Any) -> Message:
-    """Return a message.
-
-    Raises:
-        BadRequestError: its text has half a character, which is in no Unicode text.
-    """
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequestError(f"a message of role {role} is no Unicode text: {error}") from None
-    return Message(role, content, **fields)
-
-
 def assistant_message(text: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
     """Return a message of the assistant with its reasoning as agentrl writes it."""
     thought = f"{THINK}\n{reasoning}\n{THINK_END}\n\n" if reasoning else ""
-    return make_message("assistant", thought + text, tool_calls=tuple(calls))
+    return Message("assistant", thought + text, tuple(calls))
 
 
 def make_call(id: str, name: str, arguments: Any) -> ToolCall:
@@ -260,8 +253,91 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def read_tool_choice(choice: object) -> tuple[bool, tuple[str, ...]]:
+    """Return whether tools are offered, and what of ``tool_choice`` has no effect.
+
+    The policy is offered tools or not; it is not forced to call one.
+
+    Raises:
+        BadRequestError: it is no choice.
+    """
+    if choice in (None, "auto"):
+        return True, ()
+    if choice == "none":
+        return False, ()
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind not in ("required", "any", "function", "tool", "allowed_tools", "auto", "none"):
+        raise BadRequestError(f"tool_choice={choice!r:.200} is not auto, none, required, or a function")
+    if kind in ("auto", "none"):
+        return kind == "auto", ()
+    return True, (f"tool_choice={kind}",)
+
+
+def read_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return stop strings.
+
+    Raises:
+        BadRequestError: one is empty, or there are too many.
+    """
+    if len(stop) > 32 or not all(stop):
+        raise BadRequestError(f"stop has {len(stop)} strings; at most 32 of one or more characters are supported")
+    return tuple(stop)
+
+
+def read_max_tokens(tokens: int | None) -> int | None:
+    """Return the limit of a turn.
+
+    Raises:
+        BadRequestError: it is below 1.
+    """
+    if tokens is not None and tokens < 1:
+        raise BadRequestError(f"max_tokens={tokens} must be at least 1")
+    return tokens
+
+
+def read_sampling(body: Json, names: Mapping[str, str]) -> Json:
+    """Return the sampling parameters that a body sets, by agentrl's names."""
+    return {name: body[key] for key, name in names.items() if body.get(key) is not None}
+
+
+def refuse_fields(body: Json, names: Iterable[str]) -> None:
+    """Refuse fields that would change what a reply is.
+
+    Raises:
+        BadRequestError: the body has one, with a value that requests something.
+    """
+    for name in names:
+        if body.get(name) not in (None, False, 0, [], {}, "none"):
+            raise BadRequestError(f"{name} is not supported")
+
+
+def call_id(turn: int, number: int) -> str:
+    """Return the id of a call of a turn for agent programs."""
+    return f"call_{turn}_{number}"
+
+
+def call_turn(id: str) -> int | None:
+    """Return the turn of a call by its id; None if it is not one that `call_id` returned."""
+    match = _CALL_ID.fullmatch(id)
+    return None if match is None else int(match[1])
+
+
 def event(data: Json | str, name: str | None = None) -> bytes:
     """Return a server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
+
+
+class OpenAiErrors:
+    """Errors as OpenAI's APIs have them."""
+
+    def error(self, message: str, status: int) -> Json:
+        """Return the body of an error."""
+        kinds = {401: "authentication_error", 404: "not_found_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+    def error_event(self, message: str, status: int) -> bytes:
+        """Return the event of an error in a stream."""
+        return event(self.error(message, status))

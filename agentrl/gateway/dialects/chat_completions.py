@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -15,6 +15,7 @@ from agentrl.gateway.dialects.base import (
     ChatRequest,
     Dialect,
     Json,
+    OpenAiErrors,
     Reply,
     assistant_message,
     check_conversation,
@@ -22,8 +23,12 @@ from agentrl.gateway.dialects.base import (
     convert,
     event,
     make_call,
-    make_message,
     make_tool,
+    read_max_tokens,
+    read_sampling,
+    read_stop,
+    read_tool_choice,
+    refuse_fields,
 )
 
 _SAMPLING = {
@@ -102,7 +107,7 @@ class _Body(Struct):
     modalities: list[str] = field(default_factory=list)
 
 
-class ChatCompletions(Dialect):
+class ChatCompletions(OpenAiErrors, Dialect):
     """The dialect; reasoning is in ``reasoning_content``, as servers of open models have it."""
 
     path = "/v1/chat/completions"
@@ -161,20 +166,6 @@ class ChatCompletions(Dialect):
             yield event({**head, "choices": [], "usage": _usage(reply)})
         yield event("[DONE]")
 
-    @override
-    def error(self, message: str, status: int) -> Json:
-        return {"error": {"message": message, "type": error_type(status), "param": None, "code": None}}
-
-    @override
-    def error_event(self, message: str, status: int) -> bytes:
-        return event(self.error(message, status))
-
-
-def error_type(status: int) -> str:
-    """Return OpenAI's name of the kind of an error."""
-    kinds = {401: "authentication_error", 404: "not_found_error"}
-    return kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-
 
 def _refuse(body: Json, fields: _Body) -> None:
     """Refuse what is not supported.
@@ -184,65 +175,14 @@ def _refuse(body: Json, fields: _Body) -> None:
     """
     if fields.n not in (None, 1):
         raise BadRequestError(f"n={fields.n}: a request is for one turn; send several requests")
-    for name in _REFUSED:
-        if body.get(name) not in (None, False, 0, [], {}, "none"):
-            raise BadRequestError(f"{name} is not supported")
+    refuse_fields(body, _REFUSED)
     if fields.response_format is not None and fields.response_format.type != "text":
         raise BadRequestError(f"response_format.type={fields.response_format.type!r:.100} is not supported; use text")
     if set(fields.modalities) - {"text"}:
         raise BadRequestError(f"modalities={fields.modalities} is not supported; use text")
 
 
-def read_tool_choice(choice: object) -> tuple[bool, tuple[str, ...]]:
-    """Return whether tools are offered, and what of ``tool_choice`` has no effect.
-
-    The policy is offered tools or not; it is not forced to call one.
-
-    Raises:
-        BadRequestError: it is no choice.
-    """
-    if choice in (None, "auto"):
-        return True, ()
-    if choice == "none":
-        return False, ()
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind not in ("required", "any", "function", "tool", "allowed_tools", "auto", "none"):
-        raise BadRequestError(f"tool_choice={choice!r:.200} is not auto, none, required, or a function")
-    if kind in ("auto", "none"):
-        return kind == "auto", ()
-    return True, (f"tool_choice={kind}",)
-
-
-def read_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """Return stop strings.
-
-    Raises:
-        BadRequestError: one is empty or no Unicode text, or there are too many.
-    """
-    if len(stop) > 32 or not all(stop):
-        raise BadRequestError(f"stop has {len(stop)} strings, at most 32 of one or more characters are supported")
-    for text in stop:
-        make_message("user", text)
-    return tuple(stop)
-
-
-def read_max_tokens(tokens: int | None) -> int | None:
-    """Return the limit of a turn.
-
-    Raises:
-        BadRequestError: it is below 1.
-    """
-    if tokens is not None and tokens < 1:
-        raise BadRequestError(f"max_tokens={tokens} must be at least 1")
-    return tokens
-
-
-def read_sampling(body: Json, names: Mapping[str, str]) -> Json:
-    """Return the sampling parameters that a body sets, by agentrl's names."""
-    return {name: body[key] for key, name in names.items() if body.get(key) is not None}
-
-
-def join_parts(parts: str | Sequence[str | _Part] | None, separator: str) -> str:
+def _join_parts(parts: str | Sequence[str | _Part] | None, separator: str) -> str:
     """Return the text of a content.
 
     Raises:
@@ -261,11 +201,13 @@ def join_parts(parts: str | Sequence[str | _Part] | None, separator: str) -> str
 def _message(message: _Message) -> Message:
     if message.role == "assistant":
         calls = [make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-        return assistant_message(join_parts(message.content, ""), message.reasoning_content or message.reasoning, calls)
-    text = join_parts(message.content, "\n")
+        return assistant_message(
+            _join_parts(message.content, ""), message.reasoning_content or message.reasoning, calls
+        )
+    text = _join_parts(message.content, "\n")
     if message.role == "tool":
-        return make_message("tool", text, tool_call_id=message.tool_call_id or "")
-    return make_message("system" if message.role == "developer" else message.role, text)
+        return Message("tool", text, tool_call_id=message.tool_call_id or "")
+    return Message("system" if message.role == "developer" else message.role, text)
 
 
 def _head(reply: Reply, kind: str) -> Json:

@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"messages": [user("a"), {"role": "tool", "tool_call_id": "c9", "content": "b"}]},
         "the call 'c9', which no message",
     ),
-    ({"messages": [user("\ud800")]}, "no Unicode text"),
+    ({"messages": [user("\ud800")]}, "half a character"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name 'a b'"),
     ({"tools": [ADD, ADD]}, "several have the name 'add'"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 7}}}]}, "JSON Schema is invalid"),
