@@ -24,7 +24,7 @@ Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 
 _MESSAGE_CHARACTERS = 1000
 _CALL_ID = re.compile(r"call_(\d{1,9})_\d{1,9}")
-_HALF_CHARACTER = r"\\u[dD][89a-fA-F]"
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, which is valid only in pairs."""
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
@@ -142,8 +142,9 @@ def read_json(text: str | bytes, subject: str) -> Any:
         BadRequestError: it is not JSON, is nested too deeply, or has text that is not Unicode.
     """
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_no_number)
-        if re.search(_HALF_CHARACTER if isinstance(text, str) else _HALF_CHARACTER.encode(), text):  # type: ignore[call-overload]
+        decoded = text if isinstance(text, str) else text.decode()
+        value = json.loads(decoded, parse_constant=_no_number)
+        if _HALF_CHARACTER.search(decoded):
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except RecursionError:

@@ -115,20 +115,20 @@ class Messages(Dialect):
 
     @override
     def events(self, reply: Reply, *, usage: bool) -> Iterator[bytes]:
-        def named(name: str, **fields: Any) -> bytes:
+        def make_event(name: str, **fields: Any) -> bytes:
             return event({"type": name, **fields}, name)
 
         start = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None}
-        yield named("message_start", message={**start, "usage": {**_usage(reply), "output_tokens": 0}})
+        yield make_event("message_start", message={**start, "usage": {**_usage(reply), "output_tokens": 0}})
         for index, block in enumerate(_blocks(reply)):
             empty, deltas = _block_deltas(block)
-            yield named("content_block_start", index=index, content_block=empty)
+            yield make_event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
-                yield named("content_block_delta", index=index, delta=delta)
-            yield named("content_block_stop", index=index)
+                yield make_event("content_block_delta", index=index, delta=delta)
+            yield make_event("content_block_stop", index=index)
         stop = {"stop_reason": _STOP_REASONS[reply.finish], "stop_sequence": reply.stop}
-        yield named("message_delta", delta=stop, usage=_usage(reply))
-        yield named("message_stop")
+        yield make_event("message_delta", delta=stop, usage=_usage(reply))
+        yield make_event("message_stop")
 
     @override
     def error(self, message: str, status: int) -> Json:

@@ -128,32 +128,32 @@ class Responses(OpenAiErrors, Dialect):
     def events(self, reply: Reply, *, usage: bool) -> Iterator[bytes]:
         numbers = count()
 
-        def named(kind: str, **fields: Any) -> bytes:
+        def make_event(kind: str, **fields: Any) -> bytes:
             return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
 
         begun = {**_head(reply, "in_progress"), "output": [], "usage": None}
-        yield named("response.created", response=begun)
-        yield named("response.in_progress", response=begun)
+        yield make_event("response.created", response=begun)
+        yield make_event("response.in_progress", response=begun)
         for index, item in enumerate(_items(reply)):
             content = "arguments" if item["type"] == "function_call" else "content"
             added = {**item, content: type(item[content])(), "status": "in_progress"}
-            yield named("response.output_item.added", output_index=index, item=added)
+            yield make_event("response.output_item.added", output_index=index, item=added)
             keys: Json = {"item_id": item["id"], "output_index": index}
             if item["type"] == "function_call":
                 arguments, name = item["arguments"], item["name"]
-                yield named("response.function_call_arguments.delta", **keys, delta=arguments)
-                yield named("response.function_call_arguments.done", **keys, name=name, arguments=arguments)
+                yield make_event("response.function_call_arguments.delta", **keys, delta=arguments)
+                yield make_event("response.function_call_arguments.done", **keys, name=name, arguments=arguments)
             else:
                 (text,) = item["content"]
                 kind = f"response.{'reasoning' if item['type'] == 'reasoning' else 'output'}_text"
                 keys["content_index"] = 0
-                yield named("response.content_part.added", **keys, part={**text, "text": ""})
-                yield named(f"{kind}.delta", **keys, delta=text["text"])
-                yield named(f"{kind}.done", **keys, text=text["text"])
-                yield named("response.content_part.done", **keys, part=text)
-            yield named("response.output_item.done", output_index=index, item=item)
+                yield make_event("response.content_part.added", **keys, part={**text, "text": ""})
+                yield make_event(f"{kind}.delta", **keys, delta=text["text"])
+                yield make_event(f"{kind}.done", **keys, text=text["text"])
+                yield make_event("response.content_part.done", **keys, part=text)
+            yield make_event("response.output_item.done", output_index=index, item=item)
         response = self.reply(reply)
-        yield named(f"response.{response['status']}", response=response)
+        yield make_event(f"response.{response['status']}", response=response)
 
     @override
     def error_event(self, message: str, status: int) -> bytes:
