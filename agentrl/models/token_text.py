@@ -58,13 +58,13 @@ def _bytes(piece: str) -> bytes | None:
     single = _BYTE.fullmatch(piece)
     if single:
         return bytes([int(single[1], 16)])
-    table = _byte_level()
+    table = byte_level()
     return bytes(table[character] for character in piece) if all(character in table for character in piece) else None
 
 
 @cache
-def _byte_level() -> dict[str, int]:
-    """Return the byte of each character in byte-level BPE: printable Latin-1 unchanged, the others from U+0100 on."""
+def byte_level() -> dict[str, int]:
+    """Return the byte of each character of tokens in byte-level BPE: printable Latin-1 unchanged, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(unprintable)}

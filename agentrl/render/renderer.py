@@ -6,16 +6,18 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import groupby, takewhile
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, validate_call
 from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.models.token_text import byte_level
 from agentrl.render.base import Renderer
 from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, split_thinking
 from agentrl.render.parsers.base import (
@@ -237,7 +239,7 @@ class ChatRenderer(Renderer):
 
     @override
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._decode(list(token_ids))
+        return self._decode(token_ids)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the ids of plain text: special-token text in it is not special, and no token is added."""
@@ -389,17 +391,42 @@ def _unicode_call(call: ToolCall) -> ToolCall:
         return unreadable_call("the arguments are nested too deeply", name)
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Return a function that decodes ids: that of the backend if no class of the tokenizer has another, in half the time.
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes ids as the tokenizer does, in a fraction of the time.
 
-    Transformers checks the type of each id first.
+    If no class of the tokenizer has another, the backend's own decoder is used: transformers checks the type of each id first.
+    Tokens of a byte-level vocabulary are bytes, which are looked up.
     """
     kind = type(tokenizer)
     plain = kind.decode is PreTrainedTokenizerBase.decode and kind._decode is PreTrainedTokenizerFast._decode
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and plain:
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    decode: Any = tokenizer.decode
-    return partial(decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not plain:
+        decode: Any = tokenizer.decode
+        return lambda ids: str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    backend = tokenizer.backend_tokenizer
+    if isinstance(backend.decoder, ByteLevel):
+        token_bytes = _TokenBytes(backend)
+        return lambda ids: b"".join(map(token_bytes.__getitem__, ids)).decode(errors="replace")
+    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of tokens by id, in a byte-level vocabulary: each character of a token stands for a byte.
+
+    A token with any other character, such as an added one, is its text. As in ``decoders.ByteLevel`` of tokenizers; ids without
+    a token have no bytes.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        byte_of = byte_level()
+        is_bytes = all(character in byte_of for character in token)
+        token_bytes = bytes(map(byte_of.__getitem__, token)) if is_bytes else token.encode()
+        self[token_id] = token_bytes
+        return token_bytes
 
 
 def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:

@@ -1,7 +1,9 @@
 import dataclasses
+import random
 import re
 
 import pytest
+from tokenizers import AddedToken
 
 from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConversationError, ModelError
@@ -100,6 +102,17 @@ def test_bridge_keeps_every_token_and_the_newline_after_the_end_token(tokenizer,
     assert bridged.token_ids[: len(prompt.token_ids) + len(sampled)] == prompt.token_ids + sampled
     assert bridged == renderer.render((*ASK, Message("assistant", "Paris is"), *FOLLOWING))
     assert renderer.decode(bridged.token_ids).count("<|im_end|>\n") == 3
+
+
+def test_ids_are_decoded_as_the_tokenizer_does(tokenizer):
+    """Bytes that are no characters, added tokens, and ids without a token included."""
+    made, rng = tokenizer("chatml"), random.Random(1)
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("é\u4e2d Ġ", "éĠ")])
+    renderer = make_renderer(made)
+    assert len(made) < 330
+    for _ in range(300):
+        ids = rng.choices(range(330), k=rng.randrange(12))
+        assert renderer.decode(ids) == made.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def test_bridge_never_encodes_the_sampled_text_again(tokenizer):
