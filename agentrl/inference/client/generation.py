@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -53,6 +54,37 @@ class _Request:
     """Weights changed while the paused engine kept the request."""
 
 
+class _Turnstile:
+    """Lets one task pass, and the next one when the event loop has run what was ready then.
+
+    The requests of a batch often end in the same decoding step. If all replies were read first, the engine would idle until
+    the last one is: so each reply becomes the next request of its episode, which the engine prefills, while the others wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    async def enter(self) -> None:
+        """Wait for all tasks that were here before."""
+        loop = asyncio.get_running_loop()
+        if not self._closed:
+            self._closed = True
+            loop.call_soon(self._open)
+            return
+        self._waiting.append(loop.create_future())
+        await self._waiting[-1]
+
+    def _open(self) -> None:
+        while self._waiting:
+            entry = self._waiting.popleft()
+            if not entry.done():  # its task was cancelled otherwise
+                entry.set_result(None)
+                asyncio.get_running_loop().call_soon(self._open)
+                return
+        self._closed = False
+
+
 class GenerationClient(ABC):
     """A `Sampler` over one address.
 
@@ -78,6 +110,7 @@ class GenerationClient(ABC):
         self._http = http
         self._vocabulary = vocabulary
         self._requests: dict[str, _Request] = {}
+        self._turnstile = _Turnstile()
         self._numbers = itertools.count()
         """Of requests: a repeated one may meet its predecessor, which the engine has not dropped yet."""
 
@@ -151,6 +184,7 @@ class GenerationClient(ABC):
                             content = await reply.read()
                 finally:
                     self.unanswered -= 1
+                await self._turnstile.enter()
                 segment = read_reply(content, body, request_id, self._vocabulary)
                 self._note_blocks(ids, segment.generation)
                 if request.updated and not segment.exact:

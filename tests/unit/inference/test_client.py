@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
+from tests.unit.inference.fake_http import FakeReply, replying
 
 T = TypeVar("T")
 VOCABULARY = Vocabulary(100, lambda ids: "".join(chr(97 + token) for token in ids))
@@ -440,6 +442,54 @@ def test_an_engine_with_quantised_weights_is_refused(fake: FakeSGLang, tmp_path:
             fake.drive(lambda client: client.dtype())
     (tmp_path / "config.json").write_text("{}")
     assert fake.drive(lambda client: client.dtype()) is None
+
+
+class TogetherReplying:
+    """HTTP to an engine that answers all requests at the same time."""
+
+    url = "http://engine"
+
+    def __init__(self) -> None:
+        self.answered = asyncio.Event()
+
+    def request(
+        self, method: str, path: str, body: dict[str, Any], *, key: str
+    ) -> AbstractAsyncContextManager[FakeReply]:
+        return replying(self._answer(body))
+
+    async def _answer(self, body: dict[str, Any]) -> Any:
+        await self.answered.wait()
+        meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 1}
+        return {"output_ids": [7], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 7, None]]}}
+
+
+def test_an_episode_goes_on_before_the_replies_of_others_are_read() -> None:
+    """Ten replies at the same time: the first leads to a request, two iterations of the loop later, before the last is read."""
+    events: list[str] = []
+
+    async def run() -> None:
+        client = SGLangClient("http://engine")
+        http: Any = TogetherReplying()
+        client._http = http
+
+        async def play(number: int) -> None:
+            await client.generate(Prompt((1,)), SamplingParams(), session_id="s", request_id=f"r{number}")
+            events.append(f"read {number}")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            events.append(f"request {number}")
+
+        tasks = [asyncio.create_task(play(number)) for number in range(10)]
+        await run_ready_tasks()
+        http.answered.set()
+        await asyncio.sleep(0)
+        tasks[5].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert [event for event in events if event.startswith("read")] == [f"read {n}" for n in range(10) if n != 5]
+    assert events.index("request 0") < events.index("read 3")
+    assert events.index("request 8") < len(events) - 1, "nor is one left behind"
 
 
 def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
