@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -42,6 +43,7 @@ _QUICK_START = {
     "max_total_tokens": 4096,
 }
 """Options of SGLang: random weights need no file, and nothing is sampled, so no kernel is compiled."""
+_SLOW_S = 5.0
 _EMPTY_REQUESTS = 5
 """Requests of which the mean is the time of a request without weights."""
 
@@ -100,19 +102,30 @@ class Stopwatch:
     gather_s: float = 0.0
     send_s: float = 0.0
     pack_s: float = 0.0
+    """Of calls that pack a bucket, in any thread; those at the same time count once."""
     buckets: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _packing: int = 0
+    """Calls in progress."""
 
     def packing(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return ``call``, with its time added to ``pack_s``."""
+        """Return ``call``, with its time counted in ``pack_s``."""
 
         def timed_call(*args: object) -> T:
-            begun = time.perf_counter()
+            self._count(1)
             try:
                 return call(*args)
             finally:
-                self.pack_s += time.perf_counter() - begun
+                self._count(-1)
 
         return timed_call
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            # The first call's begin is subtracted, and the last one's end added.
+            if self._packing == 0 or self._packing + change == 0:
+                self.pack_s -= change * time.perf_counter()
+            self._packing += change
 
 
 class RandomLearner(WeightExporter):
@@ -316,7 +329,8 @@ class _Measurement:
                 limit = TRANSPORTS[transport].bucket_bytes(mib or self.config.weights.bucket_mib)
                 self.progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
                 pushes = _Pushes(self.config, learner, engine, transport, limit, self.folder)
-                runs = await pushes.run(version + 1, 1 if transport == "disk" else self.bench.repeats)
+                repeats = 1 if transport == "disk" else self.bench.repeats
+                runs = await pushes.run(version + 1, repeats, self.progress)
                 version = pushes.version
                 plain = await asyncio.to_thread(self._plain, transport, limit, pushes.bytes)
                 seconds, *parts = (median(values) for values in zip(*runs, strict=True))
@@ -367,8 +381,8 @@ class _Pushes:
             ),
         )
 
-    async def run(self, version: int, repeats: int) -> list[tuple[float, ...]]:
-        """Sync ``repeats`` times after a warm-up sync (none for ``disk``).
+    async def run(self, version: int, repeats: int, progress: Callable[[str], None]) -> list[tuple[float, ...]]:
+        """Sync ``repeats`` times after a warm-up sync (none for ``disk``). Slow syncs are shown as ``progress``.
 
         Returns:
             seconds in all, of gathering, sending, packing, and of requests without weights.
@@ -378,6 +392,8 @@ class _Pushes:
             for number in range(repeats + (not self._disk)):
                 self.version = version + number
                 runs.append(await self._push(self.version))
+                if runs[-1][0] > _SLOW_S:
+                    progress(f"sync {number + 1} took {runs[-1][0]:.1f} s")
         finally:
             await self._sync.aclose()
         return runs[-repeats:]

@@ -58,7 +58,8 @@ def whole_run(
         **settings,
     }
     overrides = (f"{key}={value}" for key, value in words.items())
-    run = Running("train", "--env", "search_r1", *overrides, cwd=folder, fresh=fresh)
+    # Not --env search_r1, whose settings depend on the machine.
+    run = Running("train", "--config", "search_r1/cpu", *overrides, cwd=folder, fresh=fresh)
 
     def rolling(step: int) -> bool:
         """Some episodes of the step have ended, others have not."""

@@ -31,6 +31,8 @@ from agentrl.obs.waiting import REQUEST, waiting
 KEEPING = ("retract", "in_place")
 """Pause modes in which an engine keeps its requests."""
 _ABORT_RETRY_S = 0.2
+_PASSES = 4
+"""Replies that are read in an iteration of the event loop: the engine gets requests early, and few iterations are needed."""
 ROUNDING = 1e-4
 """Log-probabilities up to this value above 0 are rounding errors of the engine, and become 0."""
 _MAX_ID = 2**31 - 1
@@ -55,7 +57,7 @@ class _Request:
 
 
 class _Turnstile:
-    """Lets one task pass, and the next one when the event loop has run what was ready then.
+    """Lets few tasks pass, and the next ones when the event loop has run what was ready then.
 
     The requests of a batch often end in the same decoding step. If all replies were read first, the engine would idle until
     the last one is: so each reply becomes the next request of its episode, which the engine prefills, while the others wait.
@@ -63,26 +65,29 @@ class _Turnstile:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._closed = False
+        self._passes = _PASSES
+        """Tasks that may pass now; fewer than all until the next iteration of the event loop."""
 
     async def enter(self) -> None:
-        """Wait for all tasks that were here before."""
+        """Wait for the tasks that were here before."""
         loop = asyncio.get_running_loop()
-        if not self._closed:
-            self._closed = True
+        if self._passes == _PASSES:
             loop.call_soon(self._open)
+        if self._passes:
+            self._passes -= 1
             return
         self._waiting.append(loop.create_future())
         await self._waiting[-1]
 
     def _open(self) -> None:
-        while self._waiting:
+        self._passes = _PASSES
+        while self._waiting and self._passes:
             entry = self._waiting.popleft()
             if not entry.done():  # its task was cancelled otherwise
                 entry.set_result(None)
-                asyncio.get_running_loop().call_soon(self._open)
-                return
-        self._closed = False
+                self._passes -= 1
+        if self._passes < _PASSES:
+            asyncio.get_running_loop().call_soon(self._open)
 
 
 class GenerationClient(ABC):

@@ -1,8 +1,10 @@
 """What a weight benchmark counts, and what it refuses."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.launcher import EngineSpec
 from agentrl.models.random_models import SHAPES
 from benchmarks.scripted_engine import ScriptedSampler, make_app
-from benchmarks.weights import Devices, RandomLearner, SyncTimes, WeightsBench, measure_weights
+from benchmarks.weights import Devices, RandomLearner, Stopwatch, SyncTimes, WeightsBench, measure_weights
 
 
 def test_gathering_and_sending_are_told_apart() -> None:
@@ -34,6 +36,16 @@ def test_gathering_and_sending_are_told_apart() -> None:
     list(learner.buckets(100_000))
     assert learner.watch.send_s < first.send_s, "each pass is counted by itself"
     assert learner.watch.pack_s == 0
+
+
+def test_calls_at_the_same_time_are_counted_once() -> None:
+    watch, both = Stopwatch(), threading.Barrier(2)
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(watch.packing(lambda: (both.wait(), time.sleep(0.02), both.wait()))) for _ in range(2)]
+        for wait in waits:
+            wait.result()
+    assert 0.02 <= watch.pack_s <= time.perf_counter() - begun
 
 
 def test_weights_are_random_and_the_same_for_a_seed() -> None:
