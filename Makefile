@@ -57,18 +57,15 @@ sandbox-image: sandbox install
 train: install
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to two processes more than there are cores, the longest first.
+# Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
-PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
+PARALLEL := --forks auto
 
-# Tests are collected once before their processes start: each of these would compile all that tests import, at the same time.
-$(VENV)/.compiled: $(VENV)/.installed
+# CI compiles what tests import while it installs SGLang.
+compile: install
 	-@$(PYTEST) --collect-only -q tests >/dev/null
-	@touch $@
 
-compile: $(VENV)/.compiled
-
-test: compile
+test: install
 	$(PYTEST) $(PARALLEL) tests
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,

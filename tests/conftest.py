@@ -12,8 +12,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import ray_workers
 from dockerd import DockerHost, NoDocker, running_dockerd
-from preloaded import CHILD_MODULES, RUN_MODULES, SOCKET, WORKERS, ForkedStarts, preloaded_process
+from preloaded import (
+    CHILD_MODULES,
+    CHILDREN,
+    RUN_MODULES,
+    SOCKET,
+    WORKERS,
+    ForkedStarts,
+    preloaded_process,
+    start_imports,
+)
 
+pytest_plugins = ["forked_tests"]
 # The bodies of tests that several engines pass.
 pytest.register_assert_rewrite("conformance")
 
@@ -62,12 +72,6 @@ LONGEST = (
 _SESSION = ExitStack()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return how many processes `-n auto` starts: two more than cores, since many tests wait for other processes."""
-    return len(os.sched_getaffinity(0)) + 2
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first; within a file the order stays."""
 
@@ -80,10 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave what collection makes out of garbage collections: each would look through all of it again."""
+    """Leave what collection makes out of garbage collections, which would look through it again; start no thread.
+
+    A process with threads cannot be forked safely, and modules that are imported would start some.
+    """
     gc.disable()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            patch.setenv("JE_ARROW_MALLOC_CONF", "background_thread:false")
+            return (yield)
     finally:
         gc.collect()
         gc.freeze()
@@ -91,10 +101,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist use that of their session
-        if config.getoption("numprocesses", None):
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for every core
-        os.environ[SOCKET] = _SESSION.enter_context(preloaded_process(*RUN_MODULES))
+    if forked := config.getoption("forks") != "0":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for every core
+    for name, modules in ((SOCKET, RUN_MODULES), (WORKERS, ray_workers.MODULES)):
+        os.environ[name] = _SESSION.enter_context(preloaded_process(*modules))
+        if forked and not config.option.collectonly:
+            start_imports(os.environ[name])  # on another core, while this process collects
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -117,14 +129,16 @@ def dockerd() -> Iterator[DockerHost]:
 
 @pytest.fixture(scope="session")
 def preloaded_children() -> Iterator[str]:
-    """The address of a preloaded process for children of this one, and for workers of Ray."""
-    with preloaded_process(*ray_workers.MODULES, *CHILD_MODULES) as address, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(WORKERS, address)
+    """The address of a preloaded process for children of this one."""
+    if address := os.environ.get(CHILDREN):
+        yield address
+        return
+    with preloaded_process(*CHILD_MODULES) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
-def forked_workers(preloaded_children: str) -> Iterator[None]:
+def forked_workers() -> Iterator[None]:
     """Workers of the Ray that a test starts are forks."""
     with ray_workers.forked_workers():
         yield

@@ -7,6 +7,7 @@ thread, and ends with its standard input, as do the processes that it started. `
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -24,10 +25,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SOCKET = "AGENTRL_TEST_PRELOADED"
 """Environment variable with the address of the preloaded process."""
@@ -66,6 +68,8 @@ TARGETS = {
     "agentrl.cli.main": "agentrl.cli.main:main",
 }
 """What ``python -m`` calls."""
+CHILDREN = "AGENTRL_TEST_CHILDREN"
+"""Environment variable with the address of a preloaded child of a process that runs tests; see `forked_tests`."""
 CHILD_MODULES = (
     "torch",
     "transformers.models.qwen3.modeling_qwen3",
@@ -250,6 +254,11 @@ def preloaded_process(*modules: str) -> Iterator[str]:
             process.wait()
 
 
+def start_imports(address: str) -> None:
+    """Let the preloaded process import its modules now, and do not wait for it."""
+    _send(address, Request("builtins:int", (), os.getcwd(), {}, {})).close()
+
+
 # ---- the preloaded process -----------------------------------------------------------------------------------------
 
 
@@ -367,7 +376,7 @@ def _become(request: Request) -> int:
     ctypes.CDLL(None).prctl(_SET_NAME, process_name(module).encode(), 0, 0, 0)
     if request.forks:
         child_process = importlib.import_module("agentrl.core.child_process")
-        child_process.subprocess = ForkedStarts(_own_forks())  # type: ignore[attr-defined]
+        child_process.subprocess = ForkedStarts(fork_server())  # type: ignore[attr-defined]
         if WORKERS in os.environ and "ray" in sys.modules:
             importlib.import_module("ray_workers").forked_workers().__enter__()
     return int(getattr(importlib.import_module(module), name)() or 0)
@@ -378,19 +387,40 @@ def process_name(module: str) -> str:
     return module.removesuffix(".__main__")[-_NAME_LENGTH:]
 
 
-def _own_forks() -> str:
+def fork_server() -> str:
     """Let a fork of this process be a preloaded one until this one ends; returns its address."""
     address = f"{tempfile.mkdtemp(prefix='agentrl-')}/preloaded"
     reading, writing = os.pipe()
     if os.fork() == 0:
+        os.setpgid(0, 0)  # Ctrl-C is not for it
         os.close(writing)
         os.dup2(reading, 0)
         os.close(reading)
-        sys.exit(_become(_serve(address, ())))
+        _exit_as_interpreter(lambda: _become(_serve(address, ())))
     os.close(reading)  # the other end stays open
     while not Path(address).exists():
         time.sleep(0.001)
     return address
+
+
+def _exit_as_interpreter(main: Callable[[], int]) -> NoReturn:
+    """Call a function and end this process with its result, as an interpreter ends, whatever has called this function."""
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as exit_request:
+        code = exit_request.code
+    except BaseException:
+        traceback.print_exc()
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
