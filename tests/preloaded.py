@@ -35,10 +35,15 @@ SOCKET = "AGENTRL_TEST_PRELOADED"
 """Environment variable with the address of the preloaded process."""
 WORKERS = "AGENTRL_TEST_RAY_WORKERS"
 """Environment variable with the address of the one whose forks are Ray's workers; see `ray_workers`."""
-RUN_MODULES = (
-    "torch",
+MODEL_MODULES = (
     "torch.distributed.checkpoint",
-    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What loading the shipped policies imports."""
+RUN_MODULES = (
+    *MODEL_MODULES,
     "agentrl.cluster",
     "ray",
     "matplotlib.pyplot",
@@ -53,6 +58,11 @@ RUN_MODULES = (
     "agentrl.learner.fsdp.rank",
     "agentrl.learner.in_process",
     "agentrl.train.preflight",
+    "agentrl.render.template_check",
+    "agentrl.toolserver.client",
+    "agentrl_envs.search_r1",
+    "agentrl_tasks.multihop",
+    "agentrl_tools.search",
     "agentrl.inference.embedded.app",
     "agentrl.inference.embedded.scheduler",
     "agentrl.train.run",
@@ -71,9 +81,7 @@ TARGETS = {
 CHILDREN = "AGENTRL_TEST_CHILDREN"
 """Environment variable with the address of a preloaded child of a process that runs tests; see `forked_tests`."""
 CHILD_MODULES = (
-    "torch",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.auto.modeling_auto",
+    *MODEL_MODULES,
     "uvicorn",
     "agentrl.inference.embedded.app",
     "agentrl.inference.embedded.stop_strings",

@@ -19,7 +19,7 @@ from typing import Any
 import preloaded
 
 MODULES = (
-    "torch.distributed.checkpoint",
+    *preloaded.MODEL_MODULES,
     "agentrl.learner.fsdp.rank",
     "agentrl.learner.export",
     "agentrl.inference.launch.launcher",

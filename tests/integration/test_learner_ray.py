@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.cluster.learner_actor import LearnerActor
 from agentrl.cluster.learner_group import RayLearnerGroup, start_critic, start_learners
+from agentrl.cluster.rank_actors import RankActors
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, raylet_ended
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import CheckpointError, EngineError, LearnerError, ModelError, ProvenanceError
@@ -164,7 +165,6 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
         for micro in batch.micro[0]
     )
     batch = replace(batch, micro=(micros,), kind="value")
-    state_before = set(processes(group))
     critic = start_critic(model, config, algo, seed=0, run_dir=tmp_path, policy=group)
     alone = LocalCritic(model, config, algo, seed=0)
     try:
@@ -177,7 +177,7 @@ def test_a_critic_has_its_own_ranks(group, local, model, tmp_path):
         assert critic.train_step(batch) == pytest.approx(alone.train_step(batch), rel=1e-5)
         for ranks in (group, critic):
             ranks.check()
-        [rank] = set(processes(group)) - state_before
+        [rank] = processes(critic)
         rank.kill()
         with pytest.raises(LearnerError, match="rank 0 of 1 of the critic was lost"):
             until_it_raises(critic.check)
@@ -284,10 +284,9 @@ def test_rank_0_sends_and_stops_when_the_group_is_left(group, tmp_path):
     assert group.train_step(one(2, 0))["train/grad_norm"] > 0
 
 
-def processes(group: RayLearnerGroup) -> list[psutil.Process]:
-    """Return those of the ranks; Ray names them after the method that they run."""
-    group.ready()
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::LearnerActor")]
+def processes(group: RankActors) -> list[psutil.Process]:
+    """Return those of the ranks."""
+    return [psutil.Process(pid) for pid in group._call(lambda actor: os.getpid(), "pid")]
 
 
 def test_a_stopped_rank_is_named_as_long_as_it_is_waited_for(group):
