@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.learner.base import RankOptions
 from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, Coded, add_rounded, block_size, decode, encode, moment_bytes
-from tests.unit.learner.learners import gradients, make_batch
+from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.learner.fsdp.weights import local
+from tests.algo_config import make_algo
+from tests.integration.rank_processes import run_ranks
+from tests.integration.two_ranks import batch_of_share
+from tests.unit.learner.learners import gradients, make_batch, make_model
 
 LENGTHS = [30, 50, 20, 7, 60, 33, 12]
 
@@ -132,3 +142,44 @@ def test_a_gradient_of_parts_is_kept_until_the_step(learners) -> None:
     learner.train_step(make_batch(LENGTHS))
     assert not learner.rank._sums._sums
     assert all(weight.grad is None for weight in learner.rank.model.parameters())
+
+
+def state_of(rank: FsdpRank) -> dict[str, torch.Tensor]:
+    """Return copies of a rank's shards of weights and moments."""
+    [optimizer] = rank.optimizers.values()
+    named = dict(rank.model.hf.named_parameters())
+    moments = {f"{name} {key}": t for name, weight in named.items() for key, t in optimizer.state[weight].items()}
+    return {name: local(tensor.detach()).clone() for name, tensor in (named | moments).items()}
+
+
+def resumed_rank() -> int:
+    """Be one of two ranks: take three steps, the last one also after a checkpoint is loaded into a new rank."""
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    optimizer = OptimizerConfig(state="8bit", lr=1e-2, warmup_steps=0)
+    config = LearnerConfig(precision="float32", device="cpu", threads=1, optimizer=optimizer)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+    options = RankOptions(folder / "model", config, make_algo(), torch.device("cpu"), seed=0)
+    first, second, third = (
+        batch_of_share(make_batch(LENGTHS, seed=seed, shares=2, micro=64), number) for seed in range(3)
+    )
+    rank = FsdpRank(options)
+    rank.train_step(first)
+    rank.train_step(second)
+    rank.save(folder / "checkpoint")
+    rank.finish_save()
+    expected_metrics, expected = rank.train_step(third), state_of(rank)
+    resumed = FsdpRank(options)
+    resumed.load(folder / "checkpoint")
+    metrics, actual = resumed.train_step(third), state_of(resumed)
+    assert metrics == expected_metrics
+    assert actual.keys() == expected.keys()
+    assert any("exp_avg_sq_root_scale" in name for name in actual)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    dist.destroy_process_group()
+    return 0
+
+
+def test_two_ranks_that_resume_take_the_same_step_bit_for_bit(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    run_ranks(f"{__name__}:resumed_rank", tmp_path, 2, timeout_s=60)
