@@ -125,6 +125,8 @@ def _measure_agentrl(
 ) -> StepTimes:
     """Measure agentrl's learner as configured."""
     make_backend(config.learner).check(config.algo, [model])
+    longest = max(len(row.token_ids) for row in rows)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_tokens": longest})})
     config, lines = fit_to_gpu(config, model)
     for line in lines:
         tell(line)

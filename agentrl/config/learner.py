@@ -18,7 +18,7 @@ from pydantic import (
 from agentrl.config.base import Seconds, Section
 from agentrl.core.lineup import MAIN
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "all_but_attention", "full"]
 """What is computed again in the backward pass; see `LearnerConfig.recompute`."""
 
 
@@ -136,12 +136,13 @@ class LearnerConfig(Section):
     fp8: bool = False
     """Compute the linear layers of decoder layers in float8, with one scale a tensor. Needs torchao and a recent GPU."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile decoder layers; ``auto`` does so on GPUs. The first steps take half a minute longer."""
-    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Compile decoder layers; ``auto`` does so on GPUs. The first step takes a minute longer, or ten seconds with what an earlier
+    run has compiled: it is kept in ``~/.cache/agentrl/torchinductor``, or the folder that ``TORCHINDUCTOR_CACHE_DIR`` names."""
+    recompute: Literal["auto"] | Recompute = "auto"
     """What is computed again in the backward pass to save memory: ``none``; ``selective``, all but matrix products and
-    attention (half the activations, some hundredths slower); ``full``, everything but each layer's input (a third slower).
-    ``auto`` is ``none`` on CPUs; on GPUs ``selective`` where the estimate of its memory fits, else ``full``; see
-    `BatchConfig.tokens_per_micro`."""
+    attention (half the activations, some hundredths slower); ``all_but_attention``, for long rows, whose attention takes most of
+    the time; ``full``, everything but each layer's input (a third slower). ``auto`` is ``none`` on CPUs; on GPUs it is the first
+    for which the estimate of memory fits; see `BatchConfig.tokens_per_micro`."""
     reshard_after_forward: bool = False
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     cpu_offload: Literal["none", "optimizer"] = "none"

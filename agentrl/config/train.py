@@ -80,9 +80,10 @@ class BatchConfig(Section):
     """Rollouts an optimizer step; without a number, all rollouts of a step divided by ``train.steps_per_rollout``."""
     tokens_per_micro: Literal["auto"] | PositiveInt = "auto"
     """Tokens a rank computes at the same time, in one sequence of packed rows; a longer row gets a separate one. ``auto`` is
-    4,096 on CPUs. On GPUs it is the most, up to 16,384, for which the estimate of memory is at most nine tenths of a GPU's,
-    together with ``learner.recompute`` and ``learner.optimizer.state``: selective recomputation and at least 8,192 tokens with
-    float32 moments, else with moments in 8 bits; full recomputation where neither fits."""
+    4,096 on CPUs. On GPUs it is the most, up to 32,768, for which the estimate of memory is at most 0.95 of a GPU's, or 0.9 of
+    one that engines share, together with ``learner.recompute`` and ``learner.optimizer.state``: no recomputation, else selective
+    recomputation and at least 8,192 tokens with float32 moments, else with moments in 8 bits; more recomputation where none of
+    these fits, as of rows of up to ``rollout.max_tokens`` that are long."""
     share_prefixes: bool = True
     """Compute tokens that several rows of a micro-batch begin with, such as a group's prompt, only once, where that is
     faster. Loss and gradient stay the same up to rounding. Layers that mix rows, such as Mamba, rule it out."""

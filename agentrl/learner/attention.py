@@ -22,6 +22,7 @@ from transformers import AttentionInterface
 
 from agentrl.batch.microbatch import to_device
 from agentrl.core.errors import ModelError
+from agentrl.learner import cudnn_attention
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.tree_attention import (
     CPU_BLOCK,
@@ -37,6 +38,8 @@ IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
 _LACKING = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 """Options of transformers' attention for score caps, attention sinks, biases and sparse attention."""
+_LEAST_BOUNDS = 16
+"""Fewer are padded, so that there are few plans."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Fewer key heads than query heads; torch 2.11 takes them without an argument."""
 
@@ -47,7 +50,9 @@ class RowBounds(NamedTuple):
     starts: torch.Tensor
     """int32: where each row starts, padding included; then the number of tokens, repeated up to a power of two."""
     longest: int
-    """Maximum tokens of a row, rounded up to a power of two: the number of shapes that are compiled stays small."""
+    """Maximum tokens of a row, rounded up to a power of two: the number of cuDNN's plans stays small."""
+    by_cudnn: bool
+    """Whether cuDNN computes heads of its size, without a window; else torch's flash attention does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +96,10 @@ def packed_rows(
 
 def _bounds(flat: torch.Tensor, device: torch.device) -> RowBounds:
     starts = (flat == 0).nonzero()[:, 0]
-    bounds = torch.full((_power_of_two(len(starts) + 1),), flat.numel(), dtype=torch.int32)
+    bounds = torch.full((max(_LEAST_BOUNDS, _power_of_two(len(starts) + 1)),), flat.numel(), dtype=torch.int32)
     bounds[: len(starts)] = starts
-    return RowBounds(to_device(bounds, device), _power_of_two(int(flat.max()) + 1))
+    longest = _power_of_two(int(flat.max()) + 1)
+    return RowBounds(to_device(bounds, device), longest, cudnn_attention.is_available(device))
 
 
 def _power_of_two(number: int) -> int:
@@ -220,6 +226,9 @@ def flash_attention(
     if value_size < size:
         value = F.pad(value, (0, size - value_size))  # it takes one size; those of latent attention differ
     q, k, v = (x.transpose(1, 2).reshape(bins * length, x.shape[1], size).to(value.dtype) for x in (query, key, value))
+    if rows.by_cudnn and window is None and value_size == size == cudnn_attention.SIZE:
+        by_cudnn = cudnn_attention.cudnn_attention(q, k, v, rows.starts, rows.longest, scaling)
+        return by_cudnn.view(bins, length, heads, size)
     seen = (-1 if window is None else window - 1, 0)
     attended = varlen_attn(
         q, k, v, rows.starts, rows.starts, rows.longest, rows.longest, scale=scaling, window_size=seen, **_GROUPED

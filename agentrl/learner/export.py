@@ -28,6 +28,7 @@ from agentrl.distributed.broadcast_group import BroadcastGroup, host_towards, op
 from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment, serialize, total_bytes, views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, EncodedWeight, WeightChangesError, encode
 from agentrl.learner.base import WeightBucket, WeightExport, WeightSource
+from agentrl.learner.device import memory_to_share
 from agentrl.models.weight_checksum import fingerprint
 from agentrl.models.weight_files import is_always_float32
 
@@ -54,7 +55,8 @@ class SharedMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         try:
-            self.flat = torch.empty(size, dtype=torch.uint8, device=device)
+            with memory_to_share(device):
+                self.flat = torch.empty(size, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise LearnerError(
                 f"the learner has no memory on {device} for a bucket of weights of {size >> 20:,} MiB; a smaller "

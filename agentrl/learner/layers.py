@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,41 +40,75 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
     Layers are compiled one by one: they share their code, so that it is compiled once.
     """
     if compiled:
+        _record_compilation()
         # Beyond the limit layers would be interpreted without a word: rows and trees, with gradients and without, with
         # windows and without, of static and of changing lengths are compiled separately.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if recompute == "selective":
-        run = partial(checkpoint, run, **_OPTIONS, context_fn=_keep_products)
+        # Numbers of tokens and of rows change with every micro-batch: they are no constants, from the first step on, and
+        # not the same number as a size of the model that they happen to be equal to.
+        torch.fx.experimental._config.use_duck_shape = False
+    if recompute in ("selective", "all_but_attention"):
+        run = partial(checkpoint, run, **_OPTIONS, context_fn=_KEEP[recompute])
     if compiled:
-        run = torch.compile(run)
+        run = torch.compile(run, dynamic=True)
     return partial(checkpoint, run, **_OPTIONS) if recompute == "full" else run
+
+
+_compile_times: list[float] = []
+"""When torch began to compile, and ended, in turns."""
+
+
+@cache
+def _record_compilation() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    for register in (callback_handler.register_start_callback, callback_handler.register_end_callback):
+        register(lambda _: _compile_times.append(time.perf_counter()))
+
+
+def compilation() -> dict[str, float]:
+    """Return, as a metric, the seconds in which torch has compiled since the last call; nothing if it has not."""
+    seconds = sum(end - begin for begin, end in zip(_compile_times[::2], _compile_times[1::2], strict=True))
+    _compile_times.clear()
+    return {"train/compile_s": seconds} if seconds else {}
 
 
 _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def _saved_operations() -> set[Any]:
-    """Return the operations whose results are kept: matrix products and attention. All else is cheap to compute again."""
+def _products() -> set[Any]:
+    aten = torch.ops.aten
+    return {aten.mm.default, aten.addmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
+
+
+def _attention() -> set[Any]:
     aten = torch.ops.aten
     saved = {
-        aten.mm.default,
-        aten.addmm.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
         torch.ops.higher_order.flex_attention,
         aten._flash_attention_forward.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
+    if hasattr(torch.ops.agentrl, "cudnn_attention"):
+        saved.add(torch.ops.agentrl.cudnn_attention.default)
     if hasattr(torch.ops.torch_attn, "_varlen_attn"):  # registered when torch.nn.attention.varlen is imported
         saved.add(torch.ops.torch_attn._varlen_attn.default)
     return saved
 
 
 def _keep_products() -> Any:
-    saved = _saved_operations()
+    return _keep(_attention() | _products())
 
+
+def _keep_attention() -> Any:
+    return _keep(_attention())
+
+
+_KEEP = {"selective": _keep_products, "all_but_attention": _keep_attention}
+
+
+def _keep(saved: set[Any]) -> Any:
     def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 

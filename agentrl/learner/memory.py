@@ -18,6 +18,8 @@ class LearnerMemory:
     """float32, this rank's shards."""
     optimizer: int
     """AdamW's two moments, this rank's shards; Muon has one for matrices of layers. Offloaded ones are there in the update."""
+    copies: int = 0
+    """bfloat16 copies of weights; see `agentrl.learner.fsdp.compute_copies`."""
     reference: int = 0
     """The frozen reference policy, this rank's shards; 0 without one."""
     critic: int = 0
@@ -63,8 +65,8 @@ class MemoryOptions:
 
     @property
     def hidden_size(self) -> int:
-        """Bytes of a number of the hidden states between layers: sums with the embeddings, which autocast leaves in float32."""
-        return self.size if self.ranks > 1 else FLOAT32
+        """Bytes of a number of the hidden states between layers: float32 on a CPU, where autocast leaves embeddings so."""
+        return self.size if self.ranks > 1 or self.compiled else FLOAT32
 
 
 def with_critic(policy: LearnerMemory, critic: LearnerMemory, *, keeps_gradients: bool) -> LearnerMemory:

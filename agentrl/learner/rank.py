@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from agentrl.config.learner import LearnerConfig, OptimizerConfig
 from agentrl.core.errors import LearnerError
 from agentrl.learner.base import LearnerRank, RankOptions, RowLogprobs, RowScores, WeightSource
 from agentrl.learner.device import peak_memory
+from agentrl.learner.layers import compilation
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.random_states import seed_everything
 from agentrl.learner.step_metrics import StepMetrics
@@ -81,6 +84,16 @@ def mask_positions(micro: MicroBatch) -> torch.Tensor:
 def score_positions(micro: MicroBatch) -> torch.Tensor:
     """Return the positions of tokens that have a score: all but the first of each row, int64 on the CPU."""
     return ((micro.row_L >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
+
+
+def first_tokens(micro: MicroBatch, count: int) -> MicroBatch:
+    """Return the first tokens of a micro-batch, as rows that share nothing."""
+    cut: dict[str, Any] = {
+        field.name: value[:count]
+        for field in fields(micro)
+        if isinstance(value := getattr(micro, field.name), torch.Tensor)
+    }
+    return replace(micro, shares_prefixes=False, **cut)
 
 
 def by_row(micro: MicroBatch, at_N: torch.Tensor, scores_N: torch.Tensor) -> RowScores:
@@ -190,7 +203,7 @@ class BackendRank(LearnerRank, ABC):
             if not batch.completes:
                 return {}
             self._metrics = None
-            reduced = self._reduce(metrics, batch.gradient_scale) | peak_memory(self.device)
+            reduced = self._reduce(metrics, batch.gradient_scale) | peak_memory(self.device) | compilation()
             if reduced["train/trained_tokens"]:
                 self._scale_gradients(batch.gradient_scale)
                 reduced |= self._update(batch.lr_scale)

@@ -187,9 +187,12 @@ def _rows(micro: MicroBatch) -> list[NDArray[np.int64]]:
 
 
 def _length(tree: PrefixTree, device: torch.device, ranks: int) -> int:
-    """Return the tokens of a padded tree."""
-    multiple = ranks if device.type == "cpu" else math.lcm(ranks, FLEX_MULTIPLE)
-    return -(-max(len(tree.token_ids_U), 1) // multiple) * multiple
+    """Return the tokens of a padded tree: on GPUs at least two blocks, as code for one would be compiled separately."""
+    if device.type == "cpu":
+        multiple, least = ranks, 1
+    else:
+        multiple, least = math.lcm(ranks, FLEX_MULTIPLE), FLEX_MULTIPLE + 1
+    return -(-max(len(tree.token_ids_U), least) // multiple) * multiple
 
 
 def tree_input(

@@ -21,9 +21,14 @@ from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 from agentrl.learner.memory import LearnerMemory, with_critic
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.planner.engine import MACHINE
-from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_memory, memory_options
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_memory, memory_options, micro_tokens
 
-_FSDP = (("none", False), ("selective", False), ("none", True), ("selective", True), ("full", False), ("full", True))
+_FSDP = tuple(
+    (recompute, reshard)
+    for choices in (("none", "selective"), ("all_but_attention", "full"))
+    for reshard in (False, True)
+    for recompute in choices
+)
 """``recompute`` and ``reshard_after_forward``, from the fastest on: gathering again is hidden behind computation in part."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _LAST = "num_layers_in_last_pipeline_stage"
@@ -109,7 +114,7 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
             last_error = error
             continue
         has_layout = True
-        options = replace(memory_options(config, request.folder), tokens=-(-micro_tokens(config) // context))
+        options = memory_options(config, request.folder)
         policy = fsdp_memory(request.model, config.learner, options)
         critic = None if request.critic is None else critic_memory(config, request.critic, options)
         yield _candidate(request, "fsdp", settings, policy, critic)
@@ -233,8 +238,3 @@ def _options(tensor: int, stages: int, context: int, expert: int, *, layers: int
         # The last stage also has the head: it gets fewer layers.
         options[_LAST] = layers - (stages - 1) * -(-layers // stages)
     return options
-
-
-def micro_tokens(config: Config) -> int:
-    """Return the tokens of the largest micro-batch: a row that is longer than ``batch.tokens_per_micro`` is one alone."""
-    return max(config.batch.micro_tokens, config.max_tokens)

@@ -16,8 +16,8 @@ from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import GIB, MACHINE, EnginePlan, Gpus, plan_engines
-from agentrl.planner.layouts import Candidate, Request, layouts, micro_tokens
-from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, trained_model
+from agentrl.planner.layouts import Candidate, Request, layouts
+from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, micro_tokens, trained_model
 from agentrl.weight_sync.bucketwise import IpcSync
 from agentrl.weight_sync.registry import transport_faults
 

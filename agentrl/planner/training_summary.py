@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 KEEPS_GRADIENTS = {"fsdp": False, "megatron": True}
 """Learner backends whose memory is known, and whether their ranks at rest have gradients, which are zeros."""
-FITS = 0.9
-"""Share of a GPU's memory that the estimate may need: fragmentation, NCCL's buffers and a bucket of weights come on top."""
+FITS, FITS_SHARED = 0.95, 0.9
+"""Share of a GPU's memory that the estimate may need: NCCL's buffers and a bucket of weights come on top. The second is for
+GPUs that engines share, which keep some memory while the learner trains."""
 
 
 def describe_model(name: str, folder: Path | None) -> str:
@@ -103,21 +104,21 @@ def fit_to_gpu(
         return config, []
     from agentrl.learner.device import gpu_bytes
 
-    choices = [*_memory_choices(config)]
+    choices, share = [*_memory_choices(config)], FITS_SHARED if config.placement.shares_gpus else FITS
     if len(choices) == 1 or (gpu := (gpu_memory or gpu_bytes)()) is None:
         return config, []
     critic_folder = resolve_critic(config.algo, folder, fetch=False) if critic else None
     sizes = dict[MemoryChoice, int]()
     for choice in choices:
         sizes[choice] = estimate_memory(choice.apply(config), folder, critic_folder)[0].total
-        if sizes[choice] <= FITS * gpu:
+        if sizes[choice] <= share * gpu:
             break
     else:
         choice = min(sizes, key=lambda choice: sizes[choice])
     lines = [f"{'fits':<13}{choice}: about {sizes[choice] / 2**30:.1f} GiB of the {gpu / 2**30:.1f} of a GPU"]
-    if sizes[choice] > FITS * gpu:
+    if sizes[choice] > share * gpu:
         lines.append(
-            f"warning: more than {FITS:.0%} of a GPU; learner.cpu_offload=optimizer, more learner.ranks or a lower "
+            f"warning: more than {share:.0%} of a GPU; learner.cpu_offload=optimizer, more learner.ranks or a lower "
             "batch.tokens_per_micro need less"
         )
     return choice.apply(config), lines
@@ -152,11 +153,17 @@ class MemoryChoice:
         return config.model_copy(update=update)
 
 
+_SIZES = (16384, 14336, 12288, 10240, 8192)
 _ORDER: tuple[tuple[Recompute, OptimizerState, tuple[int, ...]], ...] = (
-    ("selective", "float32", (16384, 12288, 8192)),
-    ("selective", "8bit", (16384, 12288, 8192)),
+    ("none", "float32", (32768,)),
+    ("selective", "float32", (32768,)),
+    ("none", "float32", (16384,)),
+    ("selective", "float32", _SIZES),
+    ("selective", "8bit", _SIZES),
     ("selective", "float32", (4096,)),
     ("selective", "8bit", (4096,)),
+    ("all_but_attention", "float32", (16384, 8192, 4096)),
+    ("all_but_attention", "8bit", (16384, 8192, 4096)),
     ("full", "float32", (16384, 8192, 4096)),
     ("full", "8bit", (16384, 8192, 4096)),
 )
@@ -179,6 +186,7 @@ def _memory_choices(config: Config) -> Iterator[MemoryChoice]:
     choices = (
         MemoryChoice(size if tokens == "auto" else tokens, recompute or of_layers, state or of_moments)
         for of_layers, of_moments, sizes in _ORDER
+        if learner.backend == "fsdp" or of_layers != "all_but_attention"
         for size in sizes
     )
     yield from dict.fromkeys(choices)
@@ -267,13 +275,18 @@ def memory_options(config: Config, folder: Path, *, accumulates: bool = True) ->
     of_gpus: Recompute = "selective" if learner.recompute == "auto" else learner.recompute
     return MemoryOptions(
         ranks=learner.ranks,
-        tokens=-(-config.batch.micro_tokens // learner.context_parallel),
+        tokens=-(-micro_tokens(config) // learner.context_parallel),
         bfloat16=learner.precision != "float32" if on_gpu else uses_bfloat16(learner),
         recompute=of_gpus if on_gpu else recompute_mode(learner),
         compiled=on_gpu if learner.compile == "auto" else learner.compile,
         reference=_has_second_model(config, folder),
         accumulates=accumulates,
     )
+
+
+def micro_tokens(config: Config) -> int:
+    """Return the tokens of the largest micro-batch: a row that is longer than ``batch.tokens_per_micro`` is one alone."""
+    return max(config.batch.micro_tokens, config.max_tokens)
 
 
 def _has_second_model(config: Config, folder: Path) -> bool:

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def _profile_table(name: str, profile: StepProfile) -> Table:
-    """Return the kernels of a profiled step. The profiler slows the host down: idle shares are upper bounds."""
+    """Return the kernels of a profiled step. The profiler slows the host down a little: idle shares are upper bounds."""
     title = (
         f"{name}: {profile.wall_s:.3f} s, GPU idle {1 - profile.busy_s / profile.wall_s:.1%}, {profile.kernels:,} kernels, "
         f"{profile.waits} waits of the host for {profile.waited_s:.3f} s"

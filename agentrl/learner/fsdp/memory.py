@@ -15,6 +15,7 @@ from torch import nn
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
+from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
 from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 from agentrl.learner.layers import decoder_layers
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
@@ -51,6 +52,12 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     states = _optimizer(hf, config, options.ranks) + 2 * adapters
     state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
     state |= {"reference": shards if options.reference else 0}
+    copied = [0] * len(layers)
+    if copies_weights(
+        config, options.recompute, ranks=options.ranks, bfloat16=options.bfloat16, compiled=options.compiled
+    ):
+        copied = [sum(linear.weight.numel() for linear in copied_layers([layer])) for layer in layers]
+    state["copies"] = size * sum(copied)
     # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
     # gradient of a unit: there are a whole one, and its float32 copy.
     head = _output(hf)
@@ -77,11 +84,12 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     )
     below = sum(layer_activations)
     grown = embedding_gradient if tied else _shards(head, options.ranks, trained=True)
-    for layer, unit, layer_bytes, width in reversed(list(zip(layers, units, layer_activations, widths, strict=True))):
+    of_layers = list(zip(layers, units, copied, layer_activations, widths, strict=True))
+    for layer, unit, layer_copies, layer_bytes, width in reversed(of_layers):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         if rounded:
-            current_gradients += FLOAT32 * _trained_count(layer)
-        casts = size * unit if options.bfloat16 and not several and options.compiled else 0
+            current_gradients += FLOAT32 * (_trained_count(layer) - layer_copies) + size * layer_copies
+        casts = size * (unit - layer_copies) if options.bfloat16 and not several and options.compiled else 0
         again = tokens * _backward_bytes(width, options)
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
@@ -166,12 +174,15 @@ class _Widths:
     """Numbers of a layer for each token."""
 
     hidden: int
+    heads: int
     attention: int
     """Numbers of all heads."""
     results: int
     """Results of products, except the last, which is only added."""
     inputs: int
     """Inputs of products; products with the same input count once if the layer is compiled."""
+    rotated: int
+    """Queries and keys as attention takes them."""
     widest: int
     """The largest result."""
 
@@ -192,7 +203,8 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool)
     results = [width for _, width in products]
     if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
         results += [width for _, out in products for width in (config.lora.rank, out)]
-    return _Widths(hidden, attention, sum(results) - hidden, inputs, max(results))
+    keys = attention * int(getattr(text, "num_key_value_heads", None) or heads) // heads
+    return _Widths(hidden, heads, attention, sum(results) - hidden, inputs, attention + keys, max(results))
 
 
 def _saved_bytes(widths: _Widths, options: MemoryOptions) -> int:
@@ -200,20 +212,24 @@ def _saved_bytes(widths: _Widths, options: MemoryOptions) -> int:
     input_bytes = options.hidden_size * widths.hidden
     if options.recompute == "full":
         return input_bytes
-    products = options.size * (widths.results + widths.attention)
-    return input_bytes + products if options.recompute == "selective" else _all(widths, options)
+    attended = input_bytes + options.size * widths.attention + FLOAT32 * widths.heads  # and its logarithms
+    if options.recompute == "all_but_attention":
+        return attended
+    return attended + options.size * widths.results if options.recompute == "selective" else _all(widths, options)
 
 
 def _all(widths: _Widths, options: MemoryOptions) -> int:
     """Return the bytes that a layer keeps for each token if nothing is computed again."""
     input_bytes = options.hidden_size * widths.hidden
     if options.compiled:
-        return input_bytes + options.size * (widths.results + widths.inputs)
+        return input_bytes + options.size * (widths.results + widths.inputs + widths.rotated)
     # Also what the two norms keep, and what activations and rotations make of the products' results.
     return 2 * (input_bytes + FLOAT32 * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
 
 
 def _backward_bytes(widths: _Widths, options: MemoryOptions) -> int:
     """Return the bytes for each token in a layer's backward pass, without what it has kept: computed again, and gradients."""
-    gradients = 2 * options.hidden_size * widths.hidden + 2 * options.size * widths.widest
+    gradients = 4 * options.hidden_size * widths.hidden + 5 * options.size * widths.widest
+    # Attention adds gradients of queries up in float32, and has those of keys and values for every query head.
+    gradients += (FLOAT32 + 2 * options.size) * widths.attention
     return _all(widths, options) - _saved_bytes(widths, options) + gradients

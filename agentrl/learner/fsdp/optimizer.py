@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from agentrl.config.learner import OptimizerConfig
 from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, add_rounded
+from agentrl.learner.fsdp.compute_copies import take_gradients
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 
@@ -70,23 +71,20 @@ class RoundedGradients:
     """Gradients of micro-batches, added up in bfloat16 (`add_rounded`): a backward pass has float32 ones of one layer at a time.
 
     Args:
-        weights: those to train, whole ones.
+        leaves: those of the backward pass by weight, whole ones: a weight itself or its copy; see `ComputeCopies`.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter]) -> None:
+    def __init__(self, leaves: dict[nn.Parameter, nn.Parameter]) -> None:
         self.step = 0
         """The number of finished optimizer steps, which the noise depends on."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._added = 0
         """Gradients that were added since the last step."""
-        for weight in weights:
+        for weight in leaves:
             weight.grad_dtype = None  # the sum is not of the weight's dtype
-            register: Any = weight.register_post_accumulate_grad_hook
-            register(self._add)
+        take_gradients(leaves, self._add)
 
-    def _add(self, weight: torch.Tensor) -> None:
-        gradient, weight.grad = weight.grad, None
-        assert gradient is not None
+    def _add(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         if weight not in self._sums:
             self._sums[weight] = torch.zeros_like(weight, dtype=torch.bfloat16)
         seed = torch.full((), self.step << 32 | self._added, device=weight.device)

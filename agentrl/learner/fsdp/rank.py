@@ -19,6 +19,8 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import LearnerError
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores
+from agentrl.learner.device import recompute_mode
+from agentrl.learner.fsdp.compute_copies import ComputeCopies, add_gradient, copies_weights, take_gradients
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
@@ -27,8 +29,20 @@ from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
-from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, learning_rate, mask_positions, score_positions
+from agentrl.learner.layers import decoder_layers
+from agentrl.learner.rank import (
+    BackendRank,
+    SequenceRatios,
+    by_row,
+    first_tokens,
+    learning_rate,
+    mask_positions,
+    score_positions,
+)
 from agentrl.learner.step_metrics import StepMetrics
+
+_COMPILED_TOKENS = 1024
+"""Enough that the compiler chooses kernels for many."""
 
 
 class FsdpRank(BackendRank):
@@ -57,6 +71,8 @@ class FsdpRank(BackendRank):
         self.merged = MergedWeights(self.model.hf, config.lora)
         self.adapters = {name: AdapterWeights(self, self.merged, name) for name in self.merged.exported}
         """The adapters of each policy, by their names in a PEFT folder."""
+        self._compiled: set[tuple[int, bool]] = set()
+        """Models, and whether with gradients, of which `_compile_rows` has seen a batch."""
         self.steps = dict.fromkeys(self.merged.policies, 0)
         """Finished optimizer steps of each policy."""
         self._active = next(iter(self.steps))
@@ -66,9 +82,22 @@ class FsdpRank(BackendRank):
             )
         self.optimizers = self._make_optimizers()
         """By policy and number."""
+        leaves = {weight: weight for weight in self.model.parameters() if weight.requires_grad}
+        self._copies: ComputeCopies | None = None
+        if copies_weights(
+            config,
+            recompute_mode(config),
+            ranks=ranks[0],
+            bfloat16=self.model.autocast,
+            compiled=self.model.compiled,
+        ):
+            self._copies = ComputeCopies(decoder_layers(self.model.hf))
+            leaves |= self._copies.by_weight
         self._sums: RoundedGradients | None = None
         if config.optimizer.state == "8bit" and mesh is None:
-            self._sums = RoundedGradients(weight for weight in self.model.parameters() if weight.requires_grad)
+            self._sums = RoundedGradients(leaves)
+        elif self._copies is not None:
+            take_gradients(self._copies.by_weight, add_gradient)
         self.optimizer_states = OptimizerStates(
             [*self.optimizers.values()], offloaded=config.cpu_offload == "optimizer"
         )
@@ -97,6 +126,7 @@ class FsdpRank(BackendRank):
         self._activate(batch.policy)
         if self._sums is not None:
             self._sums.step = self.steps[self._active]
+        self._compile_rows(batch, self.model)
         [micros] = batch.micro
         # Before the policy's first pass, so that the weights of both models are never gathered at the same time.
         references = self._reference_logprobs(batch)
@@ -133,10 +163,30 @@ class FsdpRank(BackendRank):
         if not self.loss.needs_reference(batch):
             return [None] * len(micros)
         with self._model("reference") as model:
+            self._compile_rows(batch, model)
             return [
                 model(micro, self.model.local_positions(micro, mask_positions(micro)).numpy(), batch.temperature)[0]
                 for micro in micros
             ]
+
+    def _compile_rows(self, batch: GlobalBatch, model: PackedModel) -> None:
+        """Compile layers for rows that share nothing with the first batch of rows that do: a later step would wait for it."""
+        kind = (id(model), torch.is_grad_enabled())
+        if not model.compiled or kind in self._compiled:
+            return
+        self._compiled.add(kind)
+        [micros] = batch.micro
+        shares = torch.tensor([float(micro.shares_prefixes) for micro in micros], device=self.device).amax()
+        dist.all_reduce(shares, dist.ReduceOp.MAX)
+        if not shares:
+            return
+        rows = first_tokens(micros[0], _COMPILED_TOKENS)
+        at_N = self.model.local_positions(rows, score_positions(rows))
+        scores_N, _ = model(rows, at_N.numpy(), batch.temperature)
+        if torch.is_grad_enabled():
+            torch.autograd.backward(scores_N.sum())
+            self._zero_grad()
+        reshard(model)
 
     def _model(self, name: str) -> AbstractContextManager[PackedModel]:
         """Return a context manager of the trained model or the reference."""
@@ -177,6 +227,8 @@ class FsdpRank(BackendRank):
         if self.optimizer_states.offloaded:
             wait([self._writing])  # it reads them
         self.optimizer_states.step()
+        if self._copies is not None:
+            self._copies.refresh()
         self.steps[self._active] += 1
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
 
@@ -205,6 +257,7 @@ class FsdpRank(BackendRank):
         scores: RowScores = {}
         [micros] = batch.micro
         with self._model(name) as model:
+            self._compile_rows(batch, model)
             for micro in micros:
                 at_N = self.model.local_positions(micro, score_positions(micro))
                 scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
@@ -243,6 +296,13 @@ class FsdpRank(BackendRank):
     @override
     def _release_gradients(self) -> None:
         self._zero_grad()
+        if self._copies is not None:
+            self._copies.release()
+
+    @override
+    def _restore_gradients(self) -> None:
+        if self._copies is not None:
+            self._copies.refresh()
 
     @override
     @torch.no_grad()
@@ -266,3 +326,4 @@ class FsdpRank(BackendRank):
     def _load(self, folder: Path) -> None:
         reshard(self.model)
         load_state(self, folder)
+        self._restore_gradients()

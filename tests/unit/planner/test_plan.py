@@ -88,7 +88,7 @@ def test_given_keys_are_kept() -> None:
 
 
 def test_what_does_not_fit_is_said_with_the_ranks_that_do() -> None:
-    actual = plan("Qwen/Qwen3-8B", 2, "h100", placement={"mode": "disaggregate"})
+    actual = plan("Qwen/Qwen3-14B", 2, "h100", placement={"mode": "disaggregate"})
     for option in actual.options:
         assert option.learner_gpus == 1
         assert re.search(r"needs [\d.]+ GiB; learner\.ranks=[24] has a layout that fits", option.faults[0])

@@ -26,13 +26,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("gib", "overrides", "chosen"),
     [
         (139.8, [], (16384, "selective", "float32")),
-        (119.0, [], (12288, "selective", "float32")),
+        (230.0, [], (32768, "none", "float32")),
+        (108.0, [], (12288, "selective", "float32")),
         (79.2, [], (12288, "selective", "8bit")),
         (79.2, ["batch.tokens_per_micro=8192"], (8192, "selective", "8bit")),
-        (79.2, ["learner.optimizer.state=float32"], (8192, "full", "float32")),
+        (79.2, ["learner.optimizer.state=float32"], (16384, "all_but_attention", "float32")),
+        (79.2, ["rollout.max_tokens=32768"], (16384, "all_but_attention", "8bit")),
+        (79.2, ["rollout.max_tokens=65536"], (16384, "full", "8bit")),
+        (79.2, ["placement.mode=colocate"], (10240, "selective", "8bit")),
         (79.2, ["learner.optimizer.name=muon"], (4096, "selective", "float32")),
-        (79.2, ["learner.recompute=full"], (12288, "full", "float32")),
-        (48.0, [], (16384, "full", "8bit")),
+        (79.2, ["learner.recompute=full"], (32768, "full", "float32")),
+        (48.0, [], (16384, "all_but_attention", "8bit")),
     ],
 )
 def test_the_fastest_that_fits_is_chosen(
@@ -48,11 +52,11 @@ def test_the_fastest_that_fits_is_chosen(
 
 @pytest.mark.parametrize(("overrides", "warns"), [([], True), (["learner.cpu_offload=optimizer"], False)])
 def test_what_does_not_fit_in_any_way_is_said(folder: Path, overrides: list[str], warns: bool) -> None:
-    config, lines = fit_to_gpu(load_config(None, [*ON_A_GPU, *overrides]), folder, lambda: 40 << 30)
+    config, lines = fit_to_gpu(load_config(None, [*ON_A_GPU, *overrides]), folder, lambda: 36 << 30)
     assert [line.startswith("warning: ") and "learner.cpu_offload=optimizer" in line for line in lines[1:]] == [
         True
     ] * warns
-    assert config.batch.tokens_per_micro == (4096 if warns else 16384)
+    assert config.batch.tokens_per_micro == (4096 if warns else 8192)
 
 
 @pytest.mark.parametrize(
