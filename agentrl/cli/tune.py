@@ -80,7 +80,7 @@ def _search(arguments: argparse.Namespace, config: Config, layers: list[Layer], 
 
     note, machine = partial(print_message, console), Machine.here()
     resolve = resolver(layers, resolve_model(config.model.path), gpu_bytes())
-    with TrialProcesses(folder, arguments.steps, note) as processes:
+    with TrialProcesses(folder, arguments.steps) as processes:
         search = Search(processes, resolve, budget_s=60 * arguments.minutes, note=note)
         try:
             search.run([*knobs(resolve({}), machine)])

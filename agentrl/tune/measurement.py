@@ -66,7 +66,8 @@ def noise(first: Measurement, second: Measurement) -> float:
     The largest of 2%, of their difference, and of three times the standard error of such a difference by the spread of their
     steps.
     """
-    difference = abs(first.tokens_per_s / second.tokens_per_s - 1)
+    slower, faster = sorted((first.tokens_per_s, second.tokens_per_s))
+    difference = faster / slower - 1
     spread = math.sqrt((first.spread**2 + second.spread**2) / 2)
     error = spread * math.sqrt(1 / len(first.steps) + 1 / len(second.steps))
     return max(_LEAST, difference, _ERRORS * error)

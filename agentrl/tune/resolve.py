@@ -20,8 +20,13 @@ from agentrl.weight_sync.registry import transport_faults
 ORIGIN = "agentrl tune"
 _STEPS = 1_000_000
 """More than trials take: they end by themselves."""
+_KEEP_MINUTES = 5.0
+"""Between two runs; at the end the engines are ended."""
+_RATE = 1e-12
+"""Learning rate: the policy stays the same, and with it how long episodes are."""
 _TRIAL: Tree = {
     "rollout": {"teaching_groups": None},  # all steps are whole ones
+    "learner": {"optimizer": {"lr": _RATE}},
     "train": {"steps": _STEPS, "minutes": None, "eval_every": 0, "eval_first": False, "save_every": 0},
     "obs": {"progress": "plain", "wandb": "off", "tensorboard": False},
 }
@@ -48,12 +53,13 @@ def resolver(layers: Sequence[Layer], model: Path, gpu_bytes: int | None) -> Cal
         model: folder of the policy.
         gpu_bytes: memory of a GPU; None without one.
     """
+    base, trial = load_layers(layers), _TRIAL
+    if not base.sampler.urls and base.weights.adapters != "only":
+        trial = merge(trial, {"sampler": {"keep_minutes": _KEEP_MINUTES}})
 
     def resolve(settings: Settings) -> Config:
-        config = load_layers(
-            [*layers, Layer(ORIGIN, settings_tree(settings)), Layer(ORIGIN, _TRIAL)],
-            [algorithm_faults, transport_faults],
-        )
+        trial_layers = [*layers, Layer(ORIGIN, settings_tree(settings)), Layer(ORIGIN, trial)]
+        config = load_layers(trial_layers, [algorithm_faults, transport_faults])
         check_placement(config)
         config, _ = fit_to_gpu(config, model, lambda: gpu_bytes, critic=True)
         if gpu_bytes is not None and config.learner.device == "cuda" and config.learner.backend in KEEPS_GRADIENTS:

@@ -235,3 +235,12 @@ def end_engines_on(gpus: Sequence[str]) -> None:
             child.stop(0.0)
         else:
             child.unlock()
+
+
+def end_engines_below(folder: Path) -> None:
+    """End free engines whose log is in a folder, or in one inside of it."""
+    for record, child in free_engines():
+        if Path(record.log).is_relative_to(folder.absolute()):
+            child.stop(0.0)
+        else:
+            child.unlock()

@@ -15,7 +15,13 @@ from deadlines import until, wait_for_exit, wait_until
 from agentrl.cli.main import main
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
-from agentrl.inference.launch.kept_engines import KeptChild, end_engines_on, engines_folder, take_engine
+from agentrl.inference.launch.kept_engines import (
+    KeptChild,
+    end_engines_below,
+    end_engines_on,
+    engines_folder,
+    take_engine,
+)
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, launch
 from agentrl.inference.launch.processes import EngineProcess
 from tests.unit.inference.test_launch import install_stand_in
@@ -117,14 +123,19 @@ def test_an_engine_ends_with_its_keeper(spec: EngineSpec) -> None:
     engine.stop()
 
 
-def test_a_free_engine_makes_room_on_its_gpu(spec: EngineSpec) -> None:
+@pytest.mark.parametrize("by", ["its GPU", "the folder of its log"])
+def test_a_free_engine_is_ended_by(spec: EngineSpec, by: str) -> None:
     engine = spec.start(0, gpus=("1",))
     engine_pid = pid(engine)
     engine.release()
     end_engines_on([])
     end_engines_on(["0"])
+    end_engines_below(Path(engine.log).parent / "other")
     assert psutil.pid_exists(engine_pid)
-    end_engines_on(["0", "1"])
+    if by == "its GPU":
+        end_engines_on(["0", "1"])
+    else:
+        end_engines_below(Path(engine.log).parent.parent)
     wait_for_exit(engine_pid)
 
 
