@@ -138,7 +138,7 @@ class SamplerConfig(Section):
         """Options for ``sglang.launch_server``."""
         return {name: value for name, value in self.sglang.items() if name != "python"}
 
-    def sglang_option(self, name: str, default: Any = None) -> Any:
+    def sglang_option(self, name: str, default: object = None) -> object:
         """Return an option of SGLang by its name with underscores; ``default`` if it is not set."""
         value = _normalised(self.sglang).get(name)
         return default if value is None else value
@@ -158,7 +158,7 @@ class SamplerConfig(Section):
     @property
     def context_length(self) -> int | None:
         """SGLang's context as its options set it; None: the model's."""
-        length = self.sglang_option("context_length")
+        length = _normalised(self.sglang).get("context_length")
         return None if length is None else int(length)
 
     @property

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
@@ -53,7 +52,7 @@ class StepTracker:
             self._on_step(StepTimes(step, time_s - self._time_s, spent_s, metrics))
         self._time_s, self._cpu_s = time_s, cpu_s
 
-    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+    def samples(self, step: int, table: Sequence[Sequence[object]]) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def _engine_knobs(config: Config, machine: Machine, rollout: tuple[str, ...]) ->
     elif sampler.device == "cuda":
         yield Knob("speculative decoding", _speculation, rollout)
         yield Knob("CUDA graphs", _cuda_graphs, rollout)
-        if sampler.sglang_option("mem_fraction_static") is not None:
+        if sampler.memory_share is not None:
             yield Knob("sampler.sglang.mem_fraction_static", _memory_fraction, rollout)
 
 
@@ -128,7 +128,7 @@ def _speculation(config: Config) -> Directions:
         return [[{**drafts, f"{key}num_draft_tokens": count} for count in _DRAFTS]]
     off = [{f"{key}algorithm": None}]
     count = sampler.sglang_option("speculative_num_draft_tokens")
-    if count is None:
+    if not isinstance(count, int):
         return [off]
     if algorithm == "NGRAM":
         return [*_values(f"{key}num_draft_tokens", [2 * count], [count // 2] if count > 3 else []), off]
@@ -150,7 +150,8 @@ def _cuda_graphs(config: Config) -> Directions:
 
 
 def _memory_fraction(config: Config) -> Directions:
-    fraction = float(config.sampler.sglang_option("mem_fraction_static"))
+    fraction = config.sampler.memory_share
+    assert fraction is not None, "only an option that is set is a knob"
     more = [round(fraction + step, 2) for step in (0.1, 0.2) if fraction + step <= _MOST_FRACTION + 1e-9]
     return _values("sampler.sglang.mem_fraction_static", more)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentrl.algo.registry import algorithm_faults
 from agentrl.cluster.placement_layout import check_placement
@@ -76,11 +75,10 @@ def check_memory(config: Config, model: Path, gpu_bytes: int) -> None:
         ConfigError: it does not.
     """
     learner = estimate_memory(config, model, resolve_critic(config.algo, model))[0].total
-    limit, sharing = FITS * gpu_bytes, ""
-    fraction: Any = config.sampler.sglang_option("mem_fraction_static")
-    if config.placement.mode == "separate" and _shares_one(config) and fraction is not None:
-        limit -= float(fraction) * gpu_bytes
-        sharing = f" beside an engine with sampler.sglang.mem_fraction_static={fraction}"
+    limit, sharing, share = FITS * gpu_bytes, "", config.sampler.memory_share
+    if config.placement.mode == "separate" and _shares_one(config) and share is not None:
+        limit -= share * gpu_bytes
+        sharing = f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
     if learner > limit:
         raise ConfigError(
             f"the learner would need about {learner / 2**30:.1f} GiB of {max(0.0, limit) / 2**30:.1f} GiB of a GPU{sharing}"
