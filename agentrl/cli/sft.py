@@ -36,6 +36,10 @@ def run(arguments: argparse.Namespace) -> None:
         lines = [*plan.lines, *(f"missing here {lack}" for lack in plan.missing_resources)]
         make_console(stderr=True).print("\n".join(lines), soft_wrap=True)
         return
+    if config.sft.workers:
+        from agentrl.sft.workers import worker_processes
+
+        worker_processes()
     from agentrl.sft.run import sft
 
     sft(config, note=partial(print_message, make_console()), resumed=resumed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +129,13 @@ class RayEngine:
 class RayLauncher(Launcher):
     """Starts the engines of a run in its `ReservedPlacement`."""
 
-    def __init__(self, spec: EngineSpec, placement: ReservedPlacement, ranks: Sequence[ActorLocation]) -> None:
-        """Prepare to start engines; ``ranks`` has the locations of the learner's ranks, by rank."""
+    def __init__(
+        self, spec: EngineSpec, placement: ReservedPlacement, rank_locations: Callable[[], Sequence[ActorLocation]]
+    ) -> None:
+        """Prepare to start engines; ``rank_locations`` waits for the locations of the learner's ranks, by rank."""
         self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
         self._placement = placement
-        self._ranks = ranks
+        self._rank_locations = rank_locations
         self._hosts: dict[int, Any] = {}
         self._lock = threading.Lock()
 
@@ -185,7 +187,7 @@ class RayLauncher(Launcher):
     def _shared_gpus(self, number: int) -> tuple[str, ...]:
         """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
         layout = self._placement.layout
-        ranks = zip(self._ranks, layout.ranks, strict=True)
+        ranks = zip(self._rank_locations(), layout.ranks, strict=True)
         return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[number] for gpu in rank.gpus)
 
 

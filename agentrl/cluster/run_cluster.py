@@ -73,13 +73,12 @@ class RunCluster:
             self._exits.push_async_callback(lambda: asyncio.gather(loaded, return_exceptions=True))
 
     async def engine_launcher(self) -> Callable[[EngineSpec], Launcher]:
-        """Return what starts the engines: on this machine, or in the reserved placement once the ranks have theirs."""
+        """Return what starts the engines: on this machine, or in the reserved placement."""
         placement = self._placement
         if placement is None:
             return LocalLauncher
         ranks = await asyncio.shield(self._started)
-        locations = await asyncio.to_thread(ranks.actor_locations)
-        return lambda spec: RayLauncher(spec, placement, locations)
+        return lambda spec: RayLauncher(spec, placement, ranks.actor_locations)
 
     def runners(self) -> RayRunners | None:
         """Return what starts runner processes on all machines; None: they are on this one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,12 @@ from agentrl.core.child_process import init_worker_process
 from agentrl.core.types import Row
 from agentrl.learner.registry import make_backend
 from agentrl.sft.base import SftData, StepRows
+from agentrl.sft.workers import worker_processes
 
 
 def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[GlobalBatch]:
-    """Yield the packed batch of every step from ``first_step`` on, in order, prefetched by ``sft.workers`` processes."""
+    """Return the packed batch of every step from ``first_step`` on, in order; ``sft.workers`` processes start now."""
     workers = config.sft.workers
-    # This process has threads: a forked one could hang in a lock that a thread held.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])  # torch is imported once, not by each worker
     first_item, skipped = divmod(first_step, data.steps_per_item)
     loader: DataLoader[bytes] = DataLoader(
         data,  # type: ignore[arg-type]
@@ -33,12 +30,12 @@ def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[Glob
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
-        multiprocessing_context=processes if workers else None,
+        multiprocessing_context=worker_processes() if workers else None,
         worker_init_fn=init_worker_process if workers else None,
         generator=torch.Generator(),  # the default one is the run's
     )
-    packed_steps = (batch for packed in loader for batch in pickle.loads(packed))
-    yield from itertools.islice(packed_steps, skipped, None)
+    packed_items = iter(loader)  # starts the processes
+    return itertools.islice((batch for packed in packed_items for batch in pickle.loads(packed)), skipped, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.batch.lr_schedule import lr_scale
-from agentrl.cluster.learner_group import start_learners
+from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.layers import save_config
 from agentrl.config.schema import Config
 from agentrl.core.checksums import check_checksums
@@ -90,17 +90,19 @@ class _SftTraining:
     def run(self, checkpoint: Path | None) -> Path:
         """Train to the end, from a checkpoint on, write the policy, and return its folder."""
         config, folder = self.data.config, self.folder
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            self.step, self.spent_s, self._saved = state["step"], state["spent_s"], state["step"]
+        step_batches = batches(config, self.data.data, self.step)  # made while the learner starts
         learner = _start_learner(config, self.data.model, folder)
         try:
             if checkpoint is not None:
                 learner.load(checkpoint)
-                state = read_state(checkpoint)
-                self.step, self.spent_s, self._saved = state["step"], state["spent_s"], state["step"]
             checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1, resumed_from=checkpoint)
             resume_after = self.step if checkpoint else None
             boards = open_tensorboard(folder, config.obs.tensorboard, self.note, resume_after=resume_after)
             with MetricsLog(folder, trackers=boards, resume_after=resume_after) as metrics:
-                interrupted = self._train(learner, metrics, checkpoints)
+                interrupted = self._train(step_batches, learner, metrics, checkpoints)
             saved = self._save(learner, checkpoints)
             checkpoints.finish()
         finally:
@@ -126,12 +128,14 @@ class _SftTraining:
         state = {"step": self.step, "spent_s": self.spent_s, "keys": dict(self.keys)}
         return checkpoints.save(self.step, learner, state)
 
-    def _train(self, learner: LearnerGroup, metrics: MetricsLog, checkpoints: Checkpoints) -> bool:
+    def _train(
+        self, step_batches: Iterator[GlobalBatch], learner: LearnerGroup, metrics: MetricsLog, checkpoints: Checkpoints
+    ) -> bool:
         """Run the steps; return whether a signal ended them."""
         config = self.data.config
         sft, start = config.sft, time.perf_counter() - self.spent_s
         with _interrupts() as interrupted:
-            for batch in batches(config, self.data.data, self.step):
+            for batch in step_batches:
                 begin = time.perf_counter()
                 progress = max(self.step / self.steps, (begin - start) / 60 / (sft.minutes or math.inf))
                 if progress >= 1 or interrupted.is_set():
@@ -171,6 +175,8 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
     """Return a learner in this process for one rank, else one of Ray actors."""
     if config.learner.ranks == 1:
         return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
+    from agentrl.cluster.learner_group import start_learners  # imports Ray
+
     return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -102,7 +103,9 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
     settings = ["placement.mode=disaggregate", "learner.ranks=2", "sampler.engines=1", *EMBEDDED]
     config, placement = reserve(settings, "cpu")
     try:
-        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), placement, actor_locations(placement))
+        launcher = RayLauncher(
+            EngineSpec(config.sampler, model, tmp_path, 0), placement, partial(actor_locations, placement)
+        )
         first = launcher.launch(0)
         machine = urlsplit(first.url).hostname
         assert machine in MACHINES
@@ -162,7 +165,7 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Actor
     config, placement = reserve(settings, "cuda")
     try:
         ranks = actor_locations(placement)
-        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, ranks)
+        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, lambda: ranks)
         for number in range(config.sampler.engines):
             launcher.launch(number)
         received = [

@@ -4,9 +4,10 @@ import asyncio
 import json
 import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from agentrl.config.load import find_config, load_config
 from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError, EnvironmentFailure, RunStopped, TaskError
+from agentrl.core.errors import ConfigError, EnvironmentFailure, LearnerError, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.types import Fork, ForkReason, Message, Provenance, Row, RowKey
@@ -197,6 +198,25 @@ def test_batches_weigh_policy_and_context() -> None:
     assert float(micro.weight_L[result].sum()) == pytest.approx(1.0, abs=1e-4)
     assert float(micro.weight_L[~result].sum()) == pytest.approx(0.3, abs=1e-4)
     assert batch.metrics["sft/reward"] == 1.0
+
+
+def test_data_workers_start_before_the_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both import for seconds, and the time limit of a run counts from its first step on."""
+    started: list[str] = []
+
+    def start_batches(*_: Any) -> Iterator[Any]:
+        started.append("workers")
+        return iter(())
+
+    def start_learner(*_: Any) -> Any:
+        started.append("learner")
+        raise LearnerError("there is none")
+
+    monkeypatch.setattr("agentrl.sft.run.batches", start_batches)
+    monkeypatch.setattr("agentrl.sft.run._start_learner", start_learner)
+    with pytest.raises(LearnerError):
+        sft(config(f"run.dir={tmp_path / 'run'}", "sft.steps=1"), note=print)
+    assert started == ["workers", "learner"]
 
 
 def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
