@@ -27,6 +27,9 @@ SERVERS = ("gcs_server", "raylet")
 _RAYLET_VARIABLE = "RAY_RAYLET_PID"
 """Environment variable in which agents and workers have the process id of their raylet."""
 _LOOK_S = 0.1
+_AGENTS_S = 30.0
+"""Time after the start of Ray in which its agents may start."""
+_LATER_LOOK_S = 0.5
 _PAUSES_S = (0.3, 0.7, 1.0)
 """Between the looks for processes of a killed process's Ray: a raylet may have been starting one as it ended."""
 _GRACE_S = 3.0
@@ -70,25 +73,28 @@ def ended_servers(process: psutil.Process) -> list[str]:
 
 def kill_raylets(process: psutil.Process) -> None:
     """Kill the raylets that ``process`` has started, with their agents and workers."""
-    _kill(_raylets(process))
+    _kill(_raylet_processes(process))
 
 
-def _raylets(process: psutil.Process) -> set[psutil.Process]:
-    """Return the raylets that ``process`` has started."""
-    raylets: set[psutil.Process] = set()
+def _raylet_processes(process: psutil.Process) -> set[psutil.Process]:
+    """Return the raylets that ``process`` has started, with their agents and workers."""
+    processes: set[psutil.Process] = set()
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet":
-                raylets.add(child)
-    return raylets
+                processes.update([child, *child.children(recursive=True)])
+    return processes
 
 
-def _kill(raylets: set[psutil.Process]) -> None:
-    """Kill raylets with their agents and workers. These are known by their environment, also when their raylet has ended."""
-    names = {str(raylet.pid) for raylet in raylets}
-    for process in psutil.process_iter() if raylets else ():
+def _kill(processes: set[psutil.Process]) -> None:
+    """Kill processes, and those whose environment names one of them as their raylet.
+
+    An agent or a worker has this environment until it has named itself, a second after its start.
+    """
+    names = {str(process.pid) for process in processes}
+    for process in psutil.process_iter() if processes else ():
         with contextlib.suppress(psutil.Error):
-            if process in raylets or process.environ().get(_RAYLET_VARIABLE) in names:
+            if process in processes or process.environ().get(_RAYLET_VARIABLE) in names:
                 process.kill()
 
 
@@ -100,21 +106,28 @@ def _lives(process: psutil.Process) -> bool:
 
 def _watch(process: psutil.Process) -> None:
     """Watch until the standard input ends, as it does with the process or with its context; a line says that Ray has started."""
-    raylets: set[psutil.Process] = set()
+    processes: set[psutil.Process] = set()
     try:
-        while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-            raylets |= _raylets(process)
-            if "gcs_server" in ended_servers(process) and not select.select([sys.stdin], [], [], _GRACE_S)[0]:
+        while not _readable(_LOOK_S):
+            processes |= _raylet_processes(process)
+            if "gcs_server" in ended_servers(process) and not _readable(_GRACE_S):
                 sys.stderr.write("LearnerError: Ray does not start: its process gcs_server has ended\n")
                 return
         if os.read(sys.stdin.fileno(), 1):
-            raylets |= _raylets(process)
-            os.read(sys.stdin.fileno(), 1)
+            begun = time.monotonic()
+            processes |= _raylet_processes(process)
+            while not _readable(_LATER_LOOK_S if time.monotonic() < begun + _AGENTS_S else None):
+                processes |= _raylet_processes(process)
     finally:
-        _kill(raylets)
+        _kill(processes)
         for pause_s in () if _lives(process) else _PAUSES_S:
             time.sleep(pause_s)
-            _kill(raylets)
+            _kill(processes)
+
+
+def _readable(timeout_s: float | None) -> bool:
+    """Return whether the standard input has a line or ends within a time."""
+    return bool(select.select([sys.stdin], [], [], timeout_s)[0])
 
 
 if __name__ == "__main__":
