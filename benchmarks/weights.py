@@ -244,6 +244,7 @@ async def measure_weights(
         engines = _Engines(config, folder, devices.gpus[-1:], progress)
         exits.push_async_callback(engines.aclose)
         engines.start(sizes[0])
+        await asyncio.to_thread(parameter_shapes, shapes[sizes[0]])  # imports transformers meanwhile
         broadcast = None
         if "distributed" in transports:
             broadcast = exits.enter_context(

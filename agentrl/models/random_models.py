@@ -69,17 +69,22 @@ def find_model_shape(size: str) -> Shape:
     return SHAPES[size]
 
 
+def _config_fields(shape: Shape) -> dict[str, Any]:
+    """Return what ``config.json`` has, with the names that engines know; for the rest the defaults of transformers hold."""
+    fields = {name: value for name, value in asdict(shape).items() if value or name == "tie_word_embeddings"}
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    if shape.num_experts:
+        kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+        fields |= {"norm_topk_prob": True, "mlp_only_layers": []}
+    return {**kind, **fields, "dtype": "bfloat16", "max_position_embeddings": 40960}
+
+
 def model_config(shape: Shape) -> Any:
     """Return the configuration in transformers of a model of this shape."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoConfig
 
-    options: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 40960}
-    if shape.num_experts:
-        return Qwen3MoeConfig(
-            **asdict(shape), architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, mlp_only_layers=[], **options
-        )
-    fields = {name: value for name, value in asdict(shape).items() if "expert" not in name and "moe" not in name}
-    return Qwen3Config(**fields, architectures=["Qwen3ForCausalLM"], **options)
+    for_model: Any = AutoConfig.for_model
+    return for_model(**_config_fields(shape))
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -110,11 +115,7 @@ def write_random_model(
         ConfigError: the tokenizer has more tokens than the model, or cannot be extended.
     """
     folder.mkdir(parents=True)
-    config = model_config(shape)
-    config.save_pretrained(folder)
-    if shape.num_experts:  # transformers writes another name, which engines may not know
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": shape.num_experts}, indent=2))
+    (folder / "config.json").write_text(json.dumps(_config_fields(shape), indent=2))
     if weights:
         import torch
         from safetensors.torch import save_file

@@ -368,9 +368,8 @@ def read_reply(
     logprobs, ids, _ = zip(*entries, strict=True) if entries else ((), (), ())
     highest = max(logprobs, default=0.0)
     finish = _finish_reason(meta.finish_reason.type)
-    for fault, applies in _faults(reply, ids, highest, finish, body, vocabulary).items():
-        if applies:
-            raise SamplerError(f"the engine's reply to {request_id} {fault}")
+    if fault := _fault(reply, ids, highest, finish, body, vocabulary):
+        raise SamplerError(f"the engine's reply to {request_id} {fault}")
     adapter = body.get("lora_path")
     if adapter is not None:  # it samples the whole request, whatever the engine's newest version is
         versions: tuple[tuple[int, int], ...] = ((0, adapter_version(adapter)),) if ids else ()
@@ -400,32 +399,40 @@ def read_reply(
     return Segment(generation, exact=adapter is not None or meta.weight_versions is not None)
 
 
-def _faults(
+def _fault(
     reply: _Reply,
     ids: Sequence[int],
     highest: float,
     finish: FinishReason,
     body: Mapping[str, Any],
     vocabulary: Vocabulary | None,
-) -> dict[str, bool]:
-    """Return what may be wrong with a reply to the request ``body``, and whether it is."""
+) -> str | None:
+    """Return what is wrong with a reply to the request ``body``, or None."""
     meta, count = reply.meta_info, len(ids)
-    prompt, most = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
-    size = _MAX_ID if vocabulary is None else vocabulary.size
-    last = max(ids, default=-1)
-    stops, matched = body["sampling_params"].get("stop_token_ids", ()), meta.finish_reason.matched
-    ran = bool(ids) or finish is not FinishReason.ABORT
-    return {
-        f"is to {meta.id[:100]!r}, not to {body['rid']!r}": meta.id != body["rid"],
-        f"counts {meta.prompt_tokens} prompt tokens, {prompt} were sent": ran and meta.prompt_tokens != prompt,
-        f"counts {meta.completion_tokens} tokens and has {count}": ran and meta.completion_tokens != count,
-        f"has {count} tokens, 1 to {most} were requested": ran and not 0 < count <= most,
-        "has output_ids that are not those of its output_token_logprobs": reply.output_ids not in (None, list(ids)),
-        f"has the token id {last}, but the policy has {size} tokens: is model.path the engine's model?": last >= size,
-        f"has a log-probability of {highest}": highest > ROUNDING,
-        f"ended at token {matched}, which ends no turn of model.path: does the engine's model have another eos_token_id in "
-        "config.json or generation_config.json?": isinstance(matched, int) and bool(stops) and matched not in stops,
-    }
+    if meta.id != body["rid"]:
+        return f"is to {meta.id[:100]!r}, not to {body['rid']!r}"
+    if ids or finish is not FinishReason.ABORT:
+        prompt, most = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+        if meta.prompt_tokens != prompt:
+            return f"counts {meta.prompt_tokens} prompt tokens, {prompt} were sent"
+        if meta.completion_tokens != count:
+            return f"counts {meta.completion_tokens} tokens and has {count}"
+        if not 0 < count <= most:
+            return f"has {count} tokens, 1 to {most} were requested"
+    if reply.output_ids is not None and reply.output_ids != list(ids):
+        return "has output_ids that are not those of its output_token_logprobs"
+    size, last = _MAX_ID if vocabulary is None else vocabulary.size, max(ids, default=-1)
+    if last >= size:
+        return f"has the token id {last}, but the policy has {size} tokens: is model.path the engine's model?"
+    if highest > ROUNDING:
+        return f"has a log-probability of {highest}"
+    ends, matched = body["sampling_params"].get("stop_token_ids"), meta.finish_reason.matched
+    if isinstance(matched, int) and ends and matched not in ends:
+        return (
+            f"ended at token {matched}, which ends no turn of model.path: does the engine's model have another eos_token_id in "
+            "config.json or generation_config.json?"
+        )
+    return None
 
 
 def version_number(name: object) -> int:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from agentrl.core.errors import ConfigError
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.models.random_models import SHAPES, Shape, find_model_shape, write_random_model
+from agentrl.models.random_models import SHAPES, Shape, find_model_shape, model_config, write_random_model
 from agentrl.models.resolve import resolve_model
 
 UNTIED = Shape(32, 48, 1, 4, 2, 16, 1600, False)
@@ -20,6 +21,13 @@ def test_the_model_is_of_its_shape(tmp_path: Path, shape: Shape) -> None:
     model = load_model(tmp_path / "m")
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     assert model.get_input_embeddings().weight.std() > 0.01
+
+
+@pytest.mark.parametrize("size", SHAPES)
+def test_a_written_configuration_is_that_of_the_model(tmp_path: Path, size: str) -> None:
+    write_random_model(tmp_path / "m", SHAPES[size])
+    written: Any = AutoConfig.from_pretrained(tmp_path / "m")
+    assert written.to_dict() | {"_name_or_path": ""} == model_config(SHAPES[size]).to_dict()
 
 
 def test_sizes_are_what_their_names_say() -> None:
