@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 SIZE = 128
 """The head size that was measured."""
@@ -91,13 +92,23 @@ def _(
     return query, key, value
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+class _Context(FunctionCtx):
+    """What the backward pass takes from the forward pass."""
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    options: tuple[int, float]
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float]
+
+
+def _save(ctx: _Context, inputs: Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     query, key, value, bounds, longest, scale = inputs
     ctx.save_for_backward(query, key, value, *output, bounds)
     ctx.options = longest, scale
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, of_logarithms: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: _Context, gradient: torch.Tensor, of_logarithms: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *_derive(gradient, [*ctx.saved_tensors], *ctx.options), None, None, None
 
 
@@ -128,12 +139,22 @@ _GRADIENTS = ("query'", "key'", "value'")
 """Names of results in a plan's backward pass."""
 
 
+class _GraphTensor(Protocol):
+    """A tensor of a graph of cuDNN."""
+
+    def set_output(self, value: bool) -> _GraphTensor: ...
+    def set_dim(self, dim: tuple[int, ...]) -> _GraphTensor: ...
+    def set_stride(self, stride: tuple[int, ...]) -> _GraphTensor: ...
+    def set_data_type(self, data_type: object) -> _GraphTensor: ...
+    def set_ragged_offset(self, ragged_offset: _GraphTensor) -> _GraphTensor: ...
+
+
 class _Plan(NamedTuple):
     """A graph of cuDNN that is built."""
 
     graph: Any
-    handle: Any
-    tensors: Mapping[str, Any]
+    handle: object
+    tensors: Mapping[str, _GraphTensor]
     """The graph's tensors, by name."""
     workspace: int
     """Bytes."""
@@ -152,7 +173,7 @@ _BOUNDS = ("lengths", "starts of query", "starts of key", "starts of logarithms"
 
 
 @cache
-def _handle(device: int) -> Any:
+def _handle(device: int) -> object:
     import cudnn
 
     with torch.cuda.device(device):
@@ -167,7 +188,7 @@ def _plan(shape: _Shape, *, backward: bool) -> _Plan:
     graph = cudnn.pygraph(
         io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=handle
     )
-    tensors = {
+    tensors: dict[str, _GraphTensor] = {
         name: graph.tensor(
             name=name, dim=(shape.rows + (name != "lengths"), 1, 1, 1), stride=(1, 1, 1, 1), data_type=kinds.INT32
         )
@@ -180,17 +201,17 @@ def _plan(shape: _Shape, *, backward: bool) -> _Plan:
         stride = (shape.longest * heads * width, width, heads * width, 1)
         return {"dim": (shape.rows, heads, shape.longest, width), "stride": stride}
 
-    def lay_out(tensor: Any, name: str) -> Any:
+    def lay_out(tensor: _GraphTensor, name: str) -> _GraphTensor:
         rows = "logarithms" if name == "logarithms" else "key" if name.startswith(("key", "value")) else "query"
         tensor.set_ragged_offset(tensors[f"starts of {rows}"])
         tensors[name] = tensor
         return tensor
 
-    def add_input(name: str) -> Any:
+    def add_input(name: str) -> _GraphTensor:
         kind = kinds.FLOAT if name == "logarithms" else kinds.BFLOAT16
         return lay_out(graph.tensor(name=name, data_type=kind, **layout(name)), name)
 
-    def add_result(tensor: Any, name: str) -> None:
+    def add_result(tensor: _GraphTensor, name: str) -> None:
         shaped = lay_out(tensor, name).set_output(True)
         shaped.set_dim(layout(name)["dim"]).set_stride(layout(name)["stride"])
 

@@ -35,7 +35,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
         # cuDNN plans attention for every new shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
         use_expandable_segments(enabled=True)
-        keep_compiled()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
         return torch.device("cuda", local_rank)
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, str(_CPU_KERNELS))
@@ -96,10 +96,10 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return {"train/peak_gpu_gib": peak / 2**30}
 
 
-def keep_compiled() -> Path:
-    """Have what torch compiles kept in a folder of the user, where the next run finds it; return the folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl" / "torchinductor"
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)))
+def compile_cache() -> Path:
+    """Return the folder in which what torch compiles is kept for the next run: as set for torch, or one of the user's."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or caches / "agentrl" / "torchinductor")
 
 
 def gpu_bytes() -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,12 +59,16 @@ _compile_times: list[float] = []
 """When torch began to compile, and ended, in turns."""
 
 
-@cache
+def _record_time(_: object) -> None:
+    _compile_times.append(time.perf_counter())
+
+
 def _record_compilation() -> None:
     from torch._dynamo.callback import callback_handler
 
-    for register in (callback_handler.register_start_callback, callback_handler.register_end_callback):
-        register(lambda _: _compile_times.append(time.perf_counter()))
+    if _record_time not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_record_time)
+        callback_handler.register_end_callback(_record_time)
 
 
 def compilation() -> dict[str, float]:
@@ -76,14 +81,18 @@ def compilation() -> dict[str, float]:
 _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
-def _products() -> set[Any]:
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+"""Of the forward pass, and of what is computed again."""
+
+
+def _products() -> set[object]:
     aten = torch.ops.aten
     return {aten.mm.default, aten.addmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
 
 
-def _attention() -> set[Any]:
+def _attention() -> set[object]:
     aten = torch.ops.aten
-    saved = {
+    saved: set[object] = {
         torch.ops.higher_order.flex_attention,
         aten._flash_attention_forward.default,
         aten._scaled_dot_product_flash_attention.default,
@@ -97,19 +106,20 @@ def _attention() -> set[Any]:
     return saved
 
 
-def _keep_products() -> Any:
+def _keep_products() -> Contexts:
     return _keep(_attention() | _products())
 
 
-def _keep_attention() -> Any:
+def _keep_attention() -> Contexts:
     return _keep(_attention())
 
 
 _KEEP = {"selective": _keep_products, "all_but_attention": _keep_attention}
 
 
-def _keep(saved: set[Any]) -> Any:
+def _keep(saved: set[object]) -> Contexts:
     def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts

@@ -53,6 +53,12 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")
+    if _device(config.learner) == "cuda" and config.learner.compile:
+        from agentrl.learner.device import compile_cache
+
+        lines.append(
+            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later about 15 s from {compile_cache()})"
+        )
     return lines
 
 

@@ -127,6 +127,8 @@ class Trainer:
         self.metrics.write(self.step, metrics)
         self.view.step(self.step, metrics, self._seconds_left())
         self.metrics.samples(self.step, training_step.rollouts)
+        if seconds := metrics.get("train/compile_s"):
+            self.view.print_text(f"step {self.step}: the learner compiled for {seconds:.0f} s (learner.compile)")
         if metrics.get("train/skipped"):
             self._warn_once("skipped", f"nothing was trained: {training_step.why_untrained()}")
         for key, text in NONFINITE.items():

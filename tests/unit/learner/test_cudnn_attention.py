@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from agentrl.learner import attention, cudnn_attention
 from agentrl.learner.attention import RowBounds, packed_attention, packed_rows
-from agentrl.learner.layers import prepare_forward
+from agentrl.learner.layers import compilation, prepare_forward
 
 CPU = torch.device("cpu")
 
@@ -99,21 +98,6 @@ class Layer(torch.nn.Linear):
         return packed_attention(self, heads, heads, heads, None, packed=packed)[0].flatten(2)
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Return a list that gets, for each graph that is compiled, whether it has gradients."""
-    compiled: list[bool] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
-        compiled.append(torch.is_grad_enabled())
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
-    torch._dynamo.reset()
-    yield compiled
-    torch._dynamo.reset()
-
-
 def test_layers_are_compiled_once_for_all_numbers_of_rows_and_tokens(
     bounds: Callable[[list[int]], RowBounds], graphs: list[bool]
 ) -> None:
@@ -131,3 +115,5 @@ def test_layers_are_compiled_once_for_all_numbers_of_rows_and_tokens(
                 states.sum().backward()
         assert all(layer.weight.grad is not None for layer in layers)
     assert graphs == [True, False]
+    assert compilation()["train/compile_s"] > 0
+    assert compilation() == {}

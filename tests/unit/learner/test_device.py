@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.device import uses_bfloat16
+from agentrl.learner.device import compile_cache, memory_to_share, use_expandable_segments, uses_bfloat16
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -18,6 +19,32 @@ def test_auto_is_bfloat16_where_the_device_has_it(monkeypatch: pytest.MonkeyPatc
     assert uses_bfloat16(LearnerConfig(device="cpu", precision="auto")) is has
     assert uses_bfloat16(LearnerConfig(device="cpu", precision="bfloat16"))
     assert not uses_bfloat16(LearnerConfig(device="cpu", precision="float32"))
+
+
+@pytest.mark.parametrize("configured", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_other_processes_open_is_in_no_segment_that_grows(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None
+) -> None:
+    """Nor does a user's own configuration change."""
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    if configured is not None:
+        monkeypatch.setenv(configured, "backend:native")
+    use_expandable_segments(enabled=True)
+    with pytest.raises(MemoryError), memory_to_share(torch.device("cuda")):
+        raise MemoryError
+    with memory_to_share(torch.device("cpu")):
+        pass
+    expected = [f"expandable_segments:{enabled}" for enabled in (True, False, True)]
+    assert settings == (expected if configured is None else [])
+
+
+def test_what_is_compiled_is_kept_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compile_cache() == tmp_path / "agentrl" / "torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert compile_cache() == Path("/elsewhere")
 
 
 NEW_SHAPES = """

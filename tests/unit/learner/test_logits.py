@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.learner.head import HeadOptions, token_scores
+from agentrl.learner.head import HeadOptions, _block, _statistics, _statistics_of_blocks, token_scores
 
 N, H, V = 11, 6, 23
 
@@ -72,3 +72,13 @@ def test_no_tokens_have_no_scores() -> None:
     (logprobs.sum() + entropies.sum()).backward()
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_statistics_of_blocks_are_those_of_the_vocabulary(*, entropy: bool) -> None:
+    torch.manual_seed(0)
+    logits, targets = 9 * torch.randn(5, 3 * 128, dtype=torch.float64), torch.randint(0, 3 * 128, (5,))
+    assert (_block(3 * 128), _block(151936), _block(32000), _block(151643)) == (128, 128, 256, 0)
+    blocks = _statistics_of_blocks(logits / 0.7, targets, 128, entropy)
+    for actual, expected in zip(blocks, _statistics(logits, targets, 0.7, entropy), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)

@@ -197,3 +197,24 @@ def test_the_gradient_of_a_branch_is_the_same_on_several_threads():
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(first, other_result) for other_result in other_results)
+
+
+def test_the_first_batch_of_trees_computes_rows_once_for_the_compiler(
+    learners: Learners, folders, monkeypatch: pytest.MonkeyPatch
+):
+    """With gradients and without, and nothing of it is trained."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    shared, plain = (make_batch(make_rows(1), share_prefixes=share) for share in (True, False))
+    expected = learners.open(folder=folders["qwen3"]).train_step(shared)
+    learner = learners.open(folder=folders["qwen3"], compile=True)
+    passes: list[tuple[bool, bool]] = []
+    learner.rank.model.register_forward_pre_hook(
+        lambda module, inputs: passes.append((inputs[0].shares_prefixes, torch.is_grad_enabled()))
+    )
+    learner.logprobs(shared)
+    assert learner.train_step(shared) == pytest.approx(expected, rel=1e-5)
+    assert passes == [(False, False), (True, False), (False, True), (True, True)]
+    passes.clear()
+    for batch in (shared, plain):
+        learner.train_step(batch)
+    assert passes == [(True, True), (False, True)]
