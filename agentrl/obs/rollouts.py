@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,10 +62,10 @@ class RolloutFile:
         self._written = 0
 
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
-        """Append rollouts."""
-        batch = [rollouts] if isinstance(rollouts, Rollout) else rollouts
-        append(self.lines, b"".join(map(self._encode, batch, itertools.count(self._written))))
-        self._written += len(batch)
+        """Append rollouts, one by one: a step may have gigabytes of them, and no thread runs while they are joined."""
+        for rollout in [rollouts] if isinstance(rollouts, Rollout) else rollouts:
+            append(self.lines, self._encode(rollout, self._written))
+            self._written += 1
 
     def _encode(self, rollout: Rollout, number: int) -> bytes:
         if self.path.suffix == RECORDS:
