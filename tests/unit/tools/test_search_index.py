@@ -39,6 +39,11 @@ def test_the_best_comes_first_and_strangers_not_at_all() -> None:
     assert nobody == empty == []
 
 
+def test_an_index_is_built_without_a_word_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    BM25(PLACES)
+    assert not caplog.records, "bm25s logs at the level DEBUG by itself"
+
+
 def test_ties_go_to_the_first_in_the_corpus() -> None:
     index = BM25(rows(*(f"same words {'x' if i == 7 else 'y'}" for i in range(20))))
     (hits,) = index.search(["same x"], topk=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,6 +18,8 @@ from .retriever import Corpora, Hit
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import bm25s
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets its own to DEBUG, and logs each index
 
 
 def _words(texts: list[str]) -> list[list[str]]:
