@@ -7,7 +7,7 @@ from pathlib import Path
 
 _VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
     "SGLANG_CACHE_DIR": "sglang",
     "SGLANG_DG_CACHE_DIR": "deep_gemm",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
@@ -19,17 +19,11 @@ their folders. By default these are at seven places, torch.compile's in ``/tmp``
 
 
 def kernel_folder() -> Path:
-    """Return the folder: ``agentrl/kernels`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "kernels"
+    """Return the folder: ``agentrl`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
 
 
 def share_kernels() -> None:
     """Let this process, and those that it starts, keep compiled kernels in `kernel_folder`; variables that are set stay."""
     for name, folder in _VARIABLES.items():
         os.environ.setdefault(name, str(kernel_folder() / folder))
-
-
-def count_kernels() -> int:
-    """Return how many kernels Triton and torch.compile have compiled so far."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or kernel_folder() / "triton")
-    return sum(1 for _ in folder.glob("*/*.cubin"))
