@@ -12,13 +12,14 @@ import itertools
 import multiprocessing
 import os
 import random
+import selectors
 import signal
 import sys
 import traceback
 import types
 import warnings
 from collections import deque
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import pytest
@@ -80,6 +81,7 @@ class Forks:
         self._files = deque(deque(indices) for _, indices in paths)
         self._numbers = itertools.count()
         self._forks: list[Fork] = []
+        self._selector = selectors.DefaultSelector()
 
     def run(self, count: int) -> None:
         """Run all tests in ``count`` forks at a time."""
@@ -89,8 +91,7 @@ class Forks:
             for _ in range(min(count, len(self._files))):
                 self._start()
             while self._forks:
-                ready = wait([file for fork in self._forks for file in (fork.connection, fork.end)])
-                for fork in [fork for fork in self._forks if fork.connection in ready or fork.end in ready]:
+                for fork in {key.data for key, _ in self._selector.select()}:
                     self._receive(fork)
         finally:
             for fork in self._forks:
@@ -108,16 +109,21 @@ class Forks:
                 fork.close()
             _run(self._session, far_end, number)
         far_end.close()
-        self._forks.append(Fork(pid, connection))
+        fork = Fork(pid, connection)
+        self._forks.append(fork)
+        for file in (fork.connection, fork.end):
+            self._selector.register(file, selectors.EVENT_READ, fork)
 
     def _receive(self, fork: Fork) -> None:
         """Handle a message of a fork, or its end, once it has no more messages."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             if fork.connection.poll():
-                kind, content = fork.connection.recv()
-                getattr(self, f"_on_{kind}")(fork, **content)
+                for kind, content in fork.connection.recv():
+                    getattr(self, f"_on_{kind}")(fork, **content)
                 return
         self._forks.remove(fork)
+        for file in (fork.connection, fork.end):
+            self._selector.unregister(file)
         code = fork.wait()
         if fork.tests:
             self._report_end_during(fork.tests.popleft(), code)
@@ -160,27 +166,38 @@ class Forks:
 
 
 class Reports:
-    """A plugin that sends what happens to the process that reports it."""
+    """A plugin that sends what happens to the process that reports it, after each test."""
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
+        self._events: list[tuple[str, dict[str, Any]]] = []
 
-    def send(self, kind: str, **content: Any) -> None:
-        """Send a message."""
-        self._connection.send((kind, content))
+    def send(self) -> None:
+        """Send what has happened."""
+        self._connection.send(self._events)
+        self._events = []
+
+    def ready(self) -> None:
+        """Send that this process can run another file."""
+        self._add("ready")
+        self.send()
+
+    def _add(self, kind: str, **content: Any) -> None:
+        self._events.append((kind, content))
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         """See `pytest`."""
-        self.send("logstart", nodeid=nodeid, location=location)
+        self._add("logstart", nodeid=nodeid, location=location)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """See `pytest`."""
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self.send("logreport", data=data)
+        self._add("logreport", data=data)
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
         """See `pytest`."""
-        self.send("logfinish", nodeid=nodeid, location=location)
+        self._add("logfinish", nodeid=nodeid, location=location)
+        self.send()
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
@@ -190,7 +207,7 @@ class Reports:
         message = {name: getattr(warning_message, name) for name in ("filename", "lineno", "line")}
         message["message"] = str(warning_message.message)
         category = warning_message.category.__name__
-        self.send("warning", category=category, message=message, when=when, nodeid=nodeid, location=location)
+        self._add("warning", category=category, message=message, when=when, nodeid=nodeid, location=location)
 
 
 def _run(session: pytest.Session, connection: Connection, number: int) -> NoReturn:
@@ -236,14 +253,15 @@ def _run_files(session: pytest.Session, connection: Connection) -> None:
     reports = Reports(session.config, connection)
     session.config.pluginmanager.register(reports)
     item = None
-    reports.send("ready")
+    reports.ready()
     while indices := connection.recv():
         for index, following in itertools.zip_longest(indices, indices[1:]):
             item = session.items[index]
             # After the last test of a file only the session's fixtures are left.
             next_item = session if following is None else session.items[following]
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
-        reports.send("ready")
+        reports.ready()
     end = pytest.CallInfo.from_call(lambda: session._setupstate.teardown_exact(None), "teardown")
     if item and end.excinfo:
         reports.pytest_runtest_logreport(pytest.TestReport.from_item_and_call(item, end))
+    reports.send()
