@@ -20,6 +20,7 @@ import types
 import warnings
 from collections import deque
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -85,7 +86,8 @@ class Forks:
 
     def run(self, count: int) -> None:
         """Run all tests in ``count`` forks at a time."""
-        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked safely"
+        threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+        assert len(threads) == 1, f"a process with threads cannot be forked safely; modules of tests started {threads}"
         self._session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # forks have folders in it
         try:
             for _ in range(min(count, len(self._files))):
