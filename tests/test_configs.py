@@ -94,8 +94,8 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
         "none",
         "token",
     )
-    assert (cpu["rollout"].pop("teaching_groups"), gpu["rollout"].pop("teaching_groups")) == (8, None)
-    assert (cpu["train"].pop("steps"), gpu["train"].pop("steps")) == (36, 24)
+    assert (cpu["rollout"].pop("batch_size"), gpu["rollout"].pop("batch_size")) == (12, 32)
+    assert (cpu["train"].pop("steps"), gpu["train"].pop("steps")) == (48, 24)
     assert cpu == gpu
     assert load_config(default_config("search_r1", gpu=True)).sampler.backend == "sglang"
 

@@ -71,7 +71,6 @@ SAMPLED = (
 
 GROUPED = (
     "rollout.batch_size",
-    "rollout.teaching_groups",
     "rollout.n_samples_per_prompt",
     "async.max_staleness",
     "self_play.mix",

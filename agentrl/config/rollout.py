@@ -58,10 +58,6 @@ class RolloutConfig(Section):
 
     batch_size: PositiveInt = 32
     """Prompts per step (slime's ``rollout_batch_size``)."""
-    teaching_groups: PositiveInt | None = None
-    """Groups of a step that shall teach, as their rewards differ. A step gets as many groups as give so many, with the share that
-    taught in the steps before, and ``batch_size`` at most; null: always ``batch_size``, as with ``async.max_staleness`` and with
-    estimators that compare no rollouts of a group."""
     n_samples_per_prompt: PositiveInt = 8
     """Episodes per prompt: the group that advantages are computed over."""
     over_sampling_batch_size: PositiveInt | None = None

@@ -47,7 +47,6 @@ from agentrl.planner.training_summary import describe_memory, describe_model, de
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
-from agentrl.train.pipeline.step_size import fewest_groups
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
@@ -369,20 +368,14 @@ def _to_train_on(split: Split | None) -> str:
     return "not there yet" if split is None else f"{len(split)} to train on"
 
 
-def _describe_step(config: Config) -> str:
-    samples = config.rollout.n_samples_per_prompt
-    sizes = sorted({fewest_groups(config), config.rollout.batch_size})
-    episodes = " to ".join(str(size * samples) for size in sizes)
-    return f"{' to '.join(map(str, sizes))} prompts x {samples} = {episodes} episodes"
-
-
 def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
         "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
         + (", behind sglang-router" if sampler.has_router_program else ""),
-        "step": _describe_step(config),
+        "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
+        f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",
         "length": f"{plan.steps} steps",
     }

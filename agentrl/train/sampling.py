@@ -28,7 +28,6 @@ from agentrl.self_play.training import SelfPlay, open_self_play
 from agentrl.train.engine_weights import EngineWeights, open_engine_weights, sent_dtype
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, open_scheduler
-from agentrl.train.pipeline.step_size import StepSize
 from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import Consumer, RolloutSource, RunInputs, StepRollouts, TaskPosition
 from agentrl.weight_sync.adapter import for_adapters
@@ -163,7 +162,7 @@ async def open_sampling(
     await weights.open()
     exits.push_async_callback(sampling.aclose)
     if run.state["source"]:
-        sampling.load_state(run.state["source"])
+        jobs.buffer.load_state(run.state["source"]["data"])
     return sampling
 
 
@@ -181,16 +180,10 @@ class Sampling(RolloutSource):
     interrupt: Interrupt
     self_play: SelfPlay | None = None
     """Opponents of the policy, if ``self_play`` is set."""
-    step_size: StepSize = field(init=False)
-    """The groups of a step."""
     _scheduler: GroupScheduler | None = field(default=None, init=False)
     """Runs the groups, from the first step on that samples some."""
     _batch: StepRollouts | None = field(default=None, init=False)
     """Rollouts of the step in training."""
-
-    def __post_init__(self) -> None:
-        """Begin with a step of ``rollout.teaching_groups`` groups."""
-        self.step_size = StepSize(self.config)
 
     @property
     @override
@@ -287,7 +280,6 @@ class Sampling(RolloutSource):
             guard=self._guard_episodes,
             on_done=self._write_finished,
             self_play=self.self_play,
-            step_size=self.step_size,
         )
         self.weights.on_synced = scheduler.set_version
         return scheduler
@@ -321,12 +313,7 @@ class Sampling(RolloutSource):
     @override
     def state(self) -> dict[str, Any]:
         league = {} if self.self_play is None else {"self_play": self.self_play.state()}
-        return {"data": self.tasks.buffer.state(), "taught": self.step_size.taught, **league}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the tasks and the size of the next step from the return value of `state`."""
-        self.tasks.buffer.load_state(state["data"])
-        self.step_size.taught = state["taught"]
+        return {"data": self.tasks.buffer.state(), **league}
 
     @override
     def metrics(self) -> dict[str, float]:
@@ -340,7 +327,6 @@ class Sampling(RolloutSource):
         assert self._batch is not None, "a step trains the rollouts of get_rollouts"
         rollouts = [*self._batch.rollouts, *self._batch.filtered]
         self.tasks.on_trained(self._batch.position, rollouts)
-        self.step_size.record(self._batch.rollouts)
         if self.self_play is not None:
             self.self_play.on_step_trained(step, self._batch.position, rollouts)
         await self.records.record_trained(step, advantages)

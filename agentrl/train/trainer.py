@@ -34,7 +34,8 @@ FLAT_STEPS = 5
 FLAT = (
     f"{{taught:.0%}} of the groups of the last {FLAT_STEPS} steps taught something; within each of the others all rewards are "
     "equal (mean reward {reward:.2f}). Tasks of another difficulty teach more (tasks.options, data.path, or "
-    "tasks.data_source.name=curriculum if tasks come several times); train.stop_at ends a run that is good enough"
+    "tasks.data_source.name=curriculum if tasks come several times), a smaller rollout.batch_size spends less on them, and "
+    "train.stop_at ends a run that is good enough"
 )
 UNCHANGED = (
     "the weights that were sent to the engines are those of the sync before, though the step was trained: every update was "

@@ -24,7 +24,6 @@ _KEEP_MINUTES = 5.0
 _RATE = 1e-12
 """Learning rate: the policy stays the same, and with it how long episodes are."""
 _TRIAL: Tree = {
-    "rollout": {"teaching_groups": None},  # all steps are whole ones
     "learner": {"optimizer": {"lr": _RATE}},
     "train": {"steps": _STEPS, "minutes": None, "eval_every": 0, "eval_first": False, "save_every": 0},
     "obs": {"progress": "plain", "wandb": "off", "tensorboard": False},

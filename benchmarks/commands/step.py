@@ -45,7 +45,6 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         folder = Path(name)
         settings: dict[str, Any] = {
             "run": {"dir": str(folder / "run")},
-            "rollout": {"teaching_groups": None},  # all steps are whole ones
             "train": {"steps": arguments.steps},
             "obs": {"progress": "plain", "wandb": "off"},
         }

@@ -24,7 +24,6 @@ from agentrl.self_play.training import SelfPlay
 from agentrl.train.pipeline.filtering import Filtering, LengthBias
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.staleness_bound import Admission
-from agentrl.train.pipeline.step_size import StepSize
 from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import Consumer, TaskPosition
 
@@ -89,8 +88,6 @@ class GroupScheduler:
     """Called with each rollout when it has its reward."""
     self_play: SelfPlay | None = None
     """Chooses who plays in a group when it is admitted."""
-    step_size: StepSize | None = None
-    """Chooses the groups of a step that nothing is sampled ahead of; None: ``rollout.batch_size``."""
     version: int = field(init=False)
     """Of the engines' policy."""
     filtering: Filtering = field(init=False)
@@ -321,8 +318,6 @@ class SynchronousScheduler(GroupScheduler):
     @asynccontextmanager
     async def _running_episodes(self) -> AsyncIterator[None]:
         self.version, self._last_take = self.admission.step, asyncio.get_running_loop().time()
-        if self.step_size is not None:
-            self.admission.batch_size = self.step_size.groups
         try:
             yield
         finally:
@@ -356,7 +351,6 @@ def open_scheduler(  # everything that the scheduler of a run needs
     guard: Callable[[], AbstractAsyncContextManager[None]],
     on_done: Callable[[Rollout], None],
     self_play: SelfPlay | None,
-    step_size: StepSize | None = None,
 ) -> GroupScheduler:
     """Return the scheduler of a run that has finished ``step`` steps, and whose engines have the policy of that step.
 
@@ -384,7 +378,6 @@ def open_scheduler(  # everything that the scheduler of a run needs
         asynchronous.mask_older_than,
         on_done,
         self_play,
-        step_size,
     )
     scheduler.restore(pending)
     return scheduler

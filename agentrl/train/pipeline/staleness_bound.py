@@ -56,20 +56,18 @@ class Admission:
         """The policy version that the next batch trains: the number of steps whose batch was taken."""
         self._positions = positions
         self._unadmitted = (steps - step) * batch_size
-        self.batch_size = batch_size
-        """Groups of the next step."""
+        self._batch_size = batch_size
         self._max_staleness = max_staleness
         self.passed_over = 0
         """Groups that were admitted before one of the groups that were taken last, and stay."""
-        self._most = most
+        self._most = (max_staleness + 1) * batch_size if most is None else most
         self._waiting: dict[int, AdmittedGroup] = {}
         """By position, in the order of admission."""
 
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
-        room = (version + self._max_staleness + 1 - self.step) * self.batch_size
-        most = (self._max_staleness + 1) * self.batch_size if self._most is None else self._most
-        if self._unadmitted <= 0 or len(self._waiting) >= min(room, most):
+        room = (version + self._max_staleness + 1 - self.step) * self._batch_size
+        if self._unadmitted <= 0 or len(self._waiting) >= min(room, self._most):
             return None
         self._unadmitted -= 1
         position = next(self._positions)
@@ -97,12 +95,12 @@ class Admission:
         group is chosen only if all before it are.
         """
         groups = [group for group in self._waiting.values() if not group.committed]
-        free = self.batch_size - (len(self._waiting) - len(groups))
+        free = self._batch_size - (len(self._waiting) - len(groups))
         spare = [self._spare(index, group.version) for index, group in enumerate(groups)]
         # A chosen group leaves its place in the batch and in the order, so those after it keep what they have to spare.
-        least_after = [*accumulate(reversed(spare[1:]), min, initial=self.batch_size)][::-1]
+        least_after = [*accumulate(reversed(spare[1:]), min, initial=self._batch_size)][::-1]
         chosen: list[int] = []
-        least_before = self.batch_size
+        least_before = self._batch_size
         for index, group in enumerate(groups):
             if len(chosen) == free or (in_order and not group.finished):
                 break
@@ -117,7 +115,7 @@ class Admission:
 
     def _spare(self, index: int, version: int) -> int:
         """Return how many more groups of its version could be before the group with this index, if only full batches follow."""
-        return (version + self._max_staleness - self.step) * self.batch_size - index
+        return (version + self._max_staleness - self.step) * self._batch_size - index
 
     def take(self, *, in_order: bool = False) -> list[int] | None:
         """Return the positions of the next step's groups, ascending; None if the step must wait.
@@ -126,9 +124,9 @@ class Admission:
         leaves most room to those that stay. With ``in_order`` the step waits until these are the first of all groups.
         """
         finished = [group for group in self._waiting.values() if group.finished]
-        if len(finished) < self.batch_size:
+        if len(finished) < self._batch_size:
             return None
-        batch = sorted(finished, key=lambda group: not group.committed)[: self.batch_size]
+        batch = sorted(finished, key=lambda group: not group.committed)[: self._batch_size]
         batch_positions = {group.position for group in batch}
         staying = [group.version for group in self._waiting.values() if group.position not in batch_positions]
         last = max((number for number, position in enumerate(self._waiting) if position in batch_positions), default=-1)

@@ -250,7 +250,7 @@ def train(
         source.weights.eval_engines = eval_engines
         await source.weights.open()
         if checkpoint:
-            source.load_state(state["source"])
+            source.tasks.buffer.load_state(state["source"]["data"])
         view = ProgressView(Console(quiet=True), config.train.steps, "plain")
         log = MetricsLog(folder, resume_after=inputs.resume_after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from agentrl.config.load import load_config
 from agentrl.core.errors import LearnerError, RunStopped, SamplerError
 from agentrl.core.types import Generation, Prompt, Rollout, SamplingParams, StopReason
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
 from agentrl.train.pipeline.filtering import LengthBias
-from agentrl.train.pipeline.step_size import StepSize
 from tests.unit.train.async_world import Engines, make_config, steps, train
 
 ZERO_VARIANCE = "rollout.filter_groups.filters=[zero_variance]"
@@ -58,6 +53,7 @@ def test_each_batch_is_full_of_groups_that_pass(tmp_path: Path, staleness: int) 
         assert row["rollout/episodes"] == 8
         assert row["train/flat_groups"] == row["rollout/dropped"] == 0
         assert row["rollout/filtered_groups"] == len(filtered) / 2
+        assert row["train/taught_groups"] == pytest.approx(4 / (4 + len(filtered) / 2))
         assert row.get("rollout/filtered/zero_variance", 0) == len(filtered) / 2
         count += len(filtered) // 2
         tasks += [*by_task(trained), *by_task(filtered)]
@@ -91,94 +87,6 @@ def test_a_resumed_run_samples_no_filtered_group_again(tmp_path: Path, staleness
     groups = [name for step in written(tmp_path).values() for step_part in step for name in by_task(step_part)]
     assert len(groups) == run.position.first + len(run.position.ahead)
     assert len({*groups}) == min(len(groups), 50), "none twice before the tasks' second epoch"
-
-
-TEACHING = ("train.steps=8", "rollout.batch_size=8", "rollout.teaching_groups=3")
-
-
-def expected_sizes(rows: list[dict[str, float]]) -> list[int]:
-    """The groups of each step, from the shares of groups that taught in the steps before."""
-    sizes, taught = [], 1.0
-    for row in rows:
-        sizes.append(min(8, ceil(3 / max(taught, 3 / 8))))
-        taught += (row["train/taught_groups"] - taught) / 2
-    return sizes
-
-
-def test_a_step_has_as_many_groups_as_are_needed_for_those_that_teach(tmp_path: Path) -> None:
-    run = train(tmp_path, make_config(*TEACHING))
-    rows, groups = steps(tmp_path), [by_task(trained) for trained, _ in written(tmp_path).values()]
-    assert [len(step_groups) for step_groups in groups] == expected_sizes(rows)
-    assert len({*expected_sizes(rows)}) > 2, "the sizes differ"
-    assert [row["train/taught_groups"] for row in rows] == pytest.approx(
-        [sum(len(rewards) > 1 for rewards in step_groups.values()) / len(step_groups) for step_groups in groups]
-    )
-    assert run.position.first == sum(map(len, groups)), "no task is left out"
-
-
-@given(
-    teaching=st.integers(1, 40),
-    batch_size=st.integers(1, 32),
-    recorded=st.lists(st.lists(st.sampled_from(["flat", "teaching", "dropped"]), max_size=6), max_size=6),
-)
-def test_the_size_of_a_step_is_bounded(teaching: int, batch_size: int, recorded: list[list[str]]) -> None:
-    size = StepSize(load_config(None, [f"rollout.batch_size={batch_size}", f"rollout.teaching_groups={teaching}"]))
-    assert size.groups == min(teaching, batch_size)
-    for step in recorded:
-        size.record(
-            [
-                Rollout(
-                    f"{number}",
-                    f"{sample}",
-                    [],
-                    sample * (kind == "teaching"),
-                    StopReason.TERMINATED,
-                    dropped=kind == "dropped",
-                )
-                for number, kind in enumerate(step)
-                for sample in range(2)
-            ]
-        )
-        assert min(teaching, batch_size) <= size.groups <= batch_size
-        assert 0 <= size.taught <= 1
-
-
-@pytest.mark.parametrize(
-    "setting", ["rollout.teaching_groups=null", "async.max_staleness=1", "algo.advantage.name=reinforce_plus_plus"]
-)
-def test_some_runs_have_steps_of_one_size(setting: str) -> None:
-    size = StepSize(load_config(None, ["rollout.batch_size=8", "rollout.teaching_groups=3", setting]))
-    assert size.groups == 8
-    size.record([])
-    assert size.groups == 8
-
-
-def test_a_resumed_run_has_the_same_steps(tmp_path: Path) -> None:
-    config = make_config(*TEACHING)
-    train(tmp_path / "whole", config)
-    with pytest.raises(LearnerError):
-        train(tmp_path / "resumed", config, seed=1, learner=FakeLearner(fail_at=4))
-    train(tmp_path / "resumed", config, seed=2)
-    whole, resumed = (
-        [
-            sorted((rollout.rollout_id, rollout.prompt_id, rollout.reward) for rollout in trained)
-            for trained, _ in written(folder).values()
-        ]
-        for folder in (tmp_path / "whole", tmp_path / "resumed")
-    )
-    assert whole == resumed
-
-
-def test_with_filters_so_many_groups_pass(tmp_path: Path) -> None:
-    train(tmp_path, make_config(*TEACHING, ZERO_VARIANCE))
-    assert [len(by_task(trained)) for trained, _ in written(tmp_path).values()] == [3] * 8
-    for row in steps(tmp_path):
-        assert row["train/taught_groups"] == pytest.approx(3 / (3 + row["rollout/filtered_groups"]))
-
-
-def test_steps_that_overlap_with_sampling_have_whole_batches(tmp_path: Path) -> None:
-    train(tmp_path, make_config(*TEACHING, "async.max_staleness=1", "train.steps=3"))
-    assert [len(by_task(trained)) for trained, _ in written(tmp_path).values()] == [8] * 3
 
 
 def test_over_sampled_groups_are_kept_for_later_steps(tmp_path: Path) -> None:

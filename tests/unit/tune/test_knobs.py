@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.layers import Layer
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.models.resolve import resolve_model
 from agentrl.tune.knobs import Machine, knobs
-from agentrl.tune.resolve import check_memory, resolver
+from agentrl.tune.resolve import check_memory
 from agentrl.tune.search import Settings
 from agentrl.tune.trial_process import HotSettings
 
@@ -132,10 +131,3 @@ def test_a_learner_that_needs_more_than_a_gpu_by_the_estimate_is_refused() -> No
     with pytest.raises(ConfigError, match=r"the learner would need about .* GiB of 0\.9 GiB of a GPU"):
         check_memory(config, resolve_model("multihop-warm"), 2**30)
     check_memory(config, resolve_model("multihop-warm"), 2**40)
-
-
-def test_the_steps_of_trials_have_all_groups() -> None:
-    layers = [Layer("preset", {"rollout": {"teaching_groups": 8}, "train": {"steps": 3}})]
-    config = resolver(layers, resolve_model("multihop-warm"), None)({"rollout.concurrency": 64})
-    assert (config.rollout.teaching_groups, config.rollout.concurrency) == (None, 64)
-    assert config.train.steps > 3, "they end by themselves"
