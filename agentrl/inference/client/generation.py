@@ -54,6 +54,8 @@ class _Request:
     """Mode in which the engine was paused during the request; None: it was not."""
     updated: bool = False
     """Weights changed while the paused engine kept the request."""
+    replied: bool = False
+    """The engine has replied: what happens to it now does not concern the request."""
 
 
 class _Turnstile:
@@ -173,7 +175,7 @@ class GenerationClient(ABC):
                 await self._ready_or_aborted(request)
                 if request.aborted.is_set():
                     break
-                request.pause, request.updated = None, False
+                request.pause, request.updated, request.replied = None, False, False
                 # SGLang aborts every request whose id starts with the given one: the suffix keeps r1 from aborting r10.
                 request.sent_id = f"{request_id}:{next(self._numbers)}"
                 ids = [*prompt.token_ids, *(sampled.generation.token_ids if sampled is not None else ())]
@@ -189,6 +191,7 @@ class GenerationClient(ABC):
                             content = await reply.read()
                 finally:
                     self.unanswered -= 1
+                    request.replied = True
                 await self._turnstile.enter()
                 segment = read_reply(content, body, request_id, self._vocabulary)
                 self._note_blocks(ids, segment.generation)
@@ -258,17 +261,19 @@ class GenerationClient(ABC):
     def note_pause(self, mode: str) -> None:
         """Record for all requests in progress that an engine is being paused."""
         for request in self._requests.values():
-            request.pause = mode
+            if not request.replied:
+                request.pause = mode
 
     def note_update(self) -> None:
         """Record for all requests in progress that an engine received weights."""
         for request in self._requests.values():
-            request.updated = request.updated or request.pause in KEEPING
+            if not request.replied and request.pause in KEEPING:
+                request.updated = True
 
     @property
     def keeps_requests(self) -> bool:
         """Whether a paused engine keeps any request, to continue it after the pause."""
-        return any(request.pause in KEEPING for request in self._requests.values())
+        return any(request.pause in KEEPING and not request.replied for request in self._requests.values())
 
     async def _ready_or_aborted(self, request: _Request) -> None:
         if self.ready:

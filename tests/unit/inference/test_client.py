@@ -492,6 +492,34 @@ def test_an_episode_goes_on_before_the_replies_of_others_are_read() -> None:
     assert len(events) == 2 * 19
 
 
+def test_a_pause_does_not_concern_a_reply_that_waits_to_be_read() -> None:
+    """The engine kept none of these requests, so that new weights sampled no token of them."""
+
+    async def run() -> list[Any]:
+        client = SGLangClient("http://engine")
+        http: Any = TogetherReplying()
+        client._http = http
+        tasks = [
+            asyncio.create_task(
+                client.generate(Prompt((1,)), SamplingParams(), session_id="s", request_id=f"r{number}")
+            )
+            for number in range(20)
+        ]
+        await run_ready_tasks()
+        client.note_pause("in_place")
+        assert client.keeps_requests
+        http.answered.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not all(task.done() for task in tasks)
+        client.note_pause("in_place")
+        assert not client.keeps_requests
+        client.note_update()
+        return await asyncio.gather(*tasks)
+
+    assert [reply.token_ids for reply in asyncio.run(run())] == [(7,)] * 20
+
+
 def test_two_turns_of_one_id_are_a_mistake(fake: FakeSGLang) -> None:
     async def play(client: SGLangClient) -> Any:
         return await asyncio.gather(sample(client), sample(client), return_exceptions=True)
