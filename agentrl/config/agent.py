@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from agentrl.config.base import Section
+from agentrl.core.errors import ConfigError
 
 
 class AgentConfig(Section):
@@ -32,3 +34,23 @@ class AgentConfig(Section):
     reward: Literal["function", "session"] = "function"
     """``function``: `reward.function`. ``session``: what the program posts to ``/v1/session/reward``; code that the policy
     runs could post it too."""
+
+
+def command_words(command: str) -> list[str]:
+    """Return the words of ``rollout.agent.command``, with whole paths of those that are files here.
+
+    Raises:
+        ConfigError: there is none, or a quote is not closed.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"rollout.agent.command={command}: {error}") from None
+    if not words:
+        raise ConfigError("rollout.agent.command is empty")
+    return [words[0], *(str(Path(word).resolve()) if Path(word).is_file() else word for word in words[1:])]
+
+
+def command_files(command: str) -> list[Path]:
+    """Return the files that ``rollout.agent.command`` names: the code of the program."""
+    return [Path(word) for word in command_words(command)[1:] if Path(word).is_file()]

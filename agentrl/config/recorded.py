@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from agentrl.config.agent import command_files
 from agentrl.config.layers import Difference, leaf_texts
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact
@@ -123,6 +124,9 @@ def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             continue
         if key.endswith("render.chat_template"):
             yield CONTENT + key, file_checksum(Path(text))
+        elif key.endswith("rollout.agent.command"):
+            for file in command_files(text):
+                yield from _code_checksums(file)
         elif is_reference(text) and (group is not None or name in _OBJECTS):
             if (file := source_file(text)) is not None:
                 yield from _code_checksums(file, key)

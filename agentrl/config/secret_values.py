@@ -21,7 +21,7 @@ _NAME = re.compile(
 )
 _ADDRESS_NAME = re.compile(r"(urls?|endpoint|address|host|otlp|proxy)$", re.IGNORECASE)
 """Names of values in which ``@`` ends a user and a password, also without a scheme."""
-_WHOLE = {"headers": (), "env": ("tools",), "environment": ("tools",)}
+_WHOLE = {"headers": (), "env": ("tools", "rollout"), "environment": ("tools",)}
 """Names of mappings all of whose values are secret, and the sections in which they are; without one: in all."""
 _IN_TEXT = re.compile(
     r"(?P<before>"

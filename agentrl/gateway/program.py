@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -15,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.agent import AgentConfig
+from agentrl.config.agent import AgentConfig, command_words
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import AgentProgramError, ConfigError
 from agentrl.core.task import Task
@@ -39,21 +38,6 @@ _VARIABLE_BYTES = 100_000
 """Bytes of the longest prompt in a variable; the kernel's limit is 128 KiB."""
 _SHARE_OF_GRACE = 0.05
 """Share of ``rollout.max_seconds`` that a program has to end after the time limit."""
-
-
-def command_words(command: str) -> list[str]:
-    """Return the words of ``rollout.agent.command``, with whole paths of those that are files here.
-
-    Raises:
-        ConfigError: there is none, or a quote is not closed.
-    """
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"{KEY}.command={command}: {error}") from None
-    if not words:
-        raise ConfigError(f"{KEY}.command is empty")
-    return [words[0], *(str(Path(word).resolve()) if Path(word).is_file() else word for word in words[1:])]
 
 
 def check_agent(config: AgentConfig) -> None:

@@ -25,6 +25,7 @@ SETTINGS = [
     f"tools.mcp.url=http://host:1/mcp?api_key={SECRET}",
     f"tools.mcp.options.headers={{Authorization: Bearer {SECRET}, X-Trace: {SECRET}}}",
     f"tools.mcp.options.env={{GITHUB_TOKEN: {SECRET}, OTHER: {SECRET}}}",
+    f"rollout.agent={{command: sh a.sh, env: {{OTHER: {SECRET}}}}}",
     f"tools.mcp.options.command=server --api-key {SECRET} --port 1",
     f"tools.mcp.options.args=[--token, {SECRET}]",
     f"tools.mcp.options.servers=[{{name: a, password: {SECRET}}}]",

@@ -151,6 +151,75 @@ def test_branches_share_what_was_said_before_and_it_is_trained_once(renderer):
     assert sampler.requests[1].prompt.token_ids[: len(first.token_ids)] != ()
 
 
+def test_a_branch_continues_from_the_end_of_an_earlier_turn_while_the_chat_goes_on(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        ends = []
+        for _ in range(3):
+            await chat.sample()
+            ends.append(chat.last_turn)
+            chat.add(Message("user", "more"))
+        going_on = asyncio.create_task(chat.sample())
+        await asyncio.sleep(0)
+        branch = chat.branch(end=ends[1], fork=CONTEXT)
+        assert [message.content for message in branch.messages] == ["plan it", "e/0", "more", "e/1"]
+        branch.add(Message("user", "otherwise"))
+        await branch.sample()
+        await going_on
+        return chat.rollout()
+
+    rollout, sampler = play(renderer, lambda request: request.request_id, generate)
+    assert texts(renderer, rollout) == [
+        "".join(f"e/{turn}<|im_end|>" for turn in range(4)),
+        "e/branch-0/0<|im_end|>",
+    ]
+    (branched,) = [request for request in sampler.requests if "branch" in request.request_id]
+    assert renderer.decode(branched.prompt.token_ids).endswith(
+        "e/1<|im_end|>\n<|im_start|>user\notherwise<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rollout.rows[1].fork is CONTEXT
+    shared = rollout.rows[1].mask_reason == MaskReason.SHARED
+    assert renderer.decode(rollout.rows[1].token_ids[shared].tolist()) == "e/0<|im_end|>e/1<|im_end|>"
+    assert [turn.action for turn in rollout.turns] == ["e/0", "e/1", "e/2", "e/3", "e/branch-0/0"]
+
+
+def test_what_a_masked_chat_samples_is_kept_and_not_trained(renderer):
+    """Layout of the second row: prompt, ``title`` sampled and masked; of the first: prompt, two turns sampled and trained."""
+
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        title = chat.branch([Message("user", "a title")])
+        title.mask(MaskReason.AUXILIARY)
+        await title.sample()
+        chat.add(Message("user", "more"))
+        await chat.sample()
+        return chat.rollout()
+
+    runner, _ = build(renderer, lambda request: request.request_id, generate)
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    assert rollout_faults(rollout) == []
+    check_rows(rollout.rows)
+    assert texts(renderer, rollout) == ["e/0<|im_end|>e/1<|im_end|>", ""]
+    sampled_T = rollout.rows[1].provenance == Provenance.SAMPLED
+    assert renderer.decode(rollout.rows[1].token_ids[sampled_T].tolist()) == "e/branch-0/0<|im_end|>"
+    assert set(rollout.rows[1].mask_reason[sampled_T].tolist()) == {MaskReason.AUXILIARY}
+
+
+def test_a_new_branch_of_a_full_chat_has_room(renderer):
+    async def generate(task, agent):
+        chat = agent.chat(task.prompt)
+        await chat.sample()
+        chat.add(Message("user", "x" * 200))
+        assert await chat.sample() is None
+        assert chat.stop_reason is StopReason.MAX_TOKENS
+        assert await chat.branch([Message("user", "b")]).sample() is not None
+        return chat.rollout()
+
+    rollout, _ = play(renderer, lambda request: request.request_id, generate, max_tokens=200)
+    assert texts(renderer, rollout) == ["e/0<|im_end|>", "e/branch-0/0<|im_end|>"]
+
+
 def test_the_same_tokens_sampled_twice_are_two_samples(renderer):
     async def generate(task, agent):
         chat = agent.chat(task.prompt)

@@ -17,7 +17,9 @@ from gateway_episodes import TASK
 
 from agentrl import Rollout
 from agentrl.config.agent import AgentConfig
+from agentrl.config.recorded import SAMPLED, changed_keys, recorded_keys
 from agentrl.config.rollout import FailureConfig
+from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, SamplerError
 from agentrl.core.types import FailureKind, SamplingParams, StopReason
@@ -210,3 +212,13 @@ def test_what_cannot_be_started_is_said_before_the_run(tmp_path: Path) -> None:
         check_agent(AgentConfig(command="sh -c true", files=tmp_path / "missing"))
     with pytest.raises(ConfigError, match="No closing quotation"):
         check_agent(AgentConfig(command="sh 'a"))
+
+
+def test_the_code_of_a_program_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text("import helper\n")
+    Path("helper.py").write_text("A = 1\n")
+    config = Config.model_validate({"rollout": {"agent": {"command": "python agent.py --fast"}}})
+    keys = recorded_keys(config)
+    Path("helper.py").write_text("A = 2\n")
+    assert [change.key for change in changed_keys(keys, recorded_keys(config), SAMPLED)] == ["code of helper.py"]
