@@ -125,8 +125,8 @@ def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         if key.endswith("render.chat_template"):
             yield CONTENT + key, file_checksum(Path(text))
         elif key.endswith("rollout.agent.command"):
-            for file in command_files(text):
-                yield from _code_checksums(file)
+            for path in command_files(text):
+                yield from _code_checksums(path)
         elif is_reference(text) and (group is not None or name in _OBJECTS):
             if (file := source_file(text)) is not None:
                 yield from _code_checksums(file, key)

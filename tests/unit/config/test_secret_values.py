@@ -25,7 +25,6 @@ SETTINGS = [
     f"tools.mcp.url=http://host:1/mcp?api_key={SECRET}",
     f"tools.mcp.options.headers={{Authorization: Bearer {SECRET}, X-Trace: {SECRET}}}",
     f"tools.mcp.options.env={{GITHUB_TOKEN: {SECRET}, OTHER: {SECRET}}}",
-    f"rollout.agent={{command: sh a.sh, env: {{OTHER: {SECRET}}}}}",
     f"tools.mcp.options.command=server --api-key {SECRET} --port 1",
     f"tools.mcp.options.args=[--token, {SECRET}]",
     f"tools.mcp.options.servers=[{{name: a, password: {SECRET}}}]",
@@ -82,7 +81,11 @@ def value_of(tree: dict[str, Any], key: str) -> Any:
     return tree
 
 
-@pytest.mark.parametrize("setting", SETTINGS[:-1])
+AGENT = f"rollout.agent={{command: sh a.sh, env: {{OTHER: {SECRET}}}}}"
+"""Not in a run with self-play."""
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS[:-1], AGENT])
 def test_a_secret_is_never_shown_and_comes_back_from_its_own_file(tmp_path: Path, setting: str) -> None:
     extra = ["model.warm_start=search_r1/sft_warm"] if setting.startswith("model") else []
     layers = [Layer("command line", merge(parse_override(setting), parse_override(extra[0]) if extra else {}))]
