@@ -19,6 +19,8 @@ from agentrl.episode.state import TurnEnd
 from agentrl.gateway.dialects.base import BadRequestError, call_id
 from agentrl.render.formats.base import split_thinking
 
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+"""As ``json.dumps``, which makes an encoder each time."""
 _PROBE_TOKENS = 1
 """A request for so many tokens asks whether the endpoint works."""
 
@@ -266,7 +268,7 @@ def _plain(value: Any) -> Any:
 
 def _json(value: Any) -> bytes:
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
+        return _encode(value).encode()
     except RecursionError:
         raise BadRequestError("the arguments of a call are nested too deeply") from None
 
