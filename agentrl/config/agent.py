@@ -24,6 +24,9 @@ class AgentConfig(Section):
     """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
     files: Path | None = None
     """A folder whose contents are copied into the folder of each episode first."""
+    sandbox: str | None = None
+    """The sandbox that the program runs in, a name as in ``sandbox.backend``, with the limits of the section ``sandbox``; null:
+    none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts``, through a proxy."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables. Of this process's the program gets only ``PATH``, locale, time zone and those of Python;
     ``HOME`` and ``TMPDIR`` are folders of the episode."""
@@ -36,8 +39,8 @@ class AgentConfig(Section):
     runs could post it too."""
 
 
-def command_words(command: str) -> list[str]:
-    """Return the words of ``rollout.agent.command``, with whole paths of those that are files here.
+def command_words(command: str, *, resolve: bool = True) -> list[str]:
+    """Return the words of ``rollout.agent.command``; with ``resolve``, whole paths of those that are files here.
 
     Raises:
         ConfigError: there is none, or a quote is not closed.
@@ -48,6 +51,8 @@ def command_words(command: str) -> list[str]:
         raise ConfigError(f"rollout.agent.command={command}: {error}") from None
     if not words:
         raise ConfigError("rollout.agent.command is empty")
+    if not resolve:
+        return words
     return [words[0], *(str(Path(word).resolve()) if Path(word).is_file() else word for word in words[1:])]
 
 

@@ -91,6 +91,11 @@ def _agent(config: Config) -> Iterator[str]:
             f"rollout.agent.files={agent.files} are copied into the folder of each episode, and rollout.agent.cwd={agent.cwd} is "
             "one for all; leave out one"
         )
+    if agent.sandbox is not None and agent.cwd is not None:
+        yield (
+            f"rollout.agent.cwd={agent.cwd} with rollout.agent.sandbox={agent.sandbox}, which has its own folder; leave out one "
+            "of them, or set rollout.agent.files"
+        )
     if agent.reward == "session" and config.reward.function is not None:
         yield (
             f"rollout.agent.reward=session and reward.function={config.reward.function} both say what the reward is; leave out "

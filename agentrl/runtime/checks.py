@@ -56,7 +56,7 @@ def _check_episodes(config: Config) -> None:
     else:
         from agentrl.gateway.program import check_agent  # its server takes a while to import
 
-        check_agent(agent)
+        check_agent(agent, config.sandbox)
         needs_reward = agent.reward == "function"
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 

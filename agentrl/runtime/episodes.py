@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from agentrl.config.rollout import RolloutConfig
 from agentrl.config.schema import Config
 from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
@@ -65,17 +64,18 @@ def make_runner(
     return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
 
 
-def load_loop(rollout: RolloutConfig) -> Generate | None:
+def load_loop(config: Config) -> Generate | None:
     """Return what plays the episodes in place of the environment; None if the environment does.
 
     Raises:
         ConfigError: it cannot be used.
     """
+    rollout = config.rollout
     if rollout.agent.command is None:
         return None if rollout.generate is None else load_generate(rollout.generate)
     from agentrl.gateway.program import AgentProgram  # its server takes a while to import
 
-    return AgentProgram(rollout.agent)
+    return AgentProgram(rollout.agent, config.sandbox)
 
 
 def _settings(
@@ -112,7 +112,7 @@ def _settings(
     )
     return EpisodeSettings(
         context,
-        load_loop(rollout),
+        load_loop(config),
         make_grader(config.reward),
         make_lineup(config.env, frozen),
     )

@@ -58,7 +58,7 @@ def play(steps: list[tuple[str, int, int]]) -> Trajectory:
                 ((0, 0),),
                 0,
                 f"q{number}",
-                experts,
+                experts=experts,
                 experts_from=start,
             )
         )

@@ -19,6 +19,7 @@ from agentrl import Rollout
 from agentrl.config.agent import AgentConfig
 from agentrl.config.recorded import SAMPLED, changed_keys, recorded_keys
 from agentrl.config.rollout import FailureConfig
+from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, SamplerError
@@ -58,12 +59,13 @@ def run_program(
     """Play episodes with a program of Python."""
     path = folder / "agent.py"
     path.write_text(ASK + textwrap.dedent(code))
-    config = AgentConfig(command=f"{sys.executable} {path}", prompt="{prompt} Think.", **limits.pop("agent", {}))
+    agent = {"command": f"{sys.executable} {path}"} | limits.pop("agent", {})
+    config = AgentConfig(prompt="{prompt} Think.", **agent)
     bounds = {"max_turns": 8, "max_tokens": 4096, "max_seconds": 20.0, "max_new_tokens": 64} | limits
     sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id)
     context = EpisodeContext(Env, renderer, sampler, {}, Limits(**bounds), SamplingParams(seed=5))
     failure = FailureConfig(sampler="drop", agent=action, max_failed_share=1)
-    settings = EpisodeSettings(context, generate=AgentProgram(config), grader=FolderGrader())
+    settings = EpisodeSettings(context, generate=AgentProgram(config, SandboxConfig()), grader=FolderGrader())
     runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(8))
     return asyncio.run(runner.run_many([Job(TASK, 1, f"e{number}") for number in range(episodes)]))
 
@@ -118,6 +120,30 @@ def test_a_program_that_fails_is_a_named_failure(renderer: ChatRenderer, tmp_pat
     assert re.search(fault, rollout.failure.message, re.DOTALL), rollout.failure.message
     assert rollout.dropped
     assert rollout.stop_reason is StopReason.FAILED
+
+
+def test_a_program_in_a_sandbox_leaves_its_files_for_the_reward(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """`unsafe_subprocess` has the sandbox's interface, and starts at once."""
+    code = """
+        import shutil
+        reply = ask(prompt)
+        assert json.load(open(os.environ["AGENTRL_TASK"]))["id"] == "t"
+        os.mkdir("folder")
+        os.symlink("/etc/passwd", "folder/link")
+        open("answer.txt", "w").write(reply["content"])
+        print("almost done")
+        sys.exit(len(reply["content"]) - 2)
+    """
+    agent = {"command": "python3 agent.py", "files": tmp_path, "sandbox": "unsafe_subprocess"}
+    rollouts = run_program(renderer, tmp_path, code, lambda request: "ab", agent=agent, episodes=2)
+    assert [rollout.failure for rollout in rollouts] == [None, None]
+    assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
+    assert not any(Path(rollout.metadata["agent_folder"]).exists() for rollout in rollouts)
+    agent = {"command": "python3 agent.py", "files": tmp_path, "sandbox": "unsafe_subprocess"}
+    (rollout,) = run_program(renderer, tmp_path, code, ["abc"], agent=agent)
+    assert rollout.failure is not None
+    assert rollout.failure.kind is FailureKind.AGENT
+    assert "ended with exit status 1. The end of its output:\nalmost done" in rollout.failure.message
 
 
 def test_limits_are_plain_text_and_no_failure(renderer: ChatRenderer, tmp_path: Path) -> None:
@@ -207,11 +233,11 @@ def test_nothing_of_a_program_is_left_after_a_kill_of_the_run(tmp_path: Path) ->
 
 def test_what_cannot_be_started_is_said_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program nowhere-to-be-found"):
-        check_agent(AgentConfig(command="nowhere-to-be-found agent.py"))
+        check_agent(AgentConfig(command="nowhere-to-be-found agent.py"), SandboxConfig())
     with pytest.raises(ConfigError, match=r"rollout\.agent\.files=.*missing is no folder"):
-        check_agent(AgentConfig(command="sh -c true", files=tmp_path / "missing"))
+        check_agent(AgentConfig(command="sh -c true", files=tmp_path / "missing"), SandboxConfig())
     with pytest.raises(ConfigError, match="No closing quotation"):
-        check_agent(AgentConfig(command="sh 'a"))
+        check_agent(AgentConfig(command="sh 'a"), SandboxConfig())
 
 
 def test_the_code_of_a_program_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,185 @@
+"""An agent program as a process of this machine, with its folder; and what every program gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from typing_extensions import override
+
+from agentrl.config.agent import AgentConfig
+from agentrl.core.child_process import ChildProcess
+from agentrl.core.errors import AgentProgramError
+from agentrl.core.task import Task
+from agentrl.core.types import json_state
+from agentrl.gateway import supervisor
+
+_INHERITED = (
+    "PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "USER", "SHELL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS",
+)  # fmt: skip
+"""Variables of this process that a program gets. Others may be secrets, or differ from run to run."""
+_VARIABLE_BYTES = 100_000
+"""Bytes of the longest prompt in a variable; the kernel's limit is 128 KiB."""
+
+
+class RunningProgram(Protocol):
+    """A program that has been started."""
+
+    cwd: Path
+    """Its folder on this machine, with its files once it has ended."""
+    ended: asyncio.Future[str]
+    """What is wrong with how it ended, in words; empty if nothing is. Nothing of it runs any more then."""
+
+    async def kill(self) -> None:
+        """End the program with all that it has started, and wait for it."""
+        ...
+
+    async def close(self) -> None:
+        """Remove its folder."""
+        ...
+
+    def output_end(self) -> str:
+        """Return the last lines of its output, for messages."""
+        ...
+
+
+def program_variables(config: AgentConfig, task: Task, url: str, key: str, task_file: str) -> dict[str, str]:
+    """Return the variables by which a program finds policy and task.
+
+    Args:
+        config: what it is started with.
+        task: of the episode.
+        url: address of the gateway.
+        key: of the session.
+        task_file: where the program reads `task_json`.
+    """
+    variables = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "OPENAI_MODEL": config.model,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "ANTHROPIC_MODEL": config.model,
+        "AGENTRL_SESSION_URL": f"{url}/s/{key}/v1",
+        "AGENTRL_TASK": task_file,
+    }
+    prompt = config.prompt.replace("{prompt}", task.question)
+    if len(prompt.encode()) <= _VARIABLE_BYTES:
+        variables["AGENTRL_PROMPT"] = prompt
+    return variables | config.env
+
+
+def task_json(task: Task) -> str:
+    """Return a task as the program may read it: without the answer."""
+    prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
+    return json.dumps({"id": task.id, "prompt": prompt, "metadata": json_state(task.metadata)}, ensure_ascii=False)
+
+
+def describe_exit(code: int) -> str:
+    """Return what is wrong with an exit status, in words; empty for 0."""
+    if code >= 0:
+        return f"ended with exit status {code}" if code else ""
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+class ProgramProcess(RunningProgram):
+    """A running agent program, its folder, and what supervises it. Made by `start`."""
+
+    def __init__(self, child: ChildProcess, folder: Path, cwd: Path, status_fd: int) -> None:
+        self.cwd = cwd
+        self.ended = asyncio.get_running_loop().create_future()
+        self._child, self._folder, self._status_fd = child, folder, status_fd
+        asyncio.get_running_loop().add_reader(status_fd, self._read_status)
+
+    @classmethod
+    async def start(cls, command: Sequence[str], config: AgentConfig, task: Task, url: str, key: str) -> ProgramProcess:
+        """Make the folder and start the program.
+
+        Args:
+            command: its words.
+            config: what else it is started with.
+            task: of the episode.
+            url: address of the gateway.
+            key: of the session.
+
+        Raises:
+            AgentProgramError: no process can be started.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="agentrl-agent-"))
+        cwd = folder / "work" if config.cwd is None else config.cwd.resolve()
+        reading, writing = os.pipe()
+        try:
+            task_file = folder / "task.json"
+            task_file.write_text(task_json(task))
+            variables = program_variables(config, task, url, key, str(task_file))
+            child = await asyncio.to_thread(_start, command, config, variables, folder, cwd, writing)
+        except BaseException:
+            os.close(reading)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(writing)
+        return cls(child, folder, cwd, reading)
+
+    def _read_status(self) -> None:
+        text = os.read(self._status_fd, 64)
+        asyncio.get_running_loop().remove_reader(self._status_fd)
+        os.close(self._status_fd)
+        # Without a status the supervisor itself has been killed.
+        self.ended.set_result(describe_exit(int(text) if text else -signal.SIGKILL))
+
+    @override
+    async def kill(self) -> None:
+        if not self.ended.done():
+            with suppress(ProcessLookupError):
+                os.kill(self._child.pid, signal.SIGUSR1)
+            await asyncio.wait({self.ended})
+
+    @override
+    async def close(self) -> None:
+        await self.kill()
+        await asyncio.to_thread(self._child.stop)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    @override
+    def output_end(self) -> str:
+        text = self._child.log_tail().strip()
+        return f" The end of its output:\n{text}" if text else ""
+
+
+def _start(
+    command: Sequence[str], config: AgentConfig, variables: Mapping[str, str], folder: Path, cwd: Path, status_fd: int
+) -> ChildProcess:
+    for name in ("home", "tmp"):
+        (folder / name).mkdir()
+    if config.cwd is None:
+        if config.files is None:
+            cwd.mkdir()
+        else:
+            shutil.copytree(config.files, cwd, symlinks=True)
+    env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "NO_PROXY": "127.0.0.1,localhost,::1"}
+    start = {"command": list(command), "cwd": str(cwd), "env": {**env, **variables}}
+    (folder / "start.json").write_text(json.dumps(start))
+    return ChildProcess.start(
+        [sys.executable, "-I", "-S", supervisor.__file__, str(folder), str(status_fd)],
+        log=folder / "output.log",
+        name="the agent program",
+        error=AgentProgramError,
+        pass_fds=(status_fd,),
+    )
