@@ -35,7 +35,6 @@ from agentrl.train.rollout_source import RunInputs
 from agentrl.train.run_outputs import draw_curve, open_metrics, open_monitor, print_summary
 from agentrl.train.start import open_parts
 from agentrl.train.step_scores import StepSettings, pack_options
-from agentrl.train.teachers import open_teachers
 from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
 from agentrl.train.warm_start import initial_policy
@@ -62,11 +61,9 @@ async def _train(
         traces, monitor = open_monitor(config, folder, view, step, exits)
         with waiting(PHASE, START):
             async with interrupt.guard():
-                teachers = await open_teachers(config, run.shape, folder / "logs", exits)
-                source, evaluator, learner, critic = await open_parts(
-                    run, checkpoint, replay, interrupt, exits, console
-                )
+                parts = await open_parts(run, checkpoint, replay, interrupt, exits, console)
         on_loaded()
+        source, learner, critic = parts.source, parts.learner, parts.critic
         models = (learner,) if critic is None else (learner, critic)
         packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
         estimators = RunEstimators(config.algo.by_source)
@@ -77,12 +74,12 @@ async def _train(
         evaluated, score = state["evaluated"], state.get("score")
         trainer = make_trainer(
             StepTrainer(
-                StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=teachers
+                StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=parts.teachers
             ),
             checkpoints,
             metrics,
             view,
-            Evaluations(config.eval, config.train, evaluator, checkpoints, metrics, view, evaluated, score),
+            Evaluations(config.eval, config.train, parts.evaluator, checkpoints, metrics, view, evaluated, score),
             step=step,
             position=run.position,
             spent_s=state["spent_s"],

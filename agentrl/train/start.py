@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,20 @@ from agentrl.train.evaluations import Evaluator
 from agentrl.train.replay import open_replay
 from agentrl.train.rollout_source import RolloutSource, RunInputs
 from agentrl.train.sampling import Sampling, open_sampling, start_services
+from agentrl.train.teachers import Teachers, open_teachers
 from agentrl.train.warm_start import WarmStart
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What a run trains with."""
+
+    source: RolloutSource
+    evaluator: Evaluator | None
+    """None with recorded rollouts."""
+    learner: LearnerGroup
+    critic: CriticGroup | None
+    teachers: Teachers | None
 
 
 async def open_parts(
@@ -31,15 +44,16 @@ async def open_parts(
     interrupt: Interrupt,
     exits: AsyncExitStack,
     console: Console,
-) -> tuple[RolloutSource, Evaluator | None, LearnerGroup, CriticGroup | None]:
-    """Start rollout source, learner and critic: concurrently, or one after the other if they share GPUs."""
+) -> RunParts:
+    """Start the parts of a run: concurrently, or one after the other if they share GPUs."""
     cluster = RunCluster(run.config, run.folder, run.model, run.shape, checkpoint, with_engines=replay is None)
     exits.push_async_callback(cluster.aclose)
     if replay is not None:
         await cluster.open()
         cluster.load()
+        teachers = await open_teachers(run.config, run.model, run.folder / "logs", exits)
         source = open_replay(run.config, replay, run.model, interrupt)
-        return source, None, *(await cluster.learner())
+        return RunParts(source, None, *(await cluster.learner()), teachers)
     tasks = open_tasks(run.config)
     warm = run.warm_start
     if warm is not None and (why_alone := await asyncio.to_thread(warm.why_alone, run.config)):
@@ -47,40 +61,50 @@ async def open_parts(
         await warm.train(console)
         run, warm = replace(run, warm_start=None), None
     if warm is None:
-        services, dtype = await _start_processes(run, cluster, tasks, exits)
+        started = await _start_processes(run, cluster, tasks, exits)
     else:
         starting = asyncio.create_task(_start_processes(run, cluster, tasks, exits))
         await _train_meanwhile(warm, starting, interrupt, console)
         cluster.load()
-        services, dtype = await starting
-    services.check_learner = cluster.check
-    sampling = await open_sampling(run, services, dtype, tasks, interrupt, exits)
+        started = await starting
+    started.services.check_learner = cluster.check
+    sampling = await open_sampling(run, started.services, started.dtype, tasks, interrupt, exits)
     evaluator = _open_evaluator(sampling, tasks)
     learner, critic = await cluster.learner()
     sampling.add_critic(critic)
     sampling.begin()
-    return sampling, evaluator, learner, critic
+    return RunParts(sampling, evaluator, learner, critic, started.teachers)
 
 
-async def _start_processes(
-    run: RunInputs, cluster: RunCluster, tasks: TaskSources, exits: AsyncExitStack
-) -> tuple[Services, str | None]:
-    """Start Ray and the learner's processes, then engines and tool servers; load the weights unless a warm start writes them."""
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What does not need the initial weights."""
+
+    services: Services
+    dtype: str | None
+    """See `start_services`."""
+    teachers: Teachers | None
+
+
+async def _start_processes(run: RunInputs, cluster: RunCluster, tasks: TaskSources, exits: AsyncExitStack) -> _Started:
+    """Start Ray and the learner's processes, then teachers, engines and tool servers; load the weights unless a warm start
+    writes them.
+    """
     await cluster.open()
     if run.warm_start is None:
         cluster.load()
-    return await start_services(run, cluster, tasks, exits)
+    teachers = await open_teachers(run.config, run.shape, run.folder / "logs", exits)
+    return _Started(*(await start_services(run, cluster, tasks, exits)), teachers)
 
 
 async def _train_meanwhile(
-    warm: WarmStart, starting: asyncio.Task[tuple[Services, str | None]], interrupt: Interrupt, console: Console
+    warm: WarmStart, starting: asyncio.Task[_Started], interrupt: Interrupt, console: Console
 ) -> None:
     """Make the warm start while the run's processes start. An error of either ends both."""
 
     def check() -> None:
         if starting.done():
-            services, _ = starting.result()
-            services.check()
+            starting.result().services.check()
 
     try:
         async with interrupt.guard(check):

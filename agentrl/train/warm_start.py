@@ -32,7 +32,7 @@ from agentrl.models.resolve import resolve_model
 from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
-from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
+from agentrl.planner.training_summary import FITS_SHARED, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
@@ -130,8 +130,13 @@ class WarmStart:
             return f"it has learner.ranks={warm.learner.ranks}"
         if run.sampler.urls or run.sampler.device == "cpu" or resolve_device(warm.learner) == "cpu":
             return ""
-        if not run.placement.shares_gpus and torch.cuda.device_count() > run.sampler.engines * run.sampler.engine_ranks:
+        teachers = sum(teacher.path is not None for teacher in run.algo.distillation.teachers.values())
+        reserved = teachers + sum(role.frozen is not None for role in run.env.roles.values())
+        engines = run.sampler.engines + reserved
+        if not run.placement.shares_gpus and torch.cuda.device_count() > engines * run.sampler.engine_ranks:
             return ""  # it trains on the first GPU, which no engine has
+        if reserved:
+            return "engines of teachers and frozen roles may be on its GPU"
         return self._why_no_memory(run)
 
     def _why_no_memory(self, run: Config) -> str:
@@ -143,7 +148,7 @@ class WarmStart:
         config = self.config.model_copy(update={"algo": AlgoConfig()})
         config, _ = fit_to_gpu(with_rates(config, self.base, None, "sft"), self.base)
         sft_bytes = estimate_memory(config, self.base)[0].total
-        if sft_bytes + share * gpu <= FITS * gpu:
+        if sft_bytes + share * gpu <= FITS_SHARED * gpu:
             return ""
         return (
             f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and they take "

@@ -107,6 +107,8 @@ async def opening(
         exits.callback(world.events.append, "services closed")
         return world.services, "bfloat16"
 
+    async def open_teachers(*_: Any) -> None: ...
+
     async def open_sampling(*_: Any) -> Any:
         world.events.append("sampling")
         return FakeSampling()
@@ -115,6 +117,7 @@ async def opening(
     monkeypatch.setattr(start, "RunCluster", lambda *_, **__: world)
     monkeypatch.setattr(start, "start_services", start_services)
     monkeypatch.setattr(start, "open_sampling", open_sampling)
+    monkeypatch.setattr(start, "open_teachers", open_teachers)
     monkeypatch.setattr(start, "_open_evaluator", lambda *_: None)
     inputs: Any = RunInputs(
         load_config(None),

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 from pathlib import Path
 
 import psutil
@@ -98,6 +99,56 @@ def test_an_interrupted_one_leaves_no_policy_and_no_process(config: Config, tmp_
         asyncio.run(warmed(endless, tmp_path, Console(quiet=True), interrupt_after=1.0))
     assert not (tmp_path / "warm_start" / "finished").exists()
     assert set(psutil.Process().children(recursive=True)) <= other_processes
+
+
+SGLANG = ["sampler.backend=sglang", "learner.device=cuda"]
+COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "reason"),
+    [
+        ([], 0, ""),
+        (["sampler.url=http://127.0.0.1:1"], 0, ""),
+        (["learner.lora={}", "weights.adapters=only"], 0, "they keep the weights that they load"),
+        ([*COLOCATED, "sampler.sglang={mem_fraction_static: 0.3}"], 1, ""),
+        (
+            [*COLOCATED, "sampler.sglang={mem-fraction-static: 0.9}"],
+            1,
+            "GiB of the GPU's 80.0.*mem_fraction_static=0.9",
+        ),
+        (COLOCATED, 1, "mem_fraction_static is not set"),
+        (SGLANG, 2, ""),
+        (SGLANG, 1, "mem_fraction_static is not set"),
+        ([*SGLANG, "algo.distillation.teachers={t: {path: x}}"], 3, ""),
+        ([*SGLANG, "algo.distillation.teachers={t: {path: x}}"], 2, "engines of teachers"),
+    ],
+)
+def test_engines_start_meanwhile_if_there_is_room_for_both(
+    settings: list[str], gpus: int, reason: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    for module in ("agentrl.train.warm_start", "agentrl.learner.device"):
+        monkeypatch.setattr(f"{module}.gpu_bytes", lambda: 80 << 30)
+    monkeypatch.setattr("agentrl.train.warm_start.resolve_device", lambda learner: learner.device)
+    device = "cuda" if gpus else "cpu"
+    _, _, warm = initial_policy(changed(config, learner={"device": device}), tmp_path, None, Console(quiet=True))
+    assert warm is not None
+    why_alone = warm.why_alone(load_config(None, settings))
+    assert re.search(reason, why_alone) if reason else not why_alone
+
+
+def test_engines_that_are_the_policy_start_afterwards(config: Config, tmp_path: Path) -> None:
+    _, model, warm = initial_policy(config, tmp_path, None, Console(quiet=True))
+    assert warm is not None
+    run = load_config(None, [f"env.roles={{opponent: {{frozen: {model}}}}}"])
+    assert "env.roles.opponent.frozen" in warm.why_alone(run)
+    run = load_config(None, ["env.roles={opponent: {frozen: elsewhere}}"])
+    assert not warm.why_alone(run)
+    ranks = changed(config, learner={"ranks": 2, "device": "cpu"})
+    _, _, warm = initial_policy(ranks, tmp_path, None, Console(quiet=True))
+    assert warm is not None
+    assert "learner.ranks=2" in warm.why_alone(load_config(None))
 
 
 @pytest.mark.parametrize(
