@@ -36,8 +36,8 @@ def keep(folder: Path, log: Path, command: list[str]) -> None:
             _write(folder / PID, child.pid)
             while child.alive() and not _is_due(folder):
                 time.sleep(_POLL_S)
-        code = child.exit_code()
-        _write(folder / EXIT, -9 if code is None else code)
+            code = child.exit_code()
+            _write(folder / EXIT, -9 if code is None else code)  # while its process id is not used again
         while folder.exists() and (lock := try_lock(folder / LOCK)) is None:
             time.sleep(_POLL_S)  # its run still reads why it has ended
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from typing_extensions import override
 
@@ -172,7 +173,8 @@ class KeptChild(ChildProcess):
     @override
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            os.killpg(self.pid, number)
+            if self.alive():  # else its id may be another process's
+                os.killpg(self.pid, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +209,17 @@ def free_engines() -> Iterator[tuple[EngineRecord, KeptChild]]:
             os.close(lock)  # its keeper ends it
             continue
         until = float((folder / UNTIL).read_text())
-        yield record, KeptChild(folder, lock, max(0.0, until - time.time()) / 60, Path(record.log))
+        child = KeptChild(folder, lock, max(0.0, until - time.time()) / 60, Path(record.log))
+        if child.alive():
+            yield record, child
+        else:
+            child.stop()  # removes what its keeper has left
 
 
 def take_engine(key: str, minutes: float) -> tuple[EngineRecord, KeptChild] | None:
     """Return a healthy free engine with a key, locked for this process, which stays for ``minutes`` after it is released."""
     for record, child in free_engines():
-        if record.key != key or not child.alive():
+        if record.key != key:
             child.unlock()
         elif not is_healthy(f"{record.url}/server_info"):
             _log.warning("the engine at %s, which an earlier run has left, does not answer: it is ended", record.url)
@@ -225,13 +231,15 @@ def take_engine(key: str, minutes: float) -> tuple[EngineRecord, KeptChild] | No
     return None
 
 
-def end_engines_on(gpus: Sequence[str]) -> None:
-    """End free engines that hold memory of GPUs which another engine is to get."""
-    if not gpus:
+def end_engines_on(gpus: Sequence[str], port: int = 0) -> None:
+    """End free engines that hold memory of GPUs, or the port, which another engine is to get."""
+    if not gpus and not port:
         return
     for record, child in free_engines():
-        if set(record.gpus) & set(gpus):
-            _log.warning("%s at %s, which an earlier run has left on the same GPU, is ended", record.text, record.url)
+        if set(record.gpus) & set(gpus) or port == urlsplit(record.url).port:
+            _log.warning(
+                "%s at %s, which an earlier run has left, makes room for another engine", record.text, record.url
+            )
             child.stop(0.0)
         else:
             child.unlock()

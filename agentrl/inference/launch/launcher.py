@@ -118,28 +118,26 @@ class EngineSpec:
                 grace_s = 0.0 if config.uses_sglang else 5.0
                 return EngineProcess(record.url, child, grace_s, "an earlier run has left it")
             start_child = partial(KeptChild.start_kept, self.keep_minutes)
-        end_engines_on(gpus)
-        engine = self._launch(number, host, gpus, start_child)
-        if isinstance(engine.child, KeptChild):
-            text = f"{config.backend} with {self.model}"
-            engine.child.describe(EngineRecord(key, engine.url, engine.log, text, list(gpus)))
-        return engine
-
-    def _launch(
-        self, number: int, host: str, gpus: Sequence[str], start_child: Callable[..., ChildProcess]
-    ) -> EngineProcess:
-        config = self.config
+        port = config.port + number if config.port else 0
+        end_engines_on(gpus, port)
         options: dict[str, Any] = {
             "start_child": start_child,
             "log": self.logs / f"engine-{number}.log",
             "host": host,
-            "port": config.port + number if config.port else 0,
+            "port": port,
             "seed": self.seed + number,
             "timeout_s": config.start_timeout_s,
         }
         if config.backend == "embedded":
-            return launch_embedded(self.model, config.embedded, trust_remote_code=self.trust_remote_code, **options)
-        return launch_sglang(self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options)
+            engine = launch_embedded(self.model, config.embedded, trust_remote_code=self.trust_remote_code, **options)
+        else:
+            engine = launch_sglang(
+                self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options
+            )
+        if isinstance(engine.child, KeptChild):
+            text = f"{config.backend} with {self.model}"
+            engine.child.describe(EngineRecord(key, engine.url, engine.log, text, list(gpus)))
+        return engine
 
     def _key(self, number: int, host: str, gpus: Sequence[str]) -> str:
         """Return a checksum of all in which engines may differ except their weights: equal for those that can be taken."""

@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -16,10 +17,12 @@ from agentrl.cli.main import main
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
 from agentrl.inference.launch.kept_engines import (
+    UNTIL,
     KeptChild,
     end_engines_below,
     end_engines_on,
     engines_folder,
+    free_engines,
     take_engine,
 )
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, launch
@@ -120,18 +123,23 @@ def test_the_keeper_ends_what_no_run_may_use(spec: EngineSpec, how: str) -> None
 
 def test_an_engine_ends_with_its_keeper(spec: EngineSpec) -> None:
     engine = spec.start(0)
+    assert isinstance(engine.child, KeptChild)
     engine_pid = pid(engine)
     keeper = psutil.Process(engine_pid).parent()
     assert keeper is not None
     assert keeper.ppid() != os.getpid(), "what ends the children of a run's process does not end the keeper"
     keeper.send_signal(signal.SIGKILL)
     wait_for_exit(engine_pid)
+    wait_until(lambda: not engine.child.alive())  # the kernel closes the keeper's files one after the other
     with pytest.raises(EngineError, match="SIGKILL"):
         engine.check()
-    engine.stop()
+    (engine.child.folder / UNTIL).write_text("1e12")
+    engine.child.unlock()
+    assert not [*free_engines()], "nothing can take what its keeper has left"
+    assert not [*engines_folder().iterdir()]
 
 
-@pytest.mark.parametrize("by", ["its GPU", "the folder of its log"])
+@pytest.mark.parametrize("by", ["its GPU", "its port", "the folder of its log"])
 def test_a_free_engine_is_ended_by(spec: EngineSpec, by: str) -> None:
     engine = spec.start(0, gpus=("1",))
     engine_pid = pid(engine)
@@ -142,6 +150,8 @@ def test_a_free_engine_is_ended_by(spec: EngineSpec, by: str) -> None:
     assert psutil.pid_exists(engine_pid)
     if by == "its GPU":
         end_engines_on(["0", "1"])
+    elif by == "its port":
+        end_engines_on([], urlsplit(engine.url).port or 0)
     else:
         end_engines_below(Path(engine.log).parent.parent)
     wait_for_exit(engine_pid)
