@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,5 +48,5 @@ def main() -> int:
     """Run the command line."""
     training_run: Any = run
     in_process_learner.start_learners = start_learners
-    training_run.Trainer = RecordingTrainer
+    training_run.run_training = partial(training_run.run_training, make_trainer=RecordingTrainer)
     return in_process_learner.main()

@@ -175,6 +175,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
             "time/wake_s",
             "time/snapshot_s",
         ),
+        *("time/start_warm_start_s", "time/start_critic_s", "rollout/accept_length", "train/compile_s"),
         *("train/value_loss", "train/value_mean", "train/value_explained_variance", "train/value_clip_fraction"),
         "train/value_grad_norm",
         *("data/measured", "data/success_rate", "data/unsolved", "data/near_target", "data/solved"),
