@@ -1,6 +1,7 @@
-"""The work of a step on the driver is linear in its rows and tokens: twice as many take at most 2.3 times the CPU time.
+"""The work of a step on the driver is linear in its rows and tokens.
 
-Four times as many are measured, which may take 2.3 times 2.3 times as long. What is quadratic takes 16 times.
+Twice as many should take at most 2.3 times the CPU time. Four times as many are measured, which then take 5.3 times as long, and
+16 times if the time is quadratic. The bound lies between, as a busy machine makes large work slower than small.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from agentrl.train.rollout_source import TaskPosition
 from agentrl.train.step_scores import StepSettings
 from agentrl.train.training_step import TrainingStep
 
-RATIO = 2.3**2
+RATIO = 7
 ATTEMPTS = 5
 GROUP = 4
 CONFIG = load_config(None, [])
@@ -87,7 +88,7 @@ def test_packing(tokens_per_micro: int, share_prefixes: bool) -> None:
         return batches(step(make_rollouts(count, tokens), tokens_per_micro, share_prefixes))
 
     check_linear(prepare, 256)
-    check_linear(lambda count: prepare(count, 2000), 64)
+    check_linear(lambda count: prepare(count, 2000), 128)
     check_linear(lambda tokens: prepare(16, tokens), 8000)
 
 
@@ -97,7 +98,7 @@ def test_dividing_many_rows_among_micro_batches() -> None:
         units = [Unit((number,), length, float(length)) for number, length in enumerate(lengths)]
         return lambda: balance_units(units, 1, 4096)
 
-    check_linear(prepare, 4000)
+    check_linear(prepare, 10_000)
 
 
 def test_grouping_advantages_and_metrics() -> None:
