@@ -31,8 +31,8 @@ class Root:
 
     tools: tuple[Tool, ...]
     """Of its first request."""
-    is_work: bool = False
-    """Whether it shares a turn, or the system prompt, with another conversation: then it is not auxiliary."""
+    related: list[Root] = field(default_factory=list)
+    """Conversations that share a turn or the system prompt with it."""
     mask: MaskReason = MaskReason.NONE
     """Why none of it is trained."""
     chats: list[Chat] = field(default_factory=list)
@@ -168,12 +168,11 @@ class ConversationTree:
     def begin(self, point: JoinPoint, tools: Sequence[Tool]) -> Root:
         """Return a new conversation at a point."""
         history, root = point.history, Root(tuple(tools), mask=point.mask)
-        related = [node.root for meaning in history.meanings for node in self._replies.get(meaning, ())]
         heads = self._heads.setdefault(history.system, [])
-        if history.system:
-            related += [sibling for sibling, _ in heads]
-        for work in (*related, root) if related else ():
-            work.is_work = True
+        root.related = [node.root for meaning in history.meanings for node in self._replies.get(meaning, ())]
+        root.related += [sibling for sibling, _ in heads] if history.system else []
+        for sibling in root.related:
+            sibling.related.append(root)
         heads.append((root, history.tools))
         self.roots.append(root)
         self._prompts.add(history.whole[-1])
@@ -190,11 +189,12 @@ class ConversationTree:
         self._replies.setdefault(meaning, []).append(node)
 
     def mask_auxiliary(self) -> None:
-        """Mask conversations without tools that show no part of the agent's work, if others have tools."""
-        if not any(root.tools for root in self.roots):
-            return
-        for root in self.roots:
-            if not root.tools and not root.is_work and root.mask is MaskReason.NONE:
+        """Mask conversations without tools that are related to none with tools, if there are such."""
+        work = [root for root in self.roots if root.tools]
+        for root in work:  # it grows
+            work += [sibling for sibling in root.related if sibling not in work]
+        for root in self.roots if work else ():
+            if root not in work and root.mask is MaskReason.NONE:
                 for chat in root.chats:
                     chat.mask(MaskReason.AUXILIARY)
 

@@ -94,7 +94,7 @@ class Speaker:
             turn = self.turns[number % len(self.turns)] if how == "branch" else self.turns[-1]
             if how in ("compact", "subagent", "title"):
                 count = len(self.turns)
-                system = {"compact": SYSTEM, "subagent": f"{SUBAGENT}{count}", "title": f"{TITLE}{count}"}[how]
+                system = {"compact": SYSTEM, "subagent": f"{SUBAGENT}{count}", "title": TITLE}[how]
                 tools = {"compact": TOOLS, "subagent": TOOLS[:1], "title": ()}[how]
                 talk = (Text("system", system), Text("user", f"{text} {count}"))
                 turn = await self.request(talk, tools, None, how)
@@ -153,6 +153,8 @@ class ChatSpeaker(Speaker):
     agent: Agent
     turns: list[Turn] = field(default_factory=list)
     ids: dict[str, str] = field(default_factory=dict)
+    titles: set[str] = field(default_factory=set)
+    """Requests for a title: another one under the same system prompt cannot be told from a compaction."""
 
     async def request(
         self, talk: tuple[Said | Text, ...], tools: tuple[str, ...], parent: Turn | None, how: str
@@ -179,9 +181,12 @@ class ChatSpeaker(Speaker):
         if how == "first":
             return self.agent.chat(new, tools=tools)
         if parent is None:
-            fork = ForkReason.CONTEXT if how == "compact" else ForkReason.BRANCH
+            text = new[-1].content
+            is_context = how == "compact" or bool(how == "title" and self.titles and text not in self.titles)
+            fork = ForkReason.CONTEXT if is_context else ForkReason.BRANCH
             chat = self.agent.chats[0].branch(new, tools=tools, fork=fork)
             if how == "title":
+                self.titles.add(text)
                 chat.mask(MaskReason.AUXILIARY)
             return chat
         chat = parent.chat.branch(end=parent.end) if parent.is_continued else parent.chat
@@ -216,12 +221,13 @@ def rewritten(arguments: Any) -> Any:
     return dict(reversed(numbers.items()))
 
 
+LIMITS = {"max_turns": 100, "max_tokens": 50_000}
 CLIENTS: tuple[Client, ...] = (ChatClient(), ResponsesClient(), MessagesClient())
 
 
 @given(steps=STEPS)
 def test_an_episode_is_the_same_bit_for_bit_in_every_dialect(renderer: ChatRenderer, steps: list[Step]) -> None:
-    expected = play_with(renderer, speak, as_loop(steps), is_loop=True)
+    expected = play_with(renderer, speak, as_loop(steps), is_loop=True, **LIMITS)
     assert expected.rollout.failure is None, expected.rollout.failure
     for client in CLIENTS:
         for stream in (False, True):
@@ -238,7 +244,7 @@ def test_an_episode_is_the_same_bit_for_bit_in_every_dialect(renderer: ChatRende
                 program.session.may_reward = True
                 assert (await program.post("/v1/session/reward", {"reward": len(steps) / 8})).status_code == 200
 
-            played = play_with(renderer, speak, talk, gate=gate)
+            played = play_with(renderer, speak, talk, gate=gate, **LIMITS)
             assert played.rollout.failure is None, played.rollout.failure
             assert plain(played.rollout) == plain(expected.rollout), client.path
             assert played.sampler.requests == expected.sampler.requests

@@ -107,13 +107,14 @@ def test_auxiliary_requests_are_kept_and_not_trained(play: Play) -> None:
     async def talk(program: Program) -> None:
         await program.chat(user("quota"), max_tokens=1)
         await program.chat({"role": "system", "content": "Write a title."}, user("a"))
+        await program.chat({"role": "system", "content": "Write a title."}, user("a b"))
         first = await program.chat(SYSTEM, user("a"), tools=[ADD])
         await program.chat(SYSTEM, user("a"), first, user("summarise"))
 
-    played = play(["x", "title", "one", "summary"], talk)
+    played = play(["x", "title", "title 2", "one", "summary"], talk)
     rows = played.rollout.rows
-    assert played.trained() == ["", "", sampled(["one"]), sampled(["summary"])]
-    for row in rows[:2]:
+    assert played.trained() == ["", "", "", sampled(["one"]), sampled(["summary"])]
+    for row in rows[:3]:
         assert set(row.mask_reason[row.versions >= 0].tolist()) == {MaskReason.AUXILIARY}
 
 
