@@ -45,7 +45,8 @@ def test_shipped_configuration(path: Path, tmp_path: Path) -> None:
         chats = tmp_path / "chats.jsonl"
         chats.write_text('{"prompt": "qa1", "completion": "as1"}')
         plan_of_chats = plan_sft(load_config(path, [f"data.path={chats}"]))
-        assert [line.split()[0] for line in plan_of_chats.lines][:3] == ["model", "optimizer", "memory"]
+        begins = [line.split()[0] for line in plan_of_chats.lines]
+        assert begins[:4] == ["model", "optimizer", "compiles", "memory"]
         return
     assert algorithm_faults(config) == []
     assert transport_faults(config) == []
