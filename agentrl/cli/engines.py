@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
 
 from agentrl.core.errors import ConfigError
-from agentrl.inference.launch.kept_engines import LOCK, UNTIL, engines_folder, free_engines, read_record, try_lock
+from agentrl.inference.launch.kept_engines import EngineRecord, engines_folder, free_engines, read_record
 from agentrl.obs.console import make_console
 
 
@@ -27,18 +25,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _list() -> list[str]:
     lines = []
-    for folder in sorted(engines_folder().iterdir()):
-        record = read_record(folder)
-        if record is None:
-            continue
-        state = "a run uses it"
-        if (lock := try_lock(folder / LOCK)) is not None:
-            os.close(lock)
-            minutes = (float((folder / UNTIL).read_text()) - time.time()) / 60 if (folder / UNTIL).exists() else 0.0
-            state = f"free, ends in {max(0.0, minutes):.1f} minutes"
-        gpus = f", GPU {','.join(record.gpus)}" if record.gpus else ""
-        lines.append(f"{record.url}  {state}  {record.text}{gpus}, log {record.log}")
+    free_folders = set()
+    for record, child in free_engines():
+        free_folders.add(child.folder)
+        lines.append(_line(record, f"free, ends in {child.minutes:.1f} minutes"))
+        child.unlock()
+    for folder in sorted(set(engines_folder().iterdir()) - free_folders):
+        if (used := read_record(folder)) is not None:
+            lines.append(_line(used, "a run uses it"))
     return lines or ["no engines are kept on this machine: see sampler.keep_minutes"]
+
+
+def _line(record: EngineRecord, state: str) -> str:
+    gpus = f", GPU {','.join(record.gpus)}" if record.gpus else ""
+    return f"{record.url}  {state}  {record.text}{gpus}, log {record.log}"
 
 
 def _end(urls: list[str]) -> list[str]:

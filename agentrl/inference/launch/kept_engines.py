@@ -109,10 +109,10 @@ class KeptChild(ChildProcess):
         child.name, child._error = name, error
         log.parent.mkdir(parents=True, exist_ok=True)
         module = [sys.executable, "-m", "agentrl.inference.launch.keeper", str(folder), str(child.log), *command]
+        # Processes with a variable of Ray are ended with the Ray of the run.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | dict(env)
         with log.open("ab") as output:
-            subprocess.run(
-                module, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
-            )
+            subprocess.run(module, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
         deadline = time.monotonic() + _KEEPER_S
         while not (folder / PID).exists():
             if time.monotonic() > deadline or (folder / EXIT).exists():
