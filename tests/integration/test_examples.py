@@ -1,5 +1,6 @@
 """Every folder of examples/ runs by its own command, here for a small step, and says what to expect of all of them."""
 
+import json
 import math
 import re
 import shlex
@@ -7,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from shared_runs import Services, metrics
+from shared_runs import Services, here, metrics
 
 from agentrl.core.registry import env_class
 from agentrl.testing import check_env
@@ -25,6 +26,7 @@ LOGS = {
     "06_own_algorithm": ("exact_match", "searches"),
     "07_mcp_tools": ("right", "calls", "refused"),
     "08_own_chats": ("right",),
+    "09_agent_program": ("right", "pages"),
 }
 """The figures that an example's own code gives, by its folder."""
 
@@ -86,3 +88,19 @@ def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
         assert 0 <= row["train/reward"] <= 1
         assert {f"rollout/{figure}" for figure in LOGS[name]} <= set(row)
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 1]
+    if name == "09_agent_program":
+        check_agent_program(cwd / "run")
+
+
+def check_agent_program(run: Path) -> None:
+    """Check that what its requests sampled is one row of each rollout, and that nothing of the programs is left."""
+    rollouts = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
+    assert len(rollouts) == 16
+    for rollout in rollouts:
+        assert rollout["failure"] is None
+        (row,) = rollout["rows"]
+        assert sum(row["mask"]) == rollout["sampled_tokens"] > 0
+        assert len(row["request_ids"]) == len(rollout["turns"])
+        assert not Path(rollout["metadata"]["agent_folder"]).exists()
+    audited = here("audit", str(run), cwd=run)
+    assert audited.returncode == 0, audited.stdout + audited.stderr
