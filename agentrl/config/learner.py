@@ -136,7 +136,7 @@ class LearnerConfig(Section):
     fp8: bool = False
     """Compute the linear layers of decoder layers in float8, with one scale a tensor. Needs torchao and a recent GPU."""
     compile: Literal["auto"] | bool = "auto"
-    """Compile decoder layers; ``auto`` does so on GPUs. The first step takes a minute longer, or ten seconds with what an earlier
+    """Compile decoder layers; ``auto`` does so on GPUs. The first step takes about a minute longer, less with what an earlier
     run has compiled: it is kept in ``~/.cache/agentrl/torchinductor``, or the folder that ``TORCHINDUCTOR_CACHE_DIR`` names."""
     recompute: Literal["auto"] | Recompute = "auto"
     """What is computed again in the backward pass to save memory: ``none``; ``selective``, all but matrix products and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,8 +99,11 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 def compile_cache() -> Path:
     """Return the folder in which what torch compiles is kept for the next run: as set for torch, or one of the user's."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or caches / "agentrl" / "torchinductor")
+    configured = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    default = f"{tempfile.gettempdir()}/torchinductor_"  # torch writes it, with the user's name, into this variable
+    if configured and not configured.startswith(default):
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl" / "torchinductor"
 
 
 def gpu_bytes() -> int | None:

@@ -48,6 +48,9 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
         # Numbers of tokens and of rows change with every micro-batch: they are no constants, from the first step on, and
         # not the same number as a size of the model that they happen to be equal to.
         torch.fx.experimental._config.use_duck_shape = False
+        torch._dynamo.config.specialize_float = (
+            True  # else everything is compiled twice, as scales become constants late
+        )
     if recompute in ("selective", "all_but_attention"):
         run = partial(checkpoint, run, **_OPTIONS, context_fn=_KEEP[recompute])
     if compiled:

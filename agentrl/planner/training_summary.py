@@ -57,7 +57,7 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
         from agentrl.learner.device import compile_cache
 
         lines.append(
-            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later about 15 s from {compile_cache()})"
+            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later less: kept in {compile_cache()})"
         )
     return lines
 

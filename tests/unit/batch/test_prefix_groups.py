@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batch.prefix_groups import Division, divide_rows, row_cost
+from agentrl.batch.prefix_groups import OVERHEAD, Division, divide_rows, row_cost
 from agentrl.batch.prefix_tree import prefix_tree
 from tests.batches import pack_rows
 from tests.unit.batch.test_packing import PAD, row
@@ -66,7 +66,7 @@ def test_every_row_is_there_once_within_the_limits_and_no_slower(forks, shares, 
 def test_the_cost_of_a_tree_is_that_of_its_tokens_and_the_tokens_that_they_see():
     rows = group(300, 100, 4)
     [tree] = divide_rows(rows, 1, 1000, share_prefixes=True)
-    assert tree.cost == pytest.approx((row_cost(400) + 3 * (row_cost(400) - row_cost(300))) / 0.9)
+    assert tree.cost == pytest.approx((row_cost(400) + 3 * (row_cost(400) - row_cost(300))) / (1 - OVERHEAD))
 
 
 def test_a_group_is_computed_at_once():

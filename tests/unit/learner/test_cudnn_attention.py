@@ -93,9 +93,11 @@ def test_it_is_attention_within_rows(bounds: Callable[[list[int]], RowBounds], l
 class Layer(torch.nn.Linear):
     """Attention over the same states as queries, keys and values."""
 
+    scaling = 0.3
+
     def forward(self, states: torch.Tensor, *, packed: RowBounds) -> torch.Tensor:
         heads = super().forward(states).unflatten(-1, (-1, cudnn_attention.SIZE)).transpose(1, 2)
-        return packed_attention(self, heads, heads, heads, None, packed=packed)[0].flatten(2)
+        return packed_attention(self, heads, heads, heads, None, packed=packed, scaling=self.scaling)[0].flatten(2)
 
 
 def test_layers_are_compiled_once_for_all_numbers_of_rows_and_tokens(
