@@ -65,8 +65,13 @@ class Session:
 
     @property
     def turns(self) -> int:
-        """Turns of the policy so far."""
+        """Turns of the policy so far, those in progress included."""
         return self._turns
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the policy has finished a turn, or a limit was answered."""
+        return self.stop_reason is not None or self._tree.has_turns
 
     @property
     def is_sampling(self) -> bool:

@@ -140,6 +140,11 @@ class ConversationTree:
         self._heads: dict[bytes, list[tuple[Root, bytes]]] = {}  # conversations and their tools by system prompt
         self._prompts = set[bytes]()  # of conversations
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether there are any."""
+        return bool(self._nodes)
+
     def join(self, history: History, max_tokens: int | None) -> JoinPoint:
         """Return where a request belongs; nothing changes."""
         mask = MaskReason.NONE

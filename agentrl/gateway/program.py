@@ -83,7 +83,7 @@ class AgentProgram:
                     fault = await self._play(program, session, agent)
         if session.failure.done():
             raise session.failure.result()
-        if fault or not session.turns:
+        if fault or not session.has_turns:
             refused = f" Its last refused request: {session.refused}" if session.refused else ""
             fault = fault or "ended without a turn of the policy"
             raise AgentProgramError(f"{KEY}.command={self._config.command}: it {fault}.{refused}{program.output_end()}")

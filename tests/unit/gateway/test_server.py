@@ -285,3 +285,23 @@ def test_the_program_sets_the_reward_only_if_it_may(play: Play) -> None:
 
     rollout = play(["one"], talk).rollout
     assert (rollout.reward, rollout.metrics) == (0.5, {"steps": 3.0})
+
+
+def test_a_turn_in_progress_when_the_program_ends_is_aborted(play: Play) -> None:
+    gate = asyncio.Event()
+
+    async def talk(program: Program) -> None:
+        beginning = asyncio.create_task(program.chat(user("a")))
+        await until(lambda: program.session.turns == 1)
+        assert not program.session.has_turns
+        gate.set()
+        first = await beginning
+        assert program.session.has_turns
+        gate.clear()
+        pending = asyncio.create_task(program.chat(user("a"), first, user("b")))
+        await until(lambda: program.session.turns == 2)
+        pending.cancel()
+
+    played = play(["one", "two"], talk, gate=gate)
+    assert played.trained() == [sampled(["one"])]
+    assert not played.sampler.running

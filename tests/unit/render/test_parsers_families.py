@@ -336,3 +336,35 @@ def test_the_parser_reads_what_the_familys_template_writes(name):
     assert [(call.name, call.arguments, call.status) for call in actual_message[:1]] == [
         ("typed", {"text": "é", "count": 3}, CallStatus.OK)
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "spoken"),
+    [
+        ("a", False, "", "a"),
+        ("<think>r</think>a", False, "<think>r", "a"),
+        ("r</think>a", True, "r", "a"),
+        ("r", True, "r", ""),
+        ("a<think>r", False, "<think>r", "a"),
+        ("<think>r</think>a<think>s", False, "<think>r<think>s", "a"),
+    ],
+)
+def test_reasoning_is_split_from_what_is_spoken(text, opened, reasoning, spoken):
+    parts = split_reasoning(tuple(split_markers([text], ("<think>", "</think>"))), opened=opened)
+    assert tuple("".join(piece.text for piece in pieces) for pieces in parts) == (reasoning, spoken)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi.", ("hm", "Hi.")),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}",
+            ("hm", ""),
+        ),
+        ("no channel", ("", "no channel")),
+    ],
+)
+def test_harmony_writes_reasoning_and_text_in_channels(text, expected):
+    parser = PARSERS["harmony"]()
+    assert parser.split_text(tuple(split_markers([text], parser.markers))) == expected
