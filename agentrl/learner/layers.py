@@ -41,6 +41,8 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
     Layers are compiled one by one: they share their code, so that it is compiled once.
     """
     if compiled:
+        from torch._inductor import config as inductor_config
+
         _record_compilation()
         # Beyond the limit layers would be interpreted without a word: rows and trees, with gradients and without, with
         # windows and without, of static and of changing lengths are compiled separately.
@@ -48,9 +50,11 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
         # Numbers of tokens and of rows change with every micro-batch: they are no constants, from the first step on, and
         # not the same number as a size of the model that they happen to be equal to.
         torch.fx.experimental._config.use_duck_shape = False
-        torch._dynamo.config.specialize_float = (
-            True  # else everything is compiled twice, as scales become constants late
-        )
+        # Else everything is compiled twice, as scales become constants late.
+        torch._dynamo.config.specialize_float = True
+        # Else micro-batches of few tokens have separate code: large reductions over tokens are fused, small ones are not.
+        if hasattr(inductor_config.triton, "mix_order_reduction_non_strict_mode"):
+            inductor_config.triton.mix_order_reduction_non_strict_mode = True
     if recompute in ("selective", "all_but_attention"):
         run = partial(checkpoint, run, **_OPTIONS, context_fn=_KEEP[recompute])
     if compiled:
