@@ -1,11 +1,13 @@
 # make train   set up .venv and train the shipped policy to search
 # make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
+# make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
+AGENTS := .venv-agents
 # The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -19,10 +21,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang compile sandbox sandbox-image train test test-long test-sglang lint policies docs clean
+.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents lint policies docs clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
+install-agents: $(AGENTS)/.installed
 
 # $(call cpu_torch,PIP): the CPU build, from pip's configured index if that has it, else from PyTorch's own.
 cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
@@ -63,7 +66,7 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not gpu"
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not gpu"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -95,6 +98,14 @@ $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
 test-sglang: install install-sglang
 	$(BIN)/python -m pytest tests/with_sglang
 
+# Agent programs, each in an environment of its own; those of npm in one prefix.
+$(AGENTS)/.installed: agentrl/gateway/harnesses/recipes.py tests/with_agents/install.py | $(VENV)/.installed
+	$(BIN)/python -m tests.with_agents.install $(AGENTS)
+	@touch $@
+
+test-agents: install install-agents
+	$(BIN)/python -m pytest tests/with_agents
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -119,4 +130,4 @@ docs: install
 	$(BIN)/python -m tests.structure.layers
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) build *.egg-info

@@ -11,6 +11,8 @@ from pydantic import Field
 from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError
 
+HarnessName = Literal["mini_swe_agent", "claude_code", "codex", "opencode", "openai_agents", "smolagents"]
+
 
 class AgentConfig(Section):
     """An agent program that plays the episodes in place of the environment. docs/agents.md."""
@@ -20,6 +22,8 @@ class AgentConfig(Section):
     whole paths, since the program starts in another folder. It finds the policy by the variables ``OPENAI_BASE_URL``,
     ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and others, and the task by ``AGENTRL_PROMPT`` and
     ``AGENTRL_TASK``. Its end is that of the episode."""
+    harness: HarnessName | None = None
+    """A known agent program in place of ``command``, started by its recipe in ``agentrl/gateway/harnesses``."""
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
     files: Path | None = None
@@ -31,12 +35,19 @@ class AgentConfig(Section):
     """Further environment variables. Of this process's the program gets only ``PATH``, locale, time zone and those of Python;
     ``HOME`` and ``TMPDIR`` are folders of the episode."""
     prompt: str = "{prompt}"
-    """The text in ``AGENTRL_PROMPT``; ``{prompt}`` is the text of the task's last message."""
+    """The text in ``AGENTRL_PROMPT`` and at the standard input; ``{prompt}`` is the text of the task's last message."""
     model: str = "policy"
     """The name of the policy for the program."""
     reward: Literal["function", "session"] = "function"
     """``function``: `reward.function`. ``session``: what the program posts to ``/v1/session/reward``; code that the policy
     runs could post it too."""
+
+    @property
+    def setting(self) -> str | None:
+        """The key and value that say which program plays; None: none does."""
+        if self.command is not None:
+            return f"rollout.agent.command={self.command}"
+        return None if self.harness is None else f"rollout.agent.harness={self.harness}"
 
 
 def command_words(command: str, *, resolve: bool = True) -> list[str]:

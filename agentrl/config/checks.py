@@ -79,13 +79,19 @@ def _task_and_reward(config: Config) -> Iterator[str]:
 
 def _agent(config: Config) -> Iterator[str]:
     agent, generate = config.rollout.agent, config.rollout.generate
-    key = f"rollout.agent.command={agent.command}"
-    if agent.command is None:
+    if agent.setting is None:
         if agent != AgentConfig():
-            yield "keys of rollout.agent are set, but no rollout.agent.command to start a program"
+            yield "keys of rollout.agent are set, but no rollout.agent.command or rollout.agent.harness to start a program"
         return
+    if agent.command is not None and agent.harness is not None:
+        yield f"{agent.setting} and rollout.agent.harness={agent.harness} both say what plays the episodes; leave out one"
+    if agent.harness is not None and agent.sandbox is not None:
+        yield (
+            f"rollout.agent.harness={agent.harness} starts a program of this machine, and rollout.agent.sandbox={agent.sandbox} "
+            "has none; leave out the sandbox, or start a program of its image with rollout.agent.command"
+        )
     if generate is not None:
-        yield f"{key} and rollout.generate={generate} both say what plays the episodes; leave out one"
+        yield f"{agent.setting} and rollout.generate={generate} both say what plays the episodes; leave out one"
     if agent.files is not None and agent.cwd is not None:
         yield (
             f"rollout.agent.files={agent.files} are copied into the folder of each episode, and rollout.agent.cwd={agent.cwd} is "

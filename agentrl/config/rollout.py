@@ -99,6 +99,6 @@ class RolloutConfig(Section):
     @property
     def loop(self) -> str | None:
         """The key and value of what plays the episodes in place of the environment; None if the environment does."""
-        if self.agent.command is not None:
-            return f"rollout.agent.command={self.agent.command}"
+        if self.agent.setting is not None:
+            return self.agent.setting
         return None if self.generate is None else f"rollout.generate={self.generate}"

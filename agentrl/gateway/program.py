@@ -15,6 +15,7 @@ from agentrl.core.types import Rollout
 from agentrl.episode.chat import Agent
 from agentrl.episode.limits import EpisodeClock
 from agentrl.gateway.agent_session import Session
+from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program_process import ProgramProcess, RunningProgram
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes
 from agentrl.gateway.server import Gateway
@@ -35,13 +36,15 @@ def check_agent(config: AgentConfig, sandbox: SandboxConfig) -> None:
         ConfigError: the program or a folder does not exist.
         MissingError: this machine lacks something that the sandbox needs.
     """
-    if config.command is None:
-        return
-    name = command_words(config.command)[0]
-    if config.sandbox is not None:
-        backend_class(config.sandbox).check(sandbox.model_copy(update={"backend": config.sandbox}))
-    elif shutil.which(name, path=config.env.get("PATH")) is None:
-        raise ConfigError(f"{KEY}.command={config.command}: there is no program {name}")
+    path = config.env.get("PATH")
+    if config.harness is not None:
+        HARNESSES[config.harness].check(config.harness, path)
+    elif config.command is not None:
+        name = command_words(config.command)[0]
+        if config.sandbox is not None:
+            backend_class(config.sandbox).check(sandbox.model_copy(update={"backend": config.sandbox}))
+        elif shutil.which(name, path=path) is None:
+            raise ConfigError(f"{KEY}.command={config.command}: there is no program {name}")
     for key, folder in (("cwd", config.cwd), ("files", config.files)):
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"{KEY}.{key}={folder} is no folder")
@@ -56,7 +59,7 @@ class AgentProgram:
     """
 
     def __init__(self, config: AgentConfig, sandbox: SandboxConfig) -> None:
-        assert config.command is not None, "there is a program"
+        assert config.setting is not None, "there is a program"
         self._config = config
         self._sandboxes: EpisodeSandboxes | None = None
         if config.sandbox is not None:
@@ -74,8 +77,7 @@ class AgentProgram:
         async with self._gateway.serving() as url, self._gateway.session(agent, self._config.model) as (key, session):
             session.may_reward = self._config.reward == "session"
             if self._sandboxes is None:
-                words = command_words(self._config.command or "")
-                program: RunningProgram = await ProgramProcess.start(words, self._config, task, url, key)
+                program: RunningProgram = await ProgramProcess.start(self._config, task, url, key)
                 fault = await self._play(program, session, agent)
             else:
                 async with self._sandboxes.backend(url) as backend:
@@ -86,7 +88,7 @@ class AgentProgram:
         if fault or not session.has_turns:
             refused = f" Its last refused request: {session.refused}" if session.refused else ""
             fault = fault or "ended without a turn of the policy"
-            raise AgentProgramError(f"{KEY}.command={self._config.command}: it {fault}.{refused}{program.output_end()}")
+            raise AgentProgramError(f"{self._config.setting}: it {fault}.{refused}{program.output_end()}")
         rollout = session.rollout()
         rollout.metadata[FOLDER] = str(program.cwd)
         return rollout

@@ -9,19 +9,21 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from string import Template
 from typing import Protocol
 
 from typing_extensions import override
 
-from agentrl.config.agent import AgentConfig
+from agentrl.config.agent import AgentConfig, command_words
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import AgentProgramError
 from agentrl.core.task import Task
 from agentrl.core.types import json_state
 from agentrl.gateway import supervisor
+from agentrl.gateway.harnesses.recipes import HARNESSES
 
 _INHERITED = (
     "PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "USER", "SHELL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -75,10 +77,15 @@ def program_variables(config: AgentConfig, task: Task, url: str, key: str, task_
         "AGENTRL_SESSION_URL": f"{url}/s/{key}/v1",
         "AGENTRL_TASK": task_file,
     }
-    prompt = config.prompt.replace("{prompt}", task.question)
+    prompt = program_prompt(config, task)
     if len(prompt.encode()) <= _VARIABLE_BYTES:
         variables["AGENTRL_PROMPT"] = prompt
     return variables | config.env
+
+
+def program_prompt(config: AgentConfig, task: Task) -> str:
+    """Return the prompt of an episode."""
+    return config.prompt.replace("{prompt}", task.question)
 
 
 def task_json(task: Task) -> str:
@@ -107,12 +114,11 @@ class ProgramProcess(RunningProgram):
         asyncio.get_running_loop().add_reader(status_fd, self._read_status)
 
     @classmethod
-    async def start(cls, command: Sequence[str], config: AgentConfig, task: Task, url: str, key: str) -> ProgramProcess:
+    async def start(cls, config: AgentConfig, task: Task, url: str, key: str) -> ProgramProcess:
         """Make the folder and start the program.
 
         Args:
-            command: its words.
-            config: what else it is started with.
+            config: what is started, and with what.
             task: of the episode.
             url: address of the gateway.
             key: of the session.
@@ -127,7 +133,8 @@ class ProgramProcess(RunningProgram):
             task_file = folder / "task.json"
             task_file.write_text(task_json(task))
             variables = program_variables(config, task, url, key, str(task_file))
-            child = await asyncio.to_thread(_start, command, config, variables, folder, cwd, writing)
+            prompt = program_prompt(config, task)
+            child = await asyncio.to_thread(_start, config, prompt, variables, folder, cwd, writing)
         except BaseException:
             os.close(reading)
             shutil.rmtree(folder, ignore_errors=True)
@@ -163,7 +170,7 @@ class ProgramProcess(RunningProgram):
 
 
 def _start(
-    command: Sequence[str], config: AgentConfig, variables: Mapping[str, str], folder: Path, cwd: Path, status_fd: int
+    config: AgentConfig, prompt: str, variables: Mapping[str, str], folder: Path, cwd: Path, status_fd: int
 ) -> ChildProcess:
     for name in ("home", "tmp"):
         (folder / name).mkdir()
@@ -174,7 +181,18 @@ def _start(
             shutil.copytree(config.files, cwd, symlinks=True)
     env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "NO_PROXY": "127.0.0.1,localhost,::1"}
-    start = {"command": list(command), "cwd": str(cwd), "env": {**env, **variables}}
+    if config.harness is None:
+        command = command_words(config.command or "")
+    else:
+        harness, values = HARNESSES[config.harness], {**env, **variables, "AGENTRL_PROMPT": prompt}
+        command = [Template(word).safe_substitute(values) for word in harness.command]
+        env |= harness.env
+        for name, text in harness.home_files.items():
+            file = folder / "home" / name
+            file.parent.mkdir(parents=True)
+            file.write_text(Template(text).safe_substitute(values))
+    (folder / "prompt.txt").write_text(prompt)
+    start = {"command": command, "cwd": str(cwd), "env": {**env, **variables}}
     (folder / "start.json").write_text(json.dumps(start))
     return ChildProcess.start(
         [sys.executable, "-I", "-S", supervisor.__file__, str(folder), str(status_fd)],

@@ -1,10 +1,11 @@
 """A script that runs an agent program, and leaves nothing of it: no process, and not its folder.
 
-``python supervisor.py FOLDER STATUS_FD`` starts the program that ``FOLDER/start.json`` names, in a session of its own. It is
-the parent of all processes that the program leaves behind, however they were detached (PR_SET_CHILD_SUBREAPER), and kills
-them when the program ends, when it gets SIGUSR1, or when the process that started it ends, even by SIGKILL, which closes the
-pipe of `agentrl.core.child_process.ChildProcess`. It writes the program's exit status to ``STATUS_FD``. The folder stays
-until that pipe is closed or SIGTERM comes, for the reward. It imports nothing of agentrl, so that it starts at once.
+``python supervisor.py FOLDER STATUS_FD`` starts the program that ``FOLDER/start.json`` names, in a session of its own, with
+``FOLDER/prompt.txt`` as its standard input. It is the parent of all processes that the program leaves behind, however they
+were detached (PR_SET_CHILD_SUBREAPER), and kills them when the program ends, when it gets SIGUSR1, or when the process that
+started it ends, even by SIGKILL, which closes the pipe of `agentrl.core.child_process.ChildProcess`. It writes the program's
+exit status to ``STATUS_FD``. The folder stays until that pipe is closed or SIGTERM comes, for the reward. It imports nothing
+of agentrl, so that it starts at once.
 """
 
 import ctypes
@@ -64,6 +65,7 @@ def _start(folder: str) -> int:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.path.join(folder, "prompt.txt"), os.O_RDONLY), 0)
         os.chdir(start["cwd"])
         os.execvpe(start["command"][0], start["command"], start["env"])
     except OSError as error:

@@ -242,8 +242,7 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
     reward, data = config.reward, config.data
     if reward.function is None:
         if needs_reward:
-            agent = config.rollout.agent.command
-            player = f"env.name={config.env.name}" if agent is None else f"rollout.agent.command={agent}"
+            player = config.rollout.agent.setting or f"env.name={config.env.name}"
             raise ConfigError(
                 f"{player} sets no reward: set reward.function to my_rewards.py:score, "
                 f"module:function, or one that is built in: {', '.join(names(REWARDS))}"

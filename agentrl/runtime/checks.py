@@ -51,7 +51,7 @@ def _check_episodes(config: Config) -> None:
     make_lineup(config.env)
     run_services(config)
     agent = config.rollout.agent
-    if agent.command is None:
+    if agent.setting is None:
         needs_reward = cls.needs_reward and config.rollout.generate is None
     else:
         from agentrl.gateway.program import check_agent  # its server takes a while to import

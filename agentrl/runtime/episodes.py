@@ -71,7 +71,7 @@ def load_loop(config: Config) -> Generate | None:
         ConfigError: it cannot be used.
     """
     rollout = config.rollout
-    if rollout.agent.command is None:
+    if rollout.agent.setting is None:
         return None if rollout.generate is None else load_generate(rollout.generate)
     from agentrl.gateway.program import AgentProgram  # its server takes a while to import
 

@@ -35,7 +35,7 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
 
 def _source_tools(config: Config) -> tuple[str, ...]:
-    if config.rollout.agent.command is not None:
+    if config.rollout.agent.setting is not None:
         return ()  # the program has its own
     return required_tools(config.rollout.generate, env_class(config.env.name))
 

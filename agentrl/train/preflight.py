@@ -385,8 +385,8 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> li
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate
-    if rollout.agent.command is not None and not config.sources:
-        lines["agent"] = rollout.agent.command
+    if rollout.agent.setting is not None and not config.sources:
+        lines["agent"] = rollout.agent.command or rollout.agent.harness or ""
     times = ["before the first step"] if plan.eval_first else []
     times += [f"every {plan.eval_every} steps"] if plan.eval_every else []
     every = ", ".join([*times, "after the last step"])

@@ -240,10 +240,8 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """
     if not messages:
         raise BadRequestError("messages is empty")
-    if messages[-1].role in ("assistant", "system") and any(message.role != "system" for message in messages):
-        raise BadRequestError(
-            f"the last message has the role {messages[-1].role}: a turn answers a message of a user or a tool"
-        )
+    if messages[-1].role == "assistant":
+        raise BadRequestError("the last message has the role assistant: a turn answers other messages")
     call_ids = set[str | None]()
     for message in messages:
         if message.role == "tool" and message.tool_call_id not in call_ids:

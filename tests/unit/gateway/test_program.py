@@ -204,6 +204,7 @@ def test_nothing_of_a_program_is_left_after_a_kill_of_the_run(tmp_path: Path) ->
     folder.mkdir()
     ready = tmp_path / "ready"
     script = f"echo > {ready}; (setsid sleep 4321.5 &) ; sleep 4321.5"
+    (folder / "prompt.txt").touch()
     (folder / "start.json").write_text(
         json.dumps({"command": ["sh", "-c", script], "cwd": str(tmp_path), "env": {"PATH": os.environ["PATH"]}})
     )

@@ -236,6 +236,23 @@ def test_a_conversation_that_is_full_ends_and_a_summary_goes_on(play: Play) -> N
     assert played.trained() == [sampled(["one"]), sampled(["two"])]
 
 
+def test_the_last_message_may_be_of_the_system(play: Play) -> None:
+    """Claude Code describes the folder after the prompt."""
+
+    async def talk(program: Program) -> None:
+        system = {"role": "system", "content": "You are in /work."}
+        first = await program.chat(user("a"), system)
+        await program.chat(user("a"), system, first, user("b"), system)
+        body = {"max_tokens": 9, "messages": [user("c"), system]}
+        assert (await program.post("/v1/messages", body)).status_code == 200
+        assert (await program.post(CHAT, {"messages": [user("a"), first]})).status_code == 400
+
+    played = play(["one", "two", "three"], talk)
+    assert played.trained() == [sampled(["one", "two"]), sampled(["three"])]
+    for prompt in played.prompts():
+        assert prompt.endswith("<|im_start|>system\nYou are in /work.<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_max_tokens_of_a_request_hold(play: Play) -> None:
     async def talk(program: Program) -> None:
         first = (await program.post(CHAT, {"messages": [user("a")], "max_completion_tokens": 3})).json()["choices"][0]

@@ -1,0 +1,67 @@
+"""Episodes of agent programs as processes, with a scripted policy."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl import Message, Rollout, Task
+from agentrl.config.agent import AgentConfig
+from agentrl.config.rollout import FailureConfig
+from agentrl.config.sandbox import SandboxConfig
+from agentrl.core.env import Env
+from agentrl.core.types import Generation, Prompt, SamplingParams
+from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.gateway.program import AgentProgram
+from agentrl.render.renderer import ChatRenderer
+from agentrl.testing import RecordedRequest, ScriptedSampler
+
+TASK = Task("t", (Message("user", "Write the name Remu into answer.txt, read the file, and say the name."),))
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+class Grader:
+    """Gives 1 if the program has written the file."""
+
+    group = False
+
+    async def grade(self, rollouts: list[Rollout], tools: object = None) -> None:
+        for rollout in rollouts:
+            answer = Path(rollout.metadata.get("agent_folder", "/nowhere"), "answer.txt")
+            rollout.reward = float(answer.is_file() and answer.read_text().strip() == "Remu")
+
+
+class RecordingSampler(ScriptedSampler):
+    """Keeps what it returns."""
+
+    generations: list[Generation]
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        generation = await super().generate(prompt, params, session_id=session_id, request_id=request_id, policy=policy)
+        self.generations.append(generation)
+        return generation
+
+
+def play_program(
+    config: AgentConfig, script: Sequence[str], renderer: ChatRenderer
+) -> tuple[Rollout, list[Generation]]:
+    """Play an episode, and return what the engine sampled in it, too."""
+
+    def speak(request: RecordedRequest) -> str:
+        """Return the turn that follows those in the prompt."""
+        return script[renderer.decode(request.prompt.token_ids).count(ASSISTANT) - 1]
+
+    sampler = RecordingSampler(speak, encode=renderer.encode, end_token_id=renderer.end_token_id)
+    sampler.generations = []
+    limits = Limits(max_turns=30, max_tokens=1_000_000, max_seconds=120.0, max_new_tokens=4096)
+    context = EpisodeContext(Env, renderer, sampler, {}, limits, SamplingParams(max_new_tokens=4096, seed=5))
+    failure = FailureConfig(sampler="drop", agent="drop", max_failed_share=1)
+    settings = EpisodeSettings(context, generate=AgentProgram(config, SandboxConfig()), grader=Grader())
+    runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(1))
+    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    return rollout, sampler.generations

@@ -1,0 +1,37 @@
+"""Install the agent programs of the tests: ``python -m tests.with_agents.install FOLDER``.
+
+Python programs get an environment each, those of npm one prefix. Versions are those that the recipes were tried with.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from agentrl.gateway.harnesses.recipes import HARNESSES
+
+SDKS = "pip install openai==3.57.0 anthropic==2.14.0"
+
+
+def install(folder: Path, command: str) -> None:
+    """Run a command that installs with pip or npm, into a folder."""
+    program, *words = shlex.split(command)
+    if program == "npm":
+        subprocess.run(
+            ["npm", *words, "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error"], check=True
+        )
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([str(folder / "bin" / program), *words, "--quiet"], check=True)
+
+
+def main() -> None:
+    """Install all."""
+    folder = Path(sys.argv[1]).resolve()
+    install(folder / "sdks", SDKS)
+    for name, harness in HARNESSES.items():
+        install(folder / ("node" if harness.install.startswith("npm") else name), harness.install)
+
+
+if __name__ == "__main__":
+    main()

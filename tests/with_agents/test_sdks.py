@@ -1,0 +1,116 @@
+"""The SDKs of OpenAI and Anthropic, unmodified: a loop with a tool in every dialect, streamed and whole, is the same rollout."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from program_episodes import play_program
+
+from agentrl.config.agent import AgentConfig
+from agentrl.render.renderer import ChatRenderer
+
+pytestmark = pytest.mark.agents
+
+PROGRAM = """
+import json, os, subprocess, sys
+
+dialect, stream = sys.argv[1], sys.argv[2] == "stream"
+model, prompt = os.environ["OPENAI_MODEL"], sys.stdin.read()
+schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+
+
+def run(arguments):
+    return subprocess.run(arguments["command"], shell=True, capture_output=True, text=True).stdout
+
+
+def chat():
+    import openai
+
+    client, messages = openai.OpenAI(), [{"role": "user", "content": prompt}]
+    tools = [{"type": "function", "function": {"name": "shell", "description": "Run it.", "parameters": schema}}]
+    while True:
+        if stream:
+            with client.chat.completions.stream(model=model, messages=messages, tools=tools) as events:
+                message = events.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(model=model, messages=messages, tools=tools).choices[0].message
+        messages.append({"role": "assistant", "content": message.content})
+        if not message.tool_calls:
+            return message.content
+        messages[-1]["tool_calls"] = [call.model_dump(include={"id", "type", "function"}) for call in message.tool_calls]
+        for call in messages[-1]["tool_calls"]:
+            call["function"] = {key: call["function"][key] for key in ("name", "arguments")}
+            output = run(json.loads(call["function"]["arguments"]))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+
+
+def responses():
+    import openai
+
+    client, items = openai.OpenAI(), [{"role": "user", "content": prompt}]
+    tools = [{"type": "function", "name": "shell", "description": "Run it.", "parameters": schema}]
+    while True:
+        if stream:
+            with client.responses.stream(model=model, input=items, tools=tools, store=False) as events:
+                response = events.get_final_response()
+        else:
+            response = client.responses.create(model=model, input=items, tools=tools, store=False)
+        items += [item.model_dump(exclude={"parsed_arguments"}, exclude_none=True) for item in response.output]
+        calls = [item for item in response.output if item.type == "function_call"]
+        if not calls:
+            return response.output_text
+        for call in calls:
+            output = run(json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+
+
+def messages():
+    import anthropic
+
+    client, messages = anthropic.Anthropic(), [{"role": "user", "content": prompt}]
+    tools = [{"name": "shell", "description": "Run it.", "input_schema": schema}]
+    while True:
+        request = {"model": model, "messages": messages, "tools": tools, "max_tokens": 1000}
+        if stream:
+            with client.messages.stream(**request) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**request)
+        messages.append({"role": "assistant", "content": message.content})
+        calls = [block for block in message.content if block.type == "tool_use"]
+        if not calls:
+            return message.content[-1].text
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": run(call.input)} for call in calls]
+        messages.append({"role": "user", "content": results})
+
+
+answer = {"chat": chat, "responses": responses, "messages": messages}[dialect]()
+assert answer == "Remu", answer
+"""
+
+
+def call(command: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'shell', 'arguments': {'command': command}})}</tool_call>"
+
+
+SCRIPT = (f"I write.{call('echo Remu > answer.txt')}{call('echo written')}", call("cat answer.txt"), "Remu")
+
+
+@pytest.mark.parametrize("bin_folder", ["sdks"], indirect=True)
+def test_every_sdk_gives_the_same_rollout(bin_folder: Path, renderer: ChatRenderer, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    rows = []
+    for dialect in ("chat", "responses", "messages"):
+        for how in ("whole", "stream"):
+            command = f"{bin_folder / 'python'} {path} {dialect} {how}"
+            rollout, generations = play_program(AgentConfig(command=command), SCRIPT, renderer)
+            assert rollout.failure is None, rollout.failure
+            assert rollout.reward == 1.0
+            assert len(generations) == 3
+            (row,) = rollout.rows
+            rows.append(row)
+    for row in rows[1:]:
+        for name in ("token_ids", "mask", "mask_reason", "logprobs", "provenance"):
+            assert np.array_equal(getattr(row, name), getattr(rows[0], name)), name
