@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,24 @@ from agentrl.train import run
 
 
 class InProcessLearner(LocalLearnerGroup):
-    """The part of `RayLearnerGroup` that `agentrl.cluster.run_cluster` uses: its ranks start while engines do."""
+    """The part of `RayLearnerGroup` that `agentrl.cluster.run_cluster` uses: it loads the model when it is to be ready."""
+
+    def __init__(
+        self, folder: Path, config: LearnerConfig, algo: AlgoConfig, *, seed: int, reference: Path | None = None
+    ) -> None:
+        self._load_model = partial(super().__init__, folder, config, algo, seed=seed, reference=reference)
+        self._is_loaded = False
 
     def ready(self) -> None:
-        """Return at once: it is loaded since it was made."""
+        """Load the model, which a warm start may write after the learner was made."""
+        if not self._is_loaded:
+            self._load_model()
+            self._is_loaded = True
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self._is_loaded:
+            super().close()
 
     def check(self) -> None:
         """It has no processes that could be lost."""
@@ -37,7 +52,7 @@ def start_learners(
     placement: Any = None,
     runtime: Any = None,
 ) -> InProcessLearner:
-    """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
+    """Make the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     assert placement is None, "a placement group is Ray's"
     return InProcessLearner(model, learner, algo, seed=seed, reference=reference)
 

@@ -24,7 +24,15 @@ class SilentLearner(LocalLearnerGroup):
         return {name: value for name, value in metrics.items() if name != "train/nonfinite_gradients"}
 
 
-@pytest.mark.parametrize("learner", [LocalLearnerGroup, InProcessLearner])
+class ReadyLearner(InProcessLearner):
+    """Loads the model at once."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.ready()
+
+
+@pytest.mark.parametrize("learner", [LocalLearnerGroup, ReadyLearner])
 @pytest.mark.parametrize("has_reference", [False, True])
 def test_the_contract(model: Path, tmp_path: Path, learner: type[LocalLearnerGroup], has_reference: bool) -> None:
     reference = model if has_reference else None
