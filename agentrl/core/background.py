@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from agentrl.core.child_process import StartedChildren, started_children
@@ -15,13 +16,14 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a new daemon thread ``name``; the future has its result or its error."""
+    """Call a function in a new daemon thread ``name``, in this context; the future has its result or its error."""
     future: Future[T] = Future()
+    context = copy_context()
     future.set_running_or_notify_cancel()  # it cannot be cancelled; a task that waits for it can
 
     def run() -> None:
         try:
-            future.set_result(function())
+            future.set_result(context.run(function))
         except BaseException as error:
             future.set_exception(error)
 
