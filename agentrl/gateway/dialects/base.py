@@ -62,7 +62,7 @@ class ChatRequest:
     stream_usage: bool = True
     """Whether the stream has the numbers of tokens."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters in the request, by agentrl's names if it has them. The run's are used."""
+    """Sampling parameters in the request. The run's are used."""
     unsupported: tuple[str, ...] = ()
     """What the request has that has no effect, for a response header."""
 
@@ -294,9 +294,9 @@ def read_max_tokens(tokens: int | None) -> int | None:
     return tokens
 
 
-def read_sampling(body: Json, names: Mapping[str, str]) -> Json:
-    """Return the sampling parameters that a body sets, by agentrl's names."""
-    return {name: body[key] for key, name in names.items() if body.get(key) is not None}
+def read_sampling(body: Json, names: Iterable[str]) -> Json:
+    """Return the sampling parameters that a body sets."""
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 def refuse_fields(body: Json, names: Iterable[str]) -> None:

@@ -31,17 +31,9 @@ from agentrl.gateway.dialects.base import (
     refuse_fields,
 )
 
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "seed": "seed",
-    "min_p": "min_p",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "logit_bias": "logit_bias",
-}
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "seed", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+)  # fmt: skip
 _REFUSED = ("logprobs", "top_logprobs", "audio", "prediction", "web_search_options", "functions", "function_call")
 """Fields that would change what a reply is; a value that requests nothing is allowed."""
 

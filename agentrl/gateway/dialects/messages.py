@@ -30,7 +30,7 @@ from agentrl.gateway.dialects.base import (
     refuse_fields,
 )
 
-_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_SAMPLING = ("temperature", "top_p", "top_k")
 _REFUSED = ("mcp_servers", "container", "output_format")
 _STOP_REASONS = {"stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {

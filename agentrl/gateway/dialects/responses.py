@@ -34,7 +34,7 @@ from agentrl.gateway.dialects.base import (
     refuse_fields,
 )
 
-_SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
+_SAMPLING = ("temperature", "top_p")
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt", "top_logprobs")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
