@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from agentrl.config.learner import LearnerConfig, Recompute
 from agentrl.core.errors import ConfigError
+from agentrl.core.kernel_cache import share_kernels
 from agentrl.distributed.broadcast_group import nccl_as_in_sglang
 
 _CPU_KERNELS = 128
@@ -36,7 +35,7 @@ def pick_device(config: LearnerConfig, *, local_rank: int) -> torch.device:
         # cuDNN plans attention for every new shape, and packed rows have a new one in almost every group.
         torch.backends.cuda.enable_cudnn_sdp(False)
         use_expandable_segments(enabled=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compile_cache())
+        share_kernels()
         return torch.device("cuda", local_rank)
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, str(_CPU_KERNELS))
@@ -95,15 +94,6 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {"train/peak_gpu_gib": peak / 2**30}
-
-
-def compile_cache() -> Path:
-    """Return the folder in which what torch compiles is kept for the next run: as set for torch, or one of the user's."""
-    configured = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    default = f"{tempfile.gettempdir()}/torchinductor_"  # torch writes it, with the user's name, into this variable
-    if configured and not configured.startswith(default):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl" / "torchinductor"
 
 
 def gpu_bytes() -> int | None:

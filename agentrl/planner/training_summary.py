@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LearnerConfig, OptimizerState, Recompute
 from agentrl.config.schema import Config
+from agentrl.core.kernel_cache import kernel_folder
 from agentrl.models.freezing import count_trained, frozen_names
 from agentrl.models.learning_rates import Use, count_weights, describe_optimizer
 from agentrl.models.load import empty_model
@@ -54,10 +55,8 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")
     if _device(config.learner) == "cuda" and config.learner.compile:
-        from agentrl.learner.device import compile_cache
-
         lines.append(
-            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later less: kept in {compile_cache()})"
+            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later less: kept in {kernel_folder()})"
         )
     return lines
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.device import compile_cache, memory_to_share, use_expandable_segments, uses_bfloat16
+from agentrl.learner.device import memory_to_share, use_expandable_segments, uses_bfloat16
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -38,16 +36,6 @@ def test_memory_that_other_processes_open_is_in_no_segment_that_grows(
         pass
     expected = [f"expandable_segments:{enabled}" for enabled in (True, False, True)]
     assert settings == (expected if configured is None else [])
-
-
-def test_what_is_compiled_is_kept_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compile_cache() == tmp_path / "agentrl" / "torchinductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_me")  # by torch itself
-    assert compile_cache() == tmp_path / "agentrl" / "torchinductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert compile_cache() == Path("/elsewhere")
 
 
 NEW_SHAPES = """
