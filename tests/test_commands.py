@@ -31,6 +31,9 @@ FILES = {
     "train.jsonl": '{"prompt": "Say a.", "label": "a", "name": "a", "facts": {}}\n',
     "my_chats.jsonl": '{"prompt": "Who?", "completion": "Me."}\n',
     "my_filters.py": "def too_easy(group):\n    return False\n",
+    "tasks.jsonl": '{"prompt": "Say a.", "label": "a"}\n',
+    "reward.py": "def score(sample):\n    return 1.0\n",
+    "my_agent.py": "print('an agent')\n",
     "my_rewards.py": "def score(sample):\n    return 1.0\n\n\ndef brief(sample):\n    return {'score': 1.0}\n",
     "mine.jsonl": '{"question": "Who?", "golden_answers": ["a"]}\n',
     "held_out.jsonl": "".join(
@@ -46,8 +49,8 @@ FILES = {
     "small.yaml": "train: {steps: 2}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
-LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url"}
-"""Keys that ask for GPUs, or for a tool server that the reader has started."""
+LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "rollout.agent.harness"}
+"""Keys that ask for GPUs, for a tool server that the reader has started, or for an agent program."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 RUN_HERE = {"doctor", "init", "env", "template", "models", "plan"}

@@ -8,9 +8,10 @@ from agentrl.cli.main import main
 
 
 def rows(text: str, width: int) -> list[list[str]]:
-    """Return the lines of a table that begin with the model or a number."""
+    """Return the lines of a table that begin with the model or a number; those of the progress begin with ``N s:``."""
     lines = [re.split(r"[\s│]+", line.strip(" │")) for line in text.splitlines()]
-    return [line for line in lines if len(line) >= width and (line[0] == "tiny" or line[0].isdigit())]
+    lines = [line for line in lines if len(line) >= width and line[1] != "s:"]
+    return [line for line in lines if line[0] == "tiny" or line[0].isdigit()]
 
 
 @pytest.mark.long

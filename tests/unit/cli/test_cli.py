@@ -38,7 +38,7 @@ def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture
         (("train", "rollout.max_tokens=100000"), "sampler.embedded.context"),
         (("train", "eval.size=100000000"), "eval.size"),
         (("train", "sampler.backend=sglang"), "sampler.backend"),
-        (("train", "batch.global_batch_size=100"), "batch.global_batch_size=256"),
+        (("train", "batch.global_batch_size=100"), "batch.global_batch_size=96"),
         (("train", "--replay", "none.jsonl"), "none.jsonl"),
         (("rollout", "--out", "samples.txt"), ".parquet"),
         (("rollout", "--out", "samples.jsonl", "--tasks", "0"), "--tasks"),
