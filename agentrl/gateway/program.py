@@ -34,7 +34,7 @@ def check_agent(config: AgentConfig, sandbox: SandboxConfig) -> None:
 
     Raises:
         ConfigError: the program or a folder does not exist.
-        MissingError: this machine lacks something that the sandbox needs.
+        MissingError: this machine lacks the harness, or something that the sandbox needs.
     """
     path = config.env.get("PATH")
     if config.harness is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import MissingError
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Harness:
             path: folders in which the program is looked for; None: those of this process.
 
         Raises:
-            ConfigError: it is not installed.
+            MissingError: it is not installed.
         """
         folders = os.environ.get("PATH", "") if path is None else path
         program = shutil.which(self.command[0], path=folders)
@@ -64,7 +64,7 @@ class Harness:
             missing = f"there is no program {self.command[0]}"
             if program is not None:
                 missing = f"{program} finds no package {self.distribution}"
-            raise ConfigError(
+            raise MissingError(
                 f"rollout.agent.harness={name}: {missing} in PATH={folders}. Install it with: {self.install}. If it is installed "
                 "elsewhere, set rollout.agent.env.PATH"
             )

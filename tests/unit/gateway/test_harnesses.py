@@ -14,7 +14,7 @@ from gateway_episodes import TASK
 
 from agentrl.config.agent import AgentConfig, HarnessName
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import MissingError
 from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program import check_agent
 from agentrl.gateway.program_process import ProgramProcess
@@ -40,7 +40,7 @@ def test_every_harness_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("harness", HARNESSES)
 def test_a_missing_program_is_named_with_the_command_that_installs_it(harness: HarnessName, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(MissingError) as error:
         check_agent(AgentConfig(harness=harness, env={"PATH": str(tmp_path)}), SandboxConfig())
     message = str(error.value)
     assert f"rollout.agent.harness={harness}: there is no program {HARNESSES[harness].command[0]}" in message
@@ -50,7 +50,7 @@ def test_a_missing_program_is_named_with_the_command_that_installs_it(harness: H
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(install) -> None:
     config = install("smolagents", "")
-    with pytest.raises(ConfigError, match=r"smolagent finds no package smolagents.*pip install 'smolagents\[openai\]"):
+    with pytest.raises(MissingError, match=r"smolagent finds no package smolagents.*pip install 'smolagents\[openai\]"):
         check_agent(config, SandboxConfig())
 
 
