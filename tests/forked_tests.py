@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import select
 import selectors
 import signal
 import sys
@@ -28,6 +29,8 @@ from preloaded import CHILDREN, fork_server
 
 _OVER_CORES = 2
 """Forks more than cores, since many tests wait for other processes."""
+_AGAIN_S = 2.0
+"""Seconds after which a fork that has not ended is interrupted again."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,6 +102,8 @@ class Forks:
             for fork in self._forks:
                 os.kill(fork.pid, signal.SIGINT)
             for fork in self._forks:
+                while not select.select([fork.end], [], [], _AGAIN_S)[0]:
+                    os.kill(fork.pid, signal.SIGINT)  # the one before may have come just before a call that waits
                 fork.wait()
 
     def _start(self) -> None:
