@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,10 @@ from preloaded import (
     preloaded_process,
     start_imports,
 )
+
+# In the background of a shell it is ignored; tests interrupt the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["forked_tests"]
 # The bodies of tests that several engines pass.
