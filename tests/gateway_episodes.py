@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from byte_renderer import byte_renderer
 
 from agentrl import Agent, Message, Rollout, Task
 from agentrl.audit.run import rollout_faults
@@ -22,7 +21,6 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.agent_session import Session
 from agentrl.gateway.server import Gateway
-from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
 
@@ -46,14 +44,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 def make_test_renderer() -> ChatRenderer:
     """Return a renderer with one token a byte, calls as Hermes writes them, and a template that leaves earlier turns alone."""
-    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    base = Tokenizer(models.BPE(vocabulary, []))
-    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    base.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
-    made.chat_template = CHATML
-    return make_renderer(made)
+    return byte_renderer(CHATML)
 
 
 @dataclass

@@ -151,7 +151,7 @@ class StartedChildren:
                 child.kill()
 
     def end(self) -> None:
-        """Kill the children; whoever started them still has to `stop` them."""
+        """Kill the children; the caller that started them still has to `stop` them."""
         with self._lock:
             self._ended = True
             for child in self._children:

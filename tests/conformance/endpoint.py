@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from agentrl_envs.solver_critic import SolverCriticEnv
+from byte_renderer import byte_renderer
 from conformance.engine import Engine
 
 from agentrl.config.rollout import FailureConfig
@@ -23,7 +24,7 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
-from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.episode.conftest import CHATML
 
 CHAT_TEMPLATE = CHATML
 """Of the model that the server has."""
@@ -37,7 +38,7 @@ async def play(engine: Engine, seats: dict[str, Any]) -> Rollout:
             "": EpisodeSettings(
                 EpisodeContext(
                     env_factory=SolverCriticEnv,
-                    renderer=renderer_of(CHATML),
+                    renderer=byte_renderer(CHATML),
                     sampler=client,
                     tool_clients={},
                     limits=Limits(4, 400, 60.0, 8),

@@ -252,24 +252,25 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def read_tool_choice(choice: object) -> tuple[bool, tuple[str, ...]]:
-    """Return whether tools are offered, and what of ``tool_choice`` has no effect.
+def read_tool_choice(choice: object, parallel: bool | None = None) -> tuple[bool, tuple[str, ...]]:
+    """Return whether tools are offered, and what of ``tool_choice`` and ``parallel_tool_calls`` has no effect.
 
-    The policy is offered tools or not; it is not forced to call one.
+    The policy is offered tools or not; it is not forced to call one, or one at a time.
 
     Raises:
         BadRequestError: it is no choice.
     """
+    unsupported = ("parallel_tool_calls=false",) if parallel is False else ()
     if choice in (None, "auto"):
-        return True, ()
+        return True, unsupported
     if choice == "none":
-        return False, ()
+        return False, unsupported
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind not in ("required", "any", "function", "tool", "allowed_tools", "auto", "none"):
         raise BadRequestError(f"tool_choice={choice!r:.200} is not auto, none, required, or a function")
     if kind in ("auto", "none"):
-        return kind == "auto", ()
-    return True, (f"tool_choice={kind}",)
+        return kind == "auto", unsupported
+    return True, (f"tool_choice={kind}", *unsupported)
 
 
 def read_stop(stop: Sequence[str]) -> tuple[str, ...]:

@@ -108,9 +108,7 @@ class ChatCompletions(OpenAiErrors, Dialect):
     def request(self, body: Json) -> ChatRequest:
         fields = convert(body, _Body)
         _refuse(body, fields)
-        choice, unsupported = read_tool_choice(fields.tool_choice)
-        if fields.parallel_tool_calls is False:
-            unsupported = (*unsupported, "parallel_tool_calls=false")
+        choice, unsupported = read_tool_choice(fields.tool_choice, fields.parallel_tool_calls)
         tools = [
             make_tool(tool.function.name, tool.function.description, tool.function.parameters)
             for tool in (fields.tools or () if choice else ())

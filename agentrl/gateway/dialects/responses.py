@@ -97,9 +97,7 @@ class Responses(OpenAiErrors, Dialect):
             raise BadRequestError(f"text.format.type={fields.text.format.type!r:.100} is not supported; use text")
         if "message.output_text.logprobs" in (fields.include or ()):
             raise BadRequestError("include=message.output_text.logprobs is not supported")
-        choice, unsupported = read_tool_choice(fields.tool_choice)
-        if fields.parallel_tool_calls is False:
-            unsupported = (*unsupported, "parallel_tool_calls=false")
+        choice, unsupported = read_tool_choice(fields.tool_choice, fields.parallel_tool_calls)
         offered = fields.tools or () if choice else ()
         hosted = [tool for tool in offered if tool.type != "function"]
         tools = [make_tool(tool.name, tool.description, tool.parameters) for tool in offered if tool.type == "function"]

@@ -1,8 +1,8 @@
 """Engines that stay after a run for the next one (``sampler.keep_minutes``).
 
 Each has a folder, and a keeper process outside of the run that ends it. A run that uses an engine has locked its folder. The
-kernel releases the lock when the run's process ends, however that ends. If it ends without `KeptChild.release`, nobody knows
-what the engine was doing, and the keeper ends it at once.
+kernel releases the lock when the run's process ends, however that ends. If it ends without `KeptChild.release`, it is
+unknown what the engine was doing, and the keeper ends it at once.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from byte_renderer import byte_renderer
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
@@ -17,7 +18,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
-from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.episode.conftest import CHATML
 
 REFUSES = "{% for m in messages %}{% if m.role == 'tool' or 'refuse' in m.content %}"
 RAISES = {
@@ -77,7 +78,7 @@ def run(renderer: ChatRenderer, says: str, prompts: Sequence[Message]) -> list[R
 def renderer_that(raises: str) -> ChatRenderer:
     refuses = f"{REFUSES}{RAISES[raises]}{{% endif %}}{{% endfor %}}"
     tools = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}"
-    return renderer_of(refuses + tools + CHATML)
+    return byte_renderer(refuses + tools + CHATML)
 
 
 @pytest.mark.parametrize("raises", RAISES)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from byte_renderer import byte_renderer
 from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
@@ -50,10 +51,10 @@ from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
 from agentrl.weight_sync.base import SyncedWeights
 from tests.batches import step_settings
-from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.episode.conftest import CHATML
 
 TASKS = [Task(f"t{number}", (Message("user", f"task {number}"),)) for number in range(50)]
-RENDERER = renderer_of(CHATML)
+RENDERER = byte_renderer(CHATML)
 TRAIN_S = 0.5
 """Of an optimizer step."""
 

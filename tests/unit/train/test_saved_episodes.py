@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_renderer import byte_renderer
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
@@ -24,12 +25,12 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.saved_episodes import SHARE, SavedEpisodes
-from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.episode.conftest import CHATML
 from tests.unit.train.async_world import run_first_group
 
 TASK = Task("t", (Message("user", "count"),))
 JOBS = [Job(TASK, seed, f"1/0/{seed}") for seed in range(3)]
-RENDERER = renderer_of(CHATML)
+RENDERER = byte_renderer(CHATML)
 
 
 class Killed(BaseException):

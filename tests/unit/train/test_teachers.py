@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from byte_renderer import byte_renderer
 
 from agentrl.batch.groups import group_rollouts
 from agentrl.batch.packing import pack
@@ -28,13 +29,13 @@ from agentrl.train.step_scores import StepScores, pack_options
 from agentrl.train.teachers import PrivilegedRows, Teacher, Teachers, check_server, load_context
 from tests.batches import training_step
 from tests.test_readme import example
-from tests.unit.episode.conftest import CHATML, renderer_of
+from tests.unit.episode.conftest import CHATML
 from tests.unit.learner.learners import MODELS, SIZES, Learners, make_model
 from tests.unit.train.in_process_engine import InProcessEngine
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = 264
-RENDERER = renderer_of(CHATML)
+RENDERER = byte_renderer(CHATML)
 TOKENIZER = RENDERER._tokenizer
 ALONE = ["algo.distillation.reward_coef=0", "algo.distillation.teachers.a.url=http://a"]
 
