@@ -127,6 +127,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     _SESSION.close()
 
 
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """What a test leaves in the environment would decide what the tests after it in the same process do."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
+    yield
+    after = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
+    assert after == before
+
+
 @pytest.fixture(scope="session")
 def dockerd() -> Iterator[DockerHost]:
     """A Docker daemon with an image that has Python; tests that need it are skipped where there can be none."""

@@ -370,6 +370,7 @@ def _become(request: Request) -> int:
     for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     random.seed()  # forks would draw the same numbers, from which Ray takes its ports
     os.chdir(request.cwd)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,9 +116,7 @@ async def open_services(
         )
         exits.push_async_callback(fleet.aclose)
         if runners is not None:
-            os.environ.setdefault(
-                TOKEN_VARIABLE, secrets.token_hex(16)
-            )  # servers that other machines reach require one
+            exits.enter_context(_tools_token())  # servers that other machines reach require one
         tools = ToolServers(config, tasks, folder, logs, host=LOOPBACK if runners is None else runners.address)
         exits.push_async_callback(tools.aclose)
         frozen = frozen_fleets(config, logs, vocabulary)
@@ -138,3 +136,16 @@ async def open_services(
             services.pool = pool
         exits.enter_context(rare_collections())
         yield services
+
+
+@contextmanager
+def _tools_token() -> Iterator[None]:
+    """Have a token for tool servers in the environment, which they, their clients and runners inherit."""
+    if os.environ.get(TOKEN_VARIABLE):
+        yield
+        return
+    os.environ[TOKEN_VARIABLE] = secrets.token_hex(16)
+    try:
+        yield
+    finally:
+        del os.environ[TOKEN_VARIABLE]

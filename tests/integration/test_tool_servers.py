@@ -58,8 +58,10 @@ def sessions(server):
 
 def calling(server):
     """Return how many calls run there."""
-    text = httpx.get(f"{server.url}/metrics", trust_env=False).text
-    return float(re.search(r"^agentrl_tool_calls_running ([\d.]+)$", text, re.MULTILINE)[1])
+    reply = httpx.get(f"{server.url}/metrics", trust_env=False)
+    running = re.search(r"^agentrl_tool_calls_running ([\d.]+)$", reply.text, re.MULTILINE)
+    assert running, (server.url, reply, reply.headers, reply.text)
+    return float(running[1])
 
 
 async def emptied(*started):
