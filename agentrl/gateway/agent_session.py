@@ -13,12 +13,13 @@ from agentrl.core.errors import ConversationError, EpisodeError
 from agentrl.core.types import FinishReason, MaskReason, Message, Rollout, StopReason
 from agentrl.episode.chat import Agent, Chat
 from agentrl.gateway.answers import Answers
-from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Finish, Reply, assistant_message
+from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Finish, Ignored, Reply, assistant_message
 from agentrl.gateway.joining import ConversationTree, History, JoinPoint, Root, shown_calls
 
 _log = logging.getLogger(__name__)
-_logged = set[str]()
-"""Parameters without effect that were logged."""
+_logged = set[tuple[str, str]]()
+"""Fields without effect that were logged, with the reason."""
+_SAMPLING = "the run's sampling parameters (sampler.*) hold"
 
 _LIMITS = {
     StopReason.MAX_TURNS: "The limit of turns of this episode (rollout.max_turns) is reached.",
@@ -78,25 +79,28 @@ class Session:
         """Whether a turn is in progress."""
         return bool(self._turn_tasks)
 
-    def ignored_fields(self, request: ChatRequest) -> tuple[str, ...]:
-        """Return what a request sets that has no effect: sampling parameters other than the run's. It is logged once a run."""
+    def ignored_fields(self, request: ChatRequest) -> tuple[Ignored, ...]:
+        """Return what a request sets that has no effect, such as sampling parameters other than the run's; logged once a run."""
         sampling = self.agent.sampling
         values: Mapping[str, object] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
         }
-        ignored = [f"{name}={value}" for name, value in request.sampling.items() if values.get(name) != value]
-        for text in (*ignored, *request.unsupported):
-            name = text.partition("=")[0]
-            if name not in _logged:
-                _logged.add(name)
+        sampled = (
+            Ignored(name, value, _SAMPLING) for name, value in request.sampling.items() if values.get(name) != value
+        )
+        ignored = (*sampled, *request.unsupported)
+        for field in ignored:
+            if (field.name, field.why) not in _logged:
+                _logged.add((field.name, field.why))
                 _log.warning(
-                    "the agent program sets %s, which has no effect: the run's sampling parameters (sampler.*) hold. This "
-                    "is logged once for each parameter",
-                    text,
+                    "the agent sets %s=%s, which has no effect: %s. This is logged once for each field",
+                    field.name,
+                    field.value,
+                    field.why,
                 )
-        return (*ignored, *request.unsupported)
+        return ignored
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt; nothing is sampled.

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -28,7 +28,7 @@ from agentrl.core.child_process import LOOPBACK
 from agentrl.episode.chat import Agent
 from agentrl.gateway.agent_session import Session, SessionOverError
 from agentrl.gateway.answers import Answer
-from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Json, convert, read_json
+from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json, convert, read_json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
@@ -314,9 +314,11 @@ async def _wait_for_disconnect(http: Request) -> None:
         pass
 
 
-def _ignored_header(ignored: tuple[str, ...]) -> dict[str, str]:
-    """Return a header that says what of a request has no effect."""
-    text = "; ".join(ignored).encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
+def _ignored_header(ignored: Sequence[Ignored]) -> dict[str, str]:
+    """Return a header that says what of a request has no effect, and why."""
+    text = (
+        "; ".join(map(str, ignored)).encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
+    )
     return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]} if text else {}
 
 

@@ -44,6 +44,22 @@ class BadRequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field of a request that has no effect. Example: ``Ignored("top_p", 0.5, "the run's sampling parameters hold")``."""
+
+    name: str
+    """The field."""
+    value: object
+    """What it is set to."""
+    why: str
+    """The reason, in words."""
+
+    def __str__(self) -> str:
+        """Return field, value and reason."""
+        return f"{self.name}={self.value} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A request for a turn of the policy, whatever dialect it was sent in."""
 
@@ -63,8 +79,8 @@ class ChatRequest:
     """Whether the stream has the numbers of tokens."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters in the request. The run's are used."""
-    unsupported: tuple[str, ...] = ()
-    """What the request has that has no effect, for a response header."""
+    unsupported: tuple[Ignored, ...] = ()
+    """What the request has besides them that has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +268,7 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def read_tool_choice(choice: object, parallel: bool | None = None) -> tuple[bool, tuple[str, ...]]:
+def read_tool_choice(choice: object, parallel: bool | None = None) -> tuple[bool, tuple[Ignored, ...]]:
     """Return whether tools are offered, and what of ``tool_choice`` and ``parallel_tool_calls`` has no effect.
 
     The policy is offered tools or not; it is not forced to call one, or one at a time.
@@ -260,7 +276,9 @@ def read_tool_choice(choice: object, parallel: bool | None = None) -> tuple[bool
     Raises:
         BadRequestError: it is no choice.
     """
-    unsupported = ("parallel_tool_calls=false",) if parallel is False else ()
+    unsupported: tuple[Ignored, ...] = ()
+    if parallel is False:
+        unsupported = (Ignored("parallel_tool_calls", "false", "the policy may make several calls in one turn"),)
     if choice in (None, "auto"):
         return True, unsupported
     if choice == "none":
@@ -270,7 +288,14 @@ def read_tool_choice(choice: object, parallel: bool | None = None) -> tuple[bool
         raise BadRequestError(f"tool_choice={choice!r:.200} is not auto, none, required, or a function")
     if kind in ("auto", "none"):
         return kind == "auto", unsupported
-    return True, (f"tool_choice={kind}", *unsupported)
+    return True, (Ignored("tool_choice", kind, "the policy is not forced to call a tool"), *unsupported)
+
+
+def hosted_tools(kinds: Iterable[object]) -> tuple[Ignored, ...]:
+    """Return the tools of these types as fields without effect: their provider would run them."""
+    return tuple(
+        Ignored("tools", kind, "tools that a provider runs itself are not offered to the policy") for kind in kinds
+    )
 
 
 def read_stop(stop: Sequence[str]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from agentrl.gateway.dialects.base import (
     check_tool_names,
     convert,
     event,
+    hosted_tools,
     make_call,
     make_tool,
     read_max_tokens,
@@ -105,7 +106,7 @@ class Messages(Dialect):
             bool(fields.stream),
             True,
             read_sampling(body, _SAMPLING),
-            (*unsupported, *(f"tools={tool.type}" for tool in hosted)),
+            (*unsupported, *hosted_tools(tool.type for tool in hosted)),
         )
 
     @override

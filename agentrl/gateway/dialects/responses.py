@@ -26,6 +26,7 @@ from agentrl.gateway.dialects.base import (
     check_tool_names,
     convert,
     event,
+    hosted_tools,
     make_call,
     make_tool,
     read_max_tokens,
@@ -112,7 +113,7 @@ class Responses(OpenAiErrors, Dialect):
             bool(fields.stream),
             True,
             read_sampling(body, _SAMPLING),
-            (*unsupported, *(f"tools={tool.type}" for tool in hosted)),
+            (*unsupported, *hosted_tools(tool.type for tool in hosted)),
         )
 
     @override

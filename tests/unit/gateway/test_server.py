@@ -11,6 +11,7 @@ from gateway_episodes import ADD, CALL, Play, Program, answer, sampled, user
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.types import FailureKind, StopReason
+from agentrl.gateway import agent_session
 
 CHAT = "/v1/chat/completions"
 
@@ -201,12 +202,34 @@ def test_what_has_no_effect_is_said(play: Play, caplog: pytest.LogCaptureFixture
         fields = {"temperature": 0.3, "top_p": 1, "tool_choice": "required", "seed": 7}
         for _ in range(2):
             response = await program.post(CHAT, {"messages": [user("a")], "tools": [ADD], **fields})
-            assert response.headers["x-agentrl-ignored"] == "temperature=0.3; seed=7; tool_choice=required"
+            assert response.headers["x-agentrl-ignored"] == (
+                "temperature=0.3 (the run's sampling parameters (sampler.*) hold); "
+                "seed=7 (the run's sampling parameters (sampler.*) hold); "
+                "tool_choice=required (the policy is not forced to call a tool)"
+            )
         assert (
             "x-agentrl-ignored" not in (await program.post(CHAT, {"messages": [user("b")], "temperature": 1})).headers
         )
 
     play(["one", "two", "three"], talk)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_tools_of_a_provider_are_left_out_for_a_reason_of_their_own(
+    play: Play, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "tools that a provider runs itself are not offered to the policy"
+    monkeypatch.setattr(agent_session, "_logged", set())
+
+    async def talk(program: Program) -> None:
+        body = {"input": "a"} if path == "/v1/responses" else {"messages": [user("a")], "max_tokens": 9}
+        response = await program.post(path, {**body, "tools": [{"type": "web_search", "name": "web_search"}]})
+        assert response.headers["x-agentrl-ignored"] == f"tools=web_search ({reason})"
+
+    play(["one"], talk)
+    (line,) = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    assert line.startswith(f"the agent sets tools=web_search, which has no effect: {reason}.")
+    assert "sampl" not in line
 
 
 def test_limits_are_answered_with_a_text_that_is_not_trained(play: Play) -> None:
