@@ -5,7 +5,7 @@
 #       train --env search_r1 sampler.sglang.python=/opt/sglang/bin/python
 #
 # This file has not been built by us: no machine that tests agentrl can pull the base image. Its steps are those of
-# docs/install.md, and the wheel of the files that .dockerignore lets through is checked.
+# docs/start/install.md, and the wheel of the files that .dockerignore lets through is checked.
 
 # CUDA 13 wants driver 580 or newer. The devel image has nvcc, with which SGLang's kernels are compiled when they are
 # first used.

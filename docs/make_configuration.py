@@ -1,10 +1,12 @@
-"""Writes docs/configuration.md: all configuration keys, from the schema and from the tables of algorithms.
+"""Writes docs/reference/configuration.md: all configuration keys, from the schema and from the tables of algorithms.
 
 ``python docs/make_configuration.py``.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.schema import Config
 from agentrl.config.validation import subsections
+
+DOCS = Path(__file__).parent
+PAGE = DOCS / "reference" / "configuration.md"
 
 
 def reference() -> str:
@@ -36,7 +41,7 @@ def reference() -> str:
                 "",
                 f"## `{title}`",
                 "",
-                (model.__doc__ or "").strip().split("\n")[0],
+                _with_links((model.__doc__ or "").strip().split("\n")[0]),
                 "",
                 "| key | type | default | |",
             ]
@@ -78,9 +83,20 @@ def _row(key: str, info: FieldInfo, variants: str = "") -> str:
     default = "required" if info.is_required() else info.get_default(call_default_factory=True)
     if isinstance(default, BaseModel):
         kind, default = "section", "that of the run"
-    text = variants + " ".join((info.description or "").split())
+    text = variants + _with_links(" ".join((info.description or "").split()))
     return f"| `{key}` | `{kind}` | `{default}` | {text} |".replace(" | None", " or None")
 
 
+def _with_links(text: str) -> str:
+    """Replace paths of pages, such as ``docs/agents.md``, by links with the page's title."""
+
+    def link(path: re.Match[str]) -> str:
+        page = DOCS / path[1]
+        title = page.read_text().partition("\n")[0].removeprefix("# ")
+        return f"[{title}]({os.path.relpath(page, PAGE.parent)})"
+
+    return re.sub(r"\bdocs/([\w/]+\.md)", link, text)
+
+
 if __name__ == "__main__":
-    (Path(__file__).parent / "configuration.md").write_text(reference())
+    PAGE.write_text(reference())

@@ -1,4 +1,4 @@
-"""Runs the example episode of docs/loss_masks.md and writes its rows into the page.
+"""Runs the example episode of docs/explanation/loss_masks.md and writes its rows into the page.
 
 ``python docs/make_loss_masks.py``, from the repository's root, with the test dependencies installed.
 """
@@ -25,7 +25,7 @@ from agentrl.render.registry import make_renderer  # noqa: E402
 from agentrl.testing import ScriptedSampler  # noqa: E402
 from tests.unit.render.tokenizers import qwen_tokenizer  # noqa: E402
 
-PAGE = Path(__file__).parent / "loss_masks.md"
+PAGE = Path(__file__).parent / "explanation" / "loss_masks.md"
 RESPONSES = (
     '<think>\nMultiply.\n</think>\n\n<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>',
     "It is 391.",

@@ -1,4 +1,4 @@
-"""docs/algorithms.md has every estimator, loss, option and recipe, and its settings are valid."""
+"""docs/reference/algorithms.md has every estimator, loss, option and recipe, and its settings are valid."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from agentrl.algo.base import Algorithm
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.load import load_config, shipped_folder
 
-PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "algorithms.md").read_text()
 
 
 def table(first: str) -> dict[str, str]:

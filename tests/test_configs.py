@@ -76,7 +76,7 @@ def test_recipe(path: Path, env: str) -> None:
 
 
 def test_the_page_lists_every_recipe() -> None:
-    page = (ROOT / "docs" / "presets.md").read_text()
+    page = (ROOT / "docs" / "reference" / "presets.md").read_text()
     rows = re.findall(r"^\| `algo/(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \| `(\w+)` \|$", page, re.MULTILINE)
     assert sorted(row[0] for row in rows) == [path.stem for path in RECIPES]
     for name, *cells in rows:
@@ -184,7 +184,7 @@ def test_missing_file_lists_what_is_shipped() -> None:
 
 
 def test_reference_is_current_and_documents_every_key() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert text == runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["reference"](), "run `make docs`"
     for line in text.splitlines():
         if line.startswith("| `"):

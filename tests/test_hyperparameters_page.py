@@ -1,4 +1,4 @@
-"""The table of docs/hyperparameters.md has the values of the presets, and its text the defaults."""
+"""The table of docs/reference/hyperparameters.md has the values of the presets, and its text the defaults."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from agentrl.config.load import find_config, load_config
 from agentrl.config.schema import Config
 from agentrl.models.learning_rates import usual_rates
 
-PAGE = (Path(__file__).parents[1] / "docs" / "hyperparameters.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "hyperparameters.md").read_text()
 
 
 def test_the_table_is_that_of_the_presets() -> None:

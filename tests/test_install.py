@@ -1,4 +1,4 @@
-"""What docs/install.md and the Dockerfile say is what the code has."""
+"""What docs/start/install.md and the Dockerfile say is what the code has."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "install.md").read_text()
+PAGE = (ROOT / "docs" / "start" / "install.md").read_text()
 
 
 @cache
@@ -26,7 +26,7 @@ def said() -> str:
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize(("page", "least"), [("install.md", 15), ("scale.md", 4)])
+@pytest.mark.parametrize(("page", "least"), [("start/install.md", 15), ("how_to/scale.md", 4)])
 def test_every_message_is_one_of_the_code(page: str, least: int) -> None:
     """Tables of messages have the header ``message | what to do``."""
     tables = (ROOT / "docs" / page).read_text().split("| message | what to do |")[1:]

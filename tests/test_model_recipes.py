@@ -15,7 +15,7 @@ from agentrl.models.shipped_architectures import shipped_architectures
 from agentrl.planner.engine import MACHINE, Gpus
 from agentrl.planner.plan import make_plan
 
-PAGE = (Path(__file__).parent.parent / "docs" / "presets.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "reference" / "presets.md").read_text()
 RECIPES = {path.stem: path for path in sorted((shipped_folder() / "models").glob("*.yaml"))}
 SAME = {"glm4.6": "glm4.5", "glm4.7": "glm4.5", "deepseek_v3.1": "deepseek_v3", "deepseek_r1": "deepseek_v3"}
 """Recipes of the same architecture, and so with the same layout."""

@@ -67,7 +67,7 @@ def test_the_distribution_has_one_name() -> None:
 
     assert SETUP_FILE["project"]["name"] == DISTRIBUTION == "agentrl-framework"
     assert SETUP_FILE["project"]["scripts"] == {"agentrl": "agentrl.cli.main:main"}
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/how_to/*.md")]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     for page in pages:
         assert not re.search(r"pip install [^`\n]*\bagentrl(?![-/.\w])", page.read_text()), page
 

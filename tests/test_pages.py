@@ -21,8 +21,13 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in {"runs", "template"} for part in path.relative_to(ROOT).parts)
 )
-TASKSETS = ROOT / "docs" / "tasksets.md"
-GUIDES = [*sorted((ROOT / "docs" / "how_to").glob("*.md")), TASKSETS, ROOT / "docs" / "evaluation.md"]
+HOW_TO = ROOT / "docs" / "how_to"
+TASKSETS = HOW_TO / "tasksets.md"
+EXTENSIONS = (
+    "algorithm", "chat_format", "environment", "evaluation", "learner", "mixed", "multi_agent", "reward", "sandbox_backend",
+    "tasksets", "tool", "weight_transport",
+)  # fmt: skip
+"""Guides to what users add; each shows a test of it."""
 TOP_FOLDERS = "agentrl|configs|docs|envs|examples|tasks|tests|tools"
 
 
@@ -100,11 +105,12 @@ def test_names_in_the_specification_exist() -> None:
 
 def test_examples_of_guides_run(tmp_path: Path) -> None:
     """The files of all pages are put into one folder, where one pytest runs their tests."""
-    examples = [(file, page) for page in GUIDES for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
+    guides = {HOW_TO / f"{extension}.md" for extension in EXTENSIONS}
+    examples = [(file, page) for page in guides for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
     for file, page in examples:
         assert not (tmp_path / file).exists(), f"{file} is on two pages"
         (tmp_path / file).write_text(example(file, page))
-    assert {page for file, page in examples if file.startswith("test_")} == {*GUIDES}, "each page shows a test"
+    assert {page for file, page in examples if file.startswith("test_")} == guides, "each page shows a test"
     words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
     done = preloaded.run("pytest:console_main", words, cwd=tmp_path, env=dict(os.environ), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,7 @@ check_tool(my_tools.weather, {"city": "Rome"})
 
 def test_tool_of_ten_lines_keeps_the_contract(tmp_path: Path) -> None:
     code = example("my_tools.py")
-    assert code == example("my_tools.py", README.parent / "docs" / "tools.md")
+    assert code == example("my_tools.py", README.parent / "docs" / "how_to" / "tools.md")
     assert len(code.splitlines()) <= 10
     (tmp_path / "my_tools.py").write_text(code)
     command = [sys.executable, "-c", CHECK]  # in a process of its own: what it registers stays there

@@ -24,7 +24,7 @@ class AdvantageConfig(Section):
     """The advantage estimator."""
 
     name: str = "grpo"
-    """A name of docs/algorithms.md, such as ``rloo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
+    """A name of docs/reference/algorithms.md, such as ``rloo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the estimator."""
 
@@ -33,7 +33,7 @@ class LossConfig(Section):
     """The policy loss of a token."""
 
     name: str = "ppo_clip"
-    """A name of docs/algorithms.md, such as ``gspo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
+    """A name of docs/reference/algorithms.md, such as ``gspo``; or a class as ``module:Class`` or ``FILE.py:Class``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the loss."""
 
@@ -122,7 +122,7 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation from teachers, on top of the rewards' advantages or in their place. docs/distillation.md."""
+    """On-policy distillation from teachers, on top of the rewards' advantages or in their place. docs/how_to/distillation.md."""
 
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
     """The teachers by name; none is no distillation."""
@@ -139,7 +139,7 @@ class DistillationConfig(Section):
 
 
 class AlgoConfig(Section):
-    """The objective. docs/algorithms.md has each algorithm with its formula."""
+    """The objective. docs/reference/algorithms.md has each algorithm with its formula."""
 
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     """The advantage estimator."""
@@ -171,7 +171,7 @@ class AlgoConfig(Section):
     rollouts without an advantage are trained on too."""
     routing_replay: bool = False
     """Have the learner's routers take the experts that the engine's chose for each token, with weights of the learner's
-    routers (R3, arXiv:2510.11370). For models with experts; docs/algorithms.md says which."""
+    routers (R3, arXiv:2510.11370). For models with experts; docs/reference/algorithms.md says which."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
     critic: CriticConfig = Field(default_factory=CriticConfig)

@@ -91,7 +91,7 @@ class SamplerConfig(Section):
     """Options of ``sglang.launch_server``, passed through: ``mem_fraction_static: 0.5`` becomes ``--mem-fraction-static 0.5``.
     Except ``python``: the Python interpreter that runs SGLang, if it is installed in a separate environment. ``dtype`` on GPUs
     is by default that of the model's ``config.json``; for a model in float32, such as a checkpoint, it is ``bfloat16``.
-    ``speculative_algorithm: NGRAM`` turns speculative decoding on. docs/tune.md."""
+    ``speculative_algorithm: NGRAM`` turns speculative decoding on. docs/how_to/tune.md."""
 
     @field_validator("temperature")
     @classmethod

@@ -80,7 +80,7 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Episodes and their failure policy."""
     self_play: SelfPlayConfig | None = None
-    """Opponents of the policy in environments of several agents; null: the policy plays all agents. docs/self_play.md."""
+    """Opponents of the policy in environments of several agents; null: the policy plays all agents. docs/how_to/self_play.md."""
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     """The algorithm."""
     batch: BatchConfig = Field(default_factory=BatchConfig)

@@ -84,7 +84,7 @@ def _check_name(opponent: str) -> None:
 
 
 class SelfPlayConfig(Section):
-    """Self-play in environments of several agents. docs/self_play.md."""
+    """Self-play in environments of several agents. docs/how_to/self_play.md."""
 
     mix: dict[str, float] = Field(default_factory=lambda: {MIRROR: 0.5, PAST: 0.5})
     """Share of the tasks by class of opponents: ``mirror`` (the policy), ``past`` (a snapshot), ``fixed:NAME`` (a scripted

@@ -39,7 +39,7 @@ class TrainConfig(Section):
     """Newest checkpoints to keep."""
     save_episodes_s: float | None = Field(default=30.0, ge=0, le=MAX_SECONDS)
     """Seconds after which an episode in progress is saved to the journal, and again, so that a killed run goes on with it; null
-    saves none. docs/checkpoints.md."""
+    saves none. docs/reference/checkpoints.md."""
     keep_best: str | None = None
     """An evaluation metric, such as ``exact_match``: the checkpoint where it is highest is kept too, and written even if
     ``save_every`` does not ask for it; null keeps the newest alone."""
@@ -56,13 +56,13 @@ class AsyncConfig(Section):
 
     max_staleness: int = Field(default=0, ge=0)
     """A trained token is at most so many policy versions older than the policy that it trains. 0 is the synchronous loop; 1
-    samples one step ahead; more let long episodes take several steps. docs/async.md."""
+    samples one step ahead; more let long episodes take several steps. docs/explanation/async.md."""
     mask_older_than: int | None = Field(default=None, ge=0)
     """Tokens that are older than this many versions are not trained (loss mask 0, reason ``STALE``), and do not count in the
     denominators of the loss. null trains all of them, with ``algo.correction``."""
     streaming: bool = False
     """Compute the gradient of groups as they finish, while the others of the step are sampled; the optimizer step follows the
-    last one. For estimators that compare the rollouts of a group alone. docs/async.md."""
+    last one. For estimators that compare the rollouts of a group alone. docs/explanation/async.md."""
 
 
 class BatchConfig(Section):

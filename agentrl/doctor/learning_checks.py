@@ -463,7 +463,7 @@ def _idle(run: RunRecord) -> Iterator[Finding]:
         most = max(causes, key=lambda key: causes[key])
         evidence = (f"engine_idle/total is {mean(total):.2f}; the most of it: {most} is {causes[most]:.2f}",)
         yield Finding(
-            "hint", "engines are idle most of the time", evidence, ("docs/diagnosis.md has what helps by cause",)
+            "hint", "engines are idle most of the time", evidence, ("docs/how_to/diagnosis.md has what helps by cause",)
         )
     tail = run.recent("slot_idle/long_tail", RECENT)
     if tail and mean(tail) > IDLE:

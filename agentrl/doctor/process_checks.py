@@ -217,7 +217,7 @@ def journal_findings(run: RunRecord) -> Iterator[Finding]:
     if faults := run.journal.faults():
         advice = (
             "the run's results are not those of its configuration: start it again",
-            "docs/checkpoints.md, Journal",
+            "docs/reference/checkpoints.md, Journal",
         )
         yield Finding("problem", "not every group was trained once", tuple(faults), advice)
     yield from _late(run)

@@ -95,7 +95,7 @@ def test_there_are_many_and_each_has_its_name() -> None:
 
 
 def test_the_page_has_every_attack() -> None:
-    page = (TESTS.parent / "docs" / "attacks.md").read_text()
+    page = (TESTS.parent / "docs" / "explanation" / "attacks.md").read_text()
     rows = [line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.count(" | ") == 4]
     assert {row for row in rows if not row.startswith("**")} == {"attack", *(attack.name for attack in ATTACKS)}
     assert f"runs {len(ATTACKS)} attacks on both backends" in page

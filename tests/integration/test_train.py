@@ -146,7 +146,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "K": ("1",),
         "KIND": ("learner", "engine", "tool_server", "ray", "other"),
     }
-    lines = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text().splitlines()
     described = [line.split("`")[1] for line in lines if line.startswith("| `")]
     assert len(described) == len(set(described)) > 50
     rows = [row for row in metrics(trained[0]) if not row.get("rollout/from_journal")]  # whether there is one varies

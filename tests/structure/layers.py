@@ -1,4 +1,4 @@
-"""The packages of agentrl from bottom to top, and their tree in ``docs/architecture.md`` (``make docs``)."""
+"""The packages of agentrl from bottom to top, and their tree in ``docs/explanation/architecture.md`` (``make docs``)."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "agentrl"
-PAGE = REPOSITORY / "docs" / "architecture.md"
+PAGE = REPOSITORY / "docs" / "explanation" / "architecture.md"
 BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages -->"
 
 BOTTOM_TO_TOP = """

@@ -1,4 +1,4 @@
-"""``docs/architecture.md`` is true to the code: its tree of packages, and every function in its walks."""
+"""``docs/explanation/architecture.md`` is true to the code: its tree of packages, and every function in its walks."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The walk of a sampled token, traced in a real run, is the one in ``docs/architecture.md``."""
+"""The walk of a sampled token, traced in a real run, is the one in ``docs/explanation/architecture.md``."""
 
 import os
 

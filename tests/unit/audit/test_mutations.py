@@ -168,7 +168,7 @@ def test_removed_added_and_moved_lines_are_caught_but_for_the_last(tmp_path: Pat
     assert caught(path, [saved[1], saved[0], *saved[2:]])
     assert caught(path, [*saved, saved[2]])
     assert caught(path, [*saved[:2], {**saved[0], "number": 2, "rollout_id": "1/0/9"}, *saved[2:]])
-    assert not caught(path, saved[:3]), "as a killed run leaves it; docs/viewer.md says so"
+    assert not caught(path, saved[:3]), "as a killed run leaves it; docs/how_to/viewer.md says so"
 
 
 @pytest.mark.parametrize("keep", ["all", "first"])

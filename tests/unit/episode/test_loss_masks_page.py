@@ -1,4 +1,4 @@
-"""The rows in docs/loss_masks.md are those of the example episode."""
+"""The rows in docs/explanation/loss_masks.md are those of the example episode."""
 
 import importlib.util
 from pathlib import Path
@@ -17,6 +17,8 @@ def load():
 
 def test_the_page_has_the_rows_of_the_episode():
     maker = load()
-    assert maker.page() == (DOCS / "loss_masks.md").read_text(encoding="utf-8"), "run python docs/make_loss_masks.py"
+    assert maker.page() == (DOCS / "explanation" / "loss_masks.md").read_text(encoding="utf-8"), (
+        "run python docs/make_loss_masks.py"
+    )
     first, second = maker.run_episode()
     assert (first.fork, second.fork) == (None, ForkReason.THINKING)

@@ -149,7 +149,7 @@ def test_later_system_messages_are_in_a_bridged_prompt(name: str, new: tuple[Mes
 
 def test_the_page_has_the_table() -> None:
     """`python -m tests.unit.render.test_every_template` prints it."""
-    page = Path(__file__).parents[3] / "docs" / "chat_templates.md"
+    page = Path(__file__).parents[3] / "docs" / "explanation" / "chat_templates.md"
     assert table() in page.read_text(encoding="utf-8")
 
 

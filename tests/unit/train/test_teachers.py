@@ -217,7 +217,7 @@ def test_only_the_prompt_changes_and_values_come_back_to_the_tokens_that_were_sa
 
 def test_the_page_has_a_function_that_gives_hints(tmp_path: Path) -> None:
     file = tmp_path / "hints.py"
-    file.write_text(example("hints.py", ROOT / "docs" / "distillation.md"))
+    file.write_text(example("hints.py", ROOT / "docs" / "how_to" / "distillation.md"))
     given = rollout(row(prompt_of("q"), [([70], True)]), messages=(Message("user", "q"),), label="x")
     [message] = load_context(f"{file}:told", "key")(Sample.from_rollout(given))
     assert message.content == "q\n\nThe answer is x. An attempt was wrong."
