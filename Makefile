@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents lint policies docs clean
+.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents lint policies docs site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -127,7 +127,12 @@ policies: install
 
 docs: install
 	$(BIN)/python docs/make_configuration.py
+	$(BIN)/python docs/make_command_line.py
 	$(BIN)/python -m tests.structure.layers
 
+# The pages as a site in site/. A link that leads nowhere ends it; `mkdocs serve` shows changes at once.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) build *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) build site *.egg-info

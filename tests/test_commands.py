@@ -11,6 +11,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +173,13 @@ def test_command(line: str, folder: Path) -> None:
             resolve_config(parsed)
         if words[:2] == ["tools", "serve"] and hasattr(parsed, "overrides"):
             make_tools(make_server_config(parsed.config, parsed.overrides, [parsed.tool] if parsed.tool else []))
+
+
+def test_the_page_of_the_command_line_is_current() -> None:
+    """In a process that no other test has registered names in."""
+    code = "import runpy; print(runpy.run_path('docs/make_command_line.py')['reference'](), end='')"
+    page = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert page == (ROOT / "docs" / "reference" / "command_line.md").read_text(), "run `make docs`"
 
 
 def test_named_targets_of_make_exist() -> None:

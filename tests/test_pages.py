@@ -3,11 +3,14 @@
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 
 import preloaded
 import pytest
 from pydantic import BaseModel
 
+import agentrl
+import agentrl.testing
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError
@@ -28,6 +31,7 @@ EXTENSIONS = (
     "tasksets", "tool", "weight_transport",
 )  # fmt: skip
 """Guides to what users add; each shows a test of it."""
+API = ROOT / "docs" / "reference" / "api.md"
 TOP_FOLDERS = "agentrl|configs|docs|envs|examples|tasks|tests|tools"
 
 
@@ -90,6 +94,20 @@ def is_key(names: list[str], section: object) -> bool:
         return True
     field = section.model_fields.get(names[0])
     return field is not None and is_key(names[1:], field.annotation)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """``make site`` checks more: MkDocs with strict validation."""
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"package_index.md"}
+    navigation = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2], re.MULTILINE)
+    assert pages == {*navigation} - {"CONTRIBUTING.md", "CHANGELOG.md"}
+    assert len(navigation) == len({*navigation})
+
+
+@pytest.mark.parametrize("module", [agentrl, agentrl.testing], ids=["agentrl", "testing"])
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    lists = re.findall(rf"^::: {module.__name__}\n(?: .*\n)*?      members: \[(.*)\]$", API.read_text(), re.MULTILINE)
+    assert sorted(name for names in lists for name in names.split(", ")) == sorted(module.__all__)
 
 
 def test_names_in_the_specification_exist() -> None:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-template", type=Path, metavar="FILE", help="a Jinja file to take for the tokenizer's own"
     )
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
-    check.add_argument("overrides", nargs="*", metavar="render.key=value", help="settings to check it under")
+    check.add_argument("overrides", nargs="*", metavar="render.KEY=value", help="settings to check it under")
 
 
 def run(arguments: argparse.Namespace) -> None:
