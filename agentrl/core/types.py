@@ -318,6 +318,17 @@ class Generation:
 
 
 @dataclass(slots=True)
+class ToolUse:
+    """Calls of one tool in an episode, such as ``ToolUse(calls=3, failed=1, seconds=0.8)``."""
+
+    calls: int = 0
+    failed: int = 0
+    """Calls that ended with another status than ``OK``."""
+    seconds: float = 0.0
+    """Sum of their wall times."""
+
+
+@dataclass(slots=True)
 class Turn:
     """One action of one agent with the observation that follows, as text for display."""
 
@@ -440,6 +451,8 @@ class Rollout:
     """Wall time of the episode."""
     tool_seconds: float = 0.0
     """Part of it that was spent in tool calls."""
+    tool_uses: dict[str, ToolUse] = field(default_factory=dict)
+    """Tool calls of the episode, by the tool's name; calls of unknown tools are left out."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled."""
     metadata: dict[str, Any] = field(default_factory=dict)

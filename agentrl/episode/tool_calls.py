@@ -19,7 +19,7 @@ from agentrl.core.tool import (
     unknown_tool_message,
     validate_call,
 )
-from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus
+from agentrl.core.types import CallStatus, ToolCall, ToolResult, ToolStatus, ToolUse
 from agentrl.episode.limits import EpisodeClock
 from agentrl.obs.waiting import TOOL, waiting
 
@@ -53,6 +53,8 @@ class ToolRunner:
         self._exits = AsyncExitStack()
         self.seconds = 0.0
         """Wall time spent in calls so far; concurrent calls of a turn count once."""
+        self.uses: dict[str, ToolUse] = {}
+        """Calls so far, by the tool's name."""
 
     @property
     def has_sessions(self) -> bool:
@@ -108,6 +110,20 @@ class ToolRunner:
         return result
 
     async def _run_one(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
+        """Run a call and count it."""
+        if call.name not in tools:
+            return await self._answer(call, tools)
+        use, started = self.uses.setdefault(call.name, ToolUse()), time.monotonic()
+        use.calls += 1
+        use.failed += 1
+        try:
+            result = await self._answer(call, tools)
+        finally:
+            use.seconds += time.monotonic() - started
+        use.failed -= result.status is ToolStatus.OK
+        return result
+
+    async def _answer(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:
         """Run a call. Only here are failures of the infrastructure separated from results of the call."""
         if call.status is not CallStatus.OK:
             return ToolResult(call.id, ToolStatus.INVALID, call.fault)

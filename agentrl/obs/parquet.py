@@ -18,7 +18,7 @@ from agentrl.core.reading import reading
 from agentrl.core.types import Rollout
 from agentrl.obs.rollout_format import ARRAYS, rollout_to_dict
 
-AS_JSON = ("label", "metadata")
+AS_JSON = ("label", "metadata", "tool_uses")
 """Columns of arbitrary structure, stored as JSON text."""
 SMALL = ("agent_id", "row", "request_ids", "turns", "fork", "temperature", "crc32")
 """Fields of a row besides its arrays."""
@@ -99,6 +99,7 @@ def _schema() -> Any:
             ("filtered", text),
             ("seconds", number),
             ("tool_seconds", number),
+            ("tool_uses", text),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
             ("player", player),

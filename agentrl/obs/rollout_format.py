@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from agentrl.core.types import (
     RowKey,
     SeatRecord,
     StopReason,
+    ToolUse,
     Turn,
     json_state,
 )
@@ -104,6 +106,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "dropped": rollout.dropped,
         "seconds": rollout.seconds,
         "tool_seconds": rollout.tool_seconds,
+        "tool_uses": {name: asdict(use) for name, use in rollout.tool_uses.items()},
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
         **({"filtered": rollout.filtered} if rollout.filtered else {}),
@@ -128,6 +131,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         filtered=data.get("filtered") or "",
         seconds=data["seconds"],
         tool_seconds=data.get("tool_seconds", 0.0),
+        tool_uses={name: ToolUse(**use) for name, use in data.get("tool_uses", {}).items()},
         sampled_tokens=data["sampled_tokens"],
         metadata=data["metadata"],
         label=data.get("label"),

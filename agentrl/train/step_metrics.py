@@ -137,12 +137,21 @@ def value_metrics(
 
 
 def _tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the seconds in tool calls, summed over concurrent episodes, and their share of the episodes' seconds."""
+    """Return the seconds in tool calls, summed over concurrent episodes, their share of the episodes' seconds, and the
+    calls of each tool.
+    """
     tools_s = sum(rollout.tool_seconds for rollout in rollouts)
-    return {
+    metrics = {
         "time/tools_s": tools_s,
         "time/tools_share": tools_s / max(sum(rollout.seconds for rollout in rollouts), 1e-6),
     }
+    for name in sorted({name for rollout in rollouts for name in rollout.tool_uses}):
+        uses = [rollout.tool_uses[name] for rollout in rollouts if name in rollout.tool_uses]
+        calls = sum(use.calls for use in uses)
+        metrics[f"tool/{name}/calls"] = float(calls)
+        metrics[f"tool/{name}/failed_share"] = sum(use.failed for use in uses) / calls
+        metrics[f"tool/{name}/seconds"] = sum(use.seconds for use in uses) / calls
+    return metrics
 
 
 def merge_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -174,7 +174,7 @@ def comparable(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         values = [getattr(row, field.name) for field in fields(row)]
         return [value.tolist() if isinstance(value, np.ndarray) else value for value in values]
 
-    left_out = ("rows", "seconds", "tool_seconds", "record")
+    left_out = ("rows", "seconds", "tool_seconds", "tool_uses", "record")
     return [
         {field.name: getattr(rollout, field.name) for field in fields(rollout) if field.name not in left_out}
         | {"rows": [of_row(row) for row in rollout.rows]}

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 REQUIRED_METRICS = ("train/loss", "train/grad_norm", "train/reward")
 """Every training step of both runs must have these."""
-TIMES = ("seconds", "tool_seconds", "checksum")
+TIMES = ("seconds", "tool_seconds", "tool_uses", "checksum")
 """Fields of a rollout that hold measured times, and its checksum, which counts them."""
 MEASURED = (
     "time/",

@@ -143,7 +143,9 @@ def plain(rollout):
         }
         for row in rollout.rows
     ]
-    return dataclasses.asdict(dataclasses.replace(rollout, rows=[], seconds=0.0, tool_seconds=0.0)) | {"rows": rows}
+    return dataclasses.asdict(dataclasses.replace(rollout, rows=[], seconds=0.0, tool_seconds=0.0, tool_uses={})) | {
+        "rows": rows
+    }
 
 
 SAID = st.sampled_from(

@@ -334,8 +334,12 @@ def test_calls_of_a_turn_take_their_time_once(renderer):
     taken = []
     rollout, _ = play(renderer, ["x!", "done!"], Searcher, clients={"search": Slow()})
     assert max(taken) <= rollout.tool_seconds <= rollout.seconds
+    (use,) = rollout.tool_uses.values()
+    assert (use.calls, use.failed) == (len(taken), 0)
+    assert sum(taken) <= use.seconds
     rollout, _ = play(renderer, ["done!"], Searcher, clients={"search": Slow()})
     assert rollout.tool_seconds == 0 < rollout.seconds
+    assert rollout.tool_uses == {}
 
 
 def test_an_unknown_tool_is_answered(renderer):

@@ -204,7 +204,9 @@ def plain(rollout: Rollout) -> dict[str, Any]:
         }
         for row in rollout.rows
     ]
-    return dataclasses.asdict(dataclasses.replace(rollout, rows=[], seconds=0.0, tool_seconds=0.0)) | {"rows": rows}
+    return dataclasses.asdict(dataclasses.replace(rollout, rows=[], seconds=0.0, tool_seconds=0.0, tool_uses={})) | {
+        "rows": rows
+    }
 
 
 def as_loop(steps: list[Step]) -> Any:

@@ -16,7 +16,7 @@ from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks, TaskSet
-from agentrl.core.types import Rollout, StopReason
+from agentrl.core.types import Rollout, StopReason, ToolUse
 from agentrl.data.jobs import TaskJobs, episode_seed
 from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import EnvTasks, read_split
@@ -201,9 +201,19 @@ def test_seconds_in_tools_are_added_up_and_shared() -> None:
     rollouts = [rollout("a", sample, float(sample)) for sample in range(2)]
     rollouts[0].seconds, rollouts[0].tool_seconds = 3.0, 2.0
     rollouts[1].seconds, rollouts[1].tool_seconds = 5.0, 0.0
+    rollouts[0].tool_uses = {"search": ToolUse(3, 1, 1.5)}
+    rollouts[1].tool_uses = {"search": ToolUse(1, 0, 0.5), "run": ToolUse(1, 1, 4.0)}
     metrics = rollout_metrics(rollouts, group_rollouts(rollouts), 5.0)
     assert metrics["time/tools_s"] == 2.0
     assert metrics["time/tools_share"] == 0.25
+    assert {key: value for key, value in metrics.items() if key.startswith("tool/")} == {
+        "tool/run/calls": 1.0,
+        "tool/run/failed_share": 1.0,
+        "tool/run/seconds": 4.0,
+        "tool/search/calls": 4.0,
+        "tool/search/failed_share": 0.25,
+        "tool/search/seconds": 0.5,
+    }
     assert not any(key.startswith("time/") for key in rollout_metrics(rollouts, group_rollouts(rollouts), None))
 
 

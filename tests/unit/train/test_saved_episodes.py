@@ -113,7 +113,7 @@ def compared(rollout: Rollout) -> dict[str, Any]:
     rows = [dataclasses.astuple(row) for row in rollout.rows]
     plain = [[value.tolist() if isinstance(value, np.ndarray) else value for value in row] for row in rows]
     actual = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
-    return actual | {"rows": plain, "seconds": 0, "tool_seconds": 0, "record": b""}
+    return actual | {"rows": plain, "seconds": 0, "tool_seconds": 0, "tool_uses": {}, "record": b""}
 
 
 def test_a_killed_group_goes_on_where_it_was(tmp_path: Path) -> None:
