@@ -11,8 +11,10 @@ from byte_renderer import byte_renderer
 from agentrl import Agent, Message, Rollout, Task
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
+from agentrl.config.agent import AgentConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
+from agentrl.core.lineup import Lineup
 from agentrl.core.types import SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
@@ -20,6 +22,7 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.agent_session import Session
+from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.server import Gateway
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
@@ -53,9 +56,14 @@ class Program:
 
     gateway: Gateway
     key: str
-    session: Session
+    sessions: AgentSessions
     client: httpx.AsyncClient
     replies: list[httpx.Response] = field(default_factory=list)
+
+    @property
+    def session(self) -> Session:
+        """Of the only agent, or of the first."""
+        return next(iter(self.sessions.by_agent.values()))
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         response = await self.client.post(path, json=body, headers=headers)
@@ -86,10 +94,16 @@ def answer(call: dict[str, Any], text: str) -> dict[str, Any]:
 class Played:
     """An episode that has ended."""
 
-    rollout: Rollout
+    rollouts: list[Rollout]
     sampler: ScriptedSampler
     replies: list[httpx.Response]
     renderer: ChatRenderer
+
+    @property
+    def rollout(self) -> Rollout:
+        """The only one."""
+        (rollout,) = self.rollouts
+        return rollout
 
     def trained(self) -> list[str]:
         """Return the trained text of each row."""
@@ -111,22 +125,26 @@ def play_with(
     *,
     gate: asyncio.Event | None = None,
     is_loop: bool = False,
+    config: AgentConfig | None = None,
+    lineup: Lineup | None = None,
     **limits: Any,
 ) -> Played:
     """Play an episode with a coroutine in place of an agent program; a loop is a function for ``rollout.generate``."""
     sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
     replies: list[httpx.Response] = []
+    config = config or AgentConfig()
 
-    async def generate(task: Task, agent: Agent) -> Rollout:
+    async def generate(task: Task, agent: Agent) -> list[Rollout]:
         gateway = Gateway(keep_alive_s=0.01)
         transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=True)
-        async with gateway.session(agent, "policy") as (key, session):
+        sessions = AgentSessions.open(agent, config)
+        async with gateway.open(sessions) as key:
             headers = {"authorization": f"Bearer {key}"}
             async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
-                await talk(Program(gateway, key, session, client, replies))
-        if session.failure.done():
-            raise session.failure.result()
-        return session.rollout()
+                await talk(Program(gateway, key, sessions, client, replies))
+        if sessions.failure.done():
+            raise sessions.failure.result()
+        return sessions.rollouts(agent)
 
     bounds = {"max_turns": 20, "max_tokens": 8192, "max_seconds": 30.0, "max_new_tokens": 256} | limits
     context = EpisodeContext(
@@ -138,20 +156,19 @@ def play_with(
         sampling=SamplingParams(max_new_tokens=bounds["max_new_tokens"], seed=5),
     )
     policy = FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1))
-    runner = EpisodeRunner(
-        {"": EpisodeSettings(context, generate=talk if is_loop else generate)}, policy, EpisodeSlots(4)
-    )
+    settings = EpisodeSettings(context, generate=talk if is_loop else generate, lineup=lineup)
+    runner = EpisodeRunner({"": settings}, policy, EpisodeSlots(4))
     rollouts: list[Rollout] = []
 
     async def run() -> None:
         rollouts.extend(await runner.run_many([Job(TASK, 1, "e")]))
 
     asyncio.run(run())  # it would print what the coroutine returns, with all arrays, to look for a signal of that name
-    (rollout,) = rollouts
-    if rollout.failure is None:
-        check_rows(rollout.rows)
-        assert rollout_faults(rollout) == []
-    return Played(rollout, sampler, replies, renderer)
+    for rollout in rollouts:
+        if rollout.failure is None:
+            check_rows(rollout.rows)
+            assert rollout_faults(rollout) == []
+    return Played(rollouts, sampler, replies, renderer)
 
 
 def sampled(texts: Sequence[str]) -> str:

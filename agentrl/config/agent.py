@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError
 
 HarnessName = Literal["mini_swe_agent", "claude_code", "codex", "opencode", "openai_agents", "smolagents"]
+
+
+_AGENT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+class ProgramAgentConfig(Section):
+    """One of several agents of a program."""
+
+    role: str | None = None
+    """Its role; agents with one role are alike: baselines and metrics are by role. null: its name."""
+    model: str | None = None
+    """The model name by which a request chooses it; null: its name."""
 
 
 class AgentConfig(Section):
@@ -37,10 +50,39 @@ class AgentConfig(Section):
     prompt: str = "{prompt}"
     """The text in ``AGENTRL_PROMPT`` and at the standard input; ``{prompt}`` is the text of the task's last message."""
     model: str = "policy"
-    """The name of the policy for the program."""
+    """The name of the policy for the program; with ``agents`` theirs count."""
+    agents: dict[str, ProgramAgentConfig] = Field(default_factory=dict)
+    """The agents of an episode by name, if there are several: each is a participant with a rollout of its own. A request chooses
+    its agent by the address ``/s/KEY/agents/NAME``, the header ``x-agentrl-agent``, or its ``model``. ``env.roles`` and
+    ``self_play`` say who plays them; the policy plays all others."""
     reward: Literal["function", "session"] = "function"
     """``function``: `reward.function`. ``session``: what the program posts to ``/v1/session/reward``; code that the policy
     runs could post it too."""
+
+    @field_validator("agents")
+    @classmethod
+    def _check_agents(cls, agents: dict[str, ProgramAgentConfig]) -> dict[str, ProgramAgentConfig]:
+        if len(agents) == 1:
+            raise ValueError(f"{', '.join(agents)} is the only agent; name two or more, or none")
+        for name in agents:
+            if _AGENT_NAME.fullmatch(name) is None:
+                raise ValueError(f"{name!r} is no name of an agent: a letter, and up to 63 letters, digits, _ or -")
+        models = [agent.model or name for name, agent in agents.items()]
+        if len(set(models)) < len(models):
+            raise ValueError(
+                f"several agents have the model {max(models, key=models.count)!r}; a request could not choose"
+            )
+        return agents
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The role of each agent, in the order of seats; empty if there is one agent."""
+        return {name: agent.role or name for name, agent in self.agents.items()}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The agent that each model name chooses, in the order of seats."""
+        return {agent.model or name: name for name, agent in self.agents.items()}
 
     @property
     def setting(self) -> str | None:

@@ -268,8 +268,14 @@ def _self_play(config: Config) -> Iterator[str]:
         )
     if config.sources:
         yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
-    if config.rollout.loop is not None:
-        yield f"self_play with {config.rollout.loop}, which runs the episodes itself; leave out one"
+    agent = config.rollout.agent
+    if config.rollout.loop is not None and not agent.agents:
+        yield f"self_play with {config.rollout.loop}, whose episodes have one agent; leave out one"
+    elif agent.setting is not None and agent.reward != "session":
+        yield (
+            f"self_play with {agent.setting} and rollout.agent.reward={agent.reward}: games are rated by the rewards of all "
+            "agents, opponents included; set rollout.agent.reward=session"
+        )
 
 
 def _frozen_roles(config: Config) -> Iterator[str]:
@@ -302,7 +308,7 @@ def _adapter_policies(config: Config) -> Iterator[str]:
         yield f"{key}, which are adapters over one base model: set learner.lora={{}}"
     elif config.weights.adapters != "only":
         yield f"{key}, and weights.adapters={config.weights.adapters}: merged weights are one policy; set weights.adapters=only"
-    if config.rollout.loop is not None:
+    if config.rollout.loop is not None and not config.rollout.agent.agents:
         yield f"{key} with {config.rollout.loop}, which samples one policy; leave out one"
     if config.algo.distillation.teachers:
         yield f"{key} with algo.distillation.teachers: teachers are of one policy; leave out one"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from gymnasium.utils import seeding
 
+from agentrl.core.lineup import MAIN, Lineup, PolicySeat
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import (
@@ -50,8 +52,10 @@ class Agent:
             return chat.rollout(reward=float(task.answer in reply.content if reply else False))
     """
 
-    def __init__(self, context: EpisodeContext, task: Task, state: EpisodeState) -> None:
-        """Begin an attempt at an episode; called by the runner."""
+    def __init__(
+        self, context: EpisodeContext, task: Task, state: EpisodeState, lineup: Lineup | None = None, name: str = MAIN
+    ) -> None:
+        """Begin an attempt at an episode; called by the runner, and by `join`."""
         self.task = task
         """The problem."""
         self.seed = state.env_seed
@@ -60,9 +64,17 @@ class Agent:
         """Generator with this seed, like ``Env.np_random``: all randomness of an episode should come from here."""
         self.chats: list[Chat] = []
         """All chats of the episode, in the order in which they were begun."""
-        self._context = context
-        self._state = state
-        self.tools = ToolRunner(context.tool_clients, task, self._state.episode_id, context.served)
+        self.lineup = lineup
+        """Who plays, in an episode of several agents."""
+        self.several_rollouts: Callable[[Failure | None], list[Rollout]] | None = None
+        """In an episode of several agents, returns their rollouts; the argument is what ended the episode."""
+        self.context = context
+        """Sampler, renderer and limits of this agent."""
+        self.state = state
+        """Record of the first chat; it has the id and seeds of the rollout before there is a chat, too."""
+        self._name = name
+        self._members: list[Agent] = []
+        self.tools = ToolRunner(context.tool_clients, task, self.state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after the attempt, for grading."""
         self._calls: Counter[str] = Counter()
         self._began = time.monotonic()
@@ -78,12 +90,32 @@ class Agent:
             tools: ``@tool`` coroutines that are listed in the prompt; calls to them are in the message that `Chat.sample`
                 returns.
         """
-        first, number = self._state, len(self.chats)
+        first, number = self.state, len(self.chats)
         name = f"{first.rollout_id}.{number}"
         state = EpisodeState(name, first.seed, first.attempt, first.reset_seed) if number else first
-        chat = Chat(self, Conversation(self._context, state, self._context.resolve_tools(tools)), messages)
+        chat = Chat(self, Conversation(self.context, state, self.context.resolve_tools(tools)), messages)
         self.chats.append(chat)
         return chat
+
+    def join(self, name: str, seat: PolicySeat) -> Agent:
+        """Return the policy as one of several agents of this episode; its first chat is the agent's rollout.
+
+        It has its own conversation, tokens and limits of turns; task, tools and clock are the episode's.
+
+        Args:
+            name: of the agent.
+            seat: the policy that plays it.
+        """
+        context = replace(self.context, policy=seat.policy)
+        if seat.sampler is not None:  # whose tokens are not trained
+            sampling = replace(context.sampling, experts_from=None)
+            context = replace(context, sampler=seat.sampler, sampling=sampling)
+        first = self.state
+        state = EpisodeState(f"{first.rollout_id}.{name}", first.seed, first.attempt, first.reset_seed)
+        member = Agent(context, self.task, state, self.lineup, name)
+        member.tools, member.clock, member._began = self.tools, self.clock, self._began
+        self._members.append(member)
+        return member
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
         """Run a tool of one of the chats, or a registered one. A failure of the tool itself is a result with a status.
@@ -103,30 +135,36 @@ class Agent:
         Raises:
             ConversationError: the chat format refuses the messages.
         """
-        return len(self._context.renderer.render(messages, tools).token_ids)
+        return len(self.context.renderer.render(messages, tools).token_ids)
 
     def split_turn(self, end: TurnEnd) -> tuple[str, str]:
         """Return reasoning and text of a sampled turn, without its tool calls; see `Renderer.split_turn`."""
-        return self._context.renderer.split_turn(end.message, prompt_ids=end.prompt_end)
+        return self.context.renderer.split_turn(end.message, prompt_ids=end.prompt_end)
 
     @property
     def sampling(self) -> SamplingParams:
         """Sampling parameters of every turn."""
-        return self._context.sampling
+        return self.context.sampling
 
     def resolve_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
         """Return ``tools`` as this run offers them to the policy; see `EpisodeContext.resolve_tools`."""
-        return self._context.resolve_tools(tools)
+        return self.context.resolve_tools(tools)
+
+    @property
+    def rollout_ids(self) -> set[str]:
+        """Ids of the rollouts that the attempt can have."""
+        members = {member.state.rollout_id for member in self._members}
+        return members | {chat.rollout_id for chat in self.chats}
 
     @property
     def episode_id(self) -> str:
         """Id of this attempt at engines and tool servers."""
-        return self._state.episode_id
+        return self.state.episode_id
 
     @property
     def turns(self) -> int:
         """Turns of the policy in all chats, those in progress included."""
-        return sum(chat.turns for chat in self.chats)
+        return sum(chat.turns for chat in self.chats) + sum(member.turns for member in self._members)
 
     @property
     def seconds(self) -> float:
@@ -135,21 +173,29 @@ class Agent:
 
     def unfinished_rollouts(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
         """Return the rollouts of an attempt that did not finish: one for each chat, or a single empty one."""
+        if self.several_rollouts is not None:
+            return self.several_rollouts(failure)
         if not self.chats:
-            empty = Conversation(self._context, self._state)
+            empty = Conversation(self.context, self.state)
             return [self._as_rollout(empty, reason, failure)]
         return [chat.unfinished_rollout(reason, failure) for chat in self.chats]
 
     def _as_rollout(self, conversation: Conversation, reason: StopReason, failure: Failure | None = None) -> Rollout:
         """Return one of the conversations as a rollout, with the times of the whole attempt."""
         return conversation.rollout(
-            self.task, reason, seconds=self.seconds, tool_seconds=self.tools.seconds, failure=failure
+            self.task,
+            reason,
+            seconds=self.seconds,
+            tool_seconds=self.tools.seconds,
+            failure=failure,
+            agent=self._name,
         )
 
     async def close(self) -> None:
-        """End the sampler's session."""
-        for chat in self.chats:
-            await chat.close()
+        """End the sampler's sessions."""
+        for member in (self, *self._members):
+            for chat in member.chats:
+                await chat.close()
 
 
 class Chat:

@@ -108,7 +108,7 @@ def _check_rollouts(returned: object, agent: Agent) -> list[Rollout]:
             "list of several chats' rollouts"
         )
     ids = [rollout.rollout_id for rollout in rollouts]
-    if len(set(ids)) < len(ids) or not set(ids) <= {chat.rollout_id for chat in agent.chats}:
+    if len(set(ids)) < len(ids) or not set(ids) <= agent.rollout_ids:
         raise ConfigError(
             f"{KEY}: the function returned for task {agent.task.id!r} the rollouts {', '.join(ids)}; each must come from a chat "
             "of this agent, one from each"

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 from agentrl.core.errors import AgentrlError, ConfigError, unknown_name
 from agentrl.core.imports import is_reference, load_object
-from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat
 from agentrl.core.multi_agent_env import MultiAgentEnv, PlayerFactory
 from agentrl.core.task import Task
-from agentrl.core.types import Failure, Info, Message, Rollout, SeatRecord, StopReason
+from agentrl.core.types import Failure, Info, Message, Rollout, StopReason
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.env_threads import ThreadedMultiAgentEnv
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.participants import EndpointParticipant, Participant, PolicyParticipant, ScriptedParticipant
+from agentrl.episode.seats import SeatTable
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import ROLLOUT, TURN, waiting
@@ -34,6 +35,19 @@ def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
         return env.players[name]
     if not is_reference(name):
         raise unknown_name(f"player of {type(env).__name__}", name, sorted(env.players), "env.roles")
+    return load_player(name)
+
+
+def load_player(name: str) -> PlayerFactory:
+    """Return the scripted player ``path/to/file.py:Class``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not is_reference(name):
+        raise ConfigError(
+            f"env.roles: {name} is no player of an agent program, which has none with names; write path/to/file.py:Class"
+        )
     factory = load_object(name, "env.roles")
     if not callable(factory):
         raise ConfigError(f"env.roles: the player {name} is {factory!r:.100}, and makes no player")
@@ -96,35 +110,20 @@ class MultiAgentEpisode:
         """
         if failure is not None:
             self._end(StopReason.FAILED)
-        players = list(self._participants.values())
-        if not players:  # the environment was never built
+        if not self._participants:  # the environment was never built
             reason = StopReason.FAILED if failure is not None else StopReason.MAX_TIME
             return [Rollout(self._task.id, self._state.rollout_id, [], 0.0, reason, failure=failure)]
-        trained = [player for player in players if self._is_trained(player.agent)]
-        return [self._rollout(player, failure) for player in trained or players]
-
-    def _rollout(self, player: Participant, failure: Failure | None) -> Rollout:
-        env, agent = self._env.env, player.agent
-        seconds = time.monotonic() - self._began
-        rollout = player.rollout(self._task, seconds=seconds, tool_seconds=self.tools.seconds, failure=failure)
-        rollout.role, rollout.seat = env.role_of(agent), env.possible_agents.index(agent)
-        seat = self._lineup.seat(agent, rollout.role)
-        if isinstance(seat, PolicySeat):
-            rollout.policy = seat.policy
-        rollout.opponent, rollout.episode = self._lineup.opponent, self._state.rollout_id
-        rollout.seat_rewards = tuple(participant.state.reward for participant in self._participants.values())
-        rollout.seats = tuple(self._seat_record(participant) for participant in self._participants.values())
-        return rollout
-
-    def _seat_record(self, player: Participant) -> SeatRecord:
-        role = self._env.env.role_of(player.agent)
-        name, trained = self._lineup.seat(player.agent, role).name, self._is_trained(player.agent)
-        moves = () if trained else tuple(turn.action for turn in player.state.turns)
-        return SeatRecord(player.agent, role, name, trained, tuple(player.turn_steps), moves)
-
-    def _is_trained(self, agent: str) -> bool:
-        seat = self._lineup.seat(agent, self._env.env.role_of(agent))
-        return isinstance(seat, PolicySeat) and seat.trained
+        env, seconds = self._env.env, time.monotonic() - self._began
+        roles = {agent: env.role_of(agent) for agent in env.possible_agents}
+        table = SeatTable(self._lineup, roles, self._state.rollout_id)
+        rollouts = {
+            agent: self._participants[agent].rollout(
+                self._task, seconds=seconds, tool_seconds=self.tools.seconds, failure=failure
+            )
+            for agent in table.returned_agents
+            if agent in self._participants
+        }
+        return table.assign_seats(rollouts, self._participants)
 
     @property
     def _turns(self) -> str:

@@ -79,6 +79,16 @@ class Participant(ABC):
             turns[-1].reward += self._reward
         self._reward = 0.0
 
+    @property
+    def reward(self) -> float:
+        """Of the episode so far."""
+        return self.state.reward
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """Its turns as text."""
+        return tuple(turn.action for turn in self.state.turns)
+
     def _record_last(self) -> None:
         """Record the last turn, if it was not."""
         if self._reply is not None:

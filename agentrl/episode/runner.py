@@ -224,7 +224,7 @@ class EpisodeRunner:
             for attempt in itertools.count(0 if saved_state is None else saved_state.attempt):
                 state = saved_state or EpisodeState(job.rollout_id, job.seed, attempt, job.reset_seed)
                 if settings.generate is not None:
-                    agent = Agent(context, job.task, state)
+                    agent = Agent(context, job.task, state, lineup)
                     tools, raised = agent.tools, None
                     async with _close_on_error(tools):
                         rollouts = await run_custom_loop(settings.generate, context, agent)

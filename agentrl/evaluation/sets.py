@@ -93,7 +93,7 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
             source_config, source_tasks = sources[source], tasks[source]
             if name in named_by_user or can_evaluate(source_config.eval, source_config.tasks, source_tasks):
                 eval_sets.append(_load(source_config, source_tasks, name, plan))
-    if by_opponent := eval_lineups(config.self_play, config.env):
+    if by_opponent := eval_lineups(config):
         return [
             replace(eval_set, opponent=opponent, lineups=lineups)
             for eval_set in eval_sets

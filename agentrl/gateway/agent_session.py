@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from typing_extensions import override
+
 from agentrl.core.errors import ConversationError, EpisodeError
-from agentrl.core.types import FinishReason, MaskReason, Message, Rollout, StopReason
+from agentrl.core.types import Failure, FinishReason, MaskReason, Message, Rollout, StopReason
 from agentrl.episode.chat import Agent, Chat
 from agentrl.gateway.answers import Answers
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Finish, Ignored, Reply, assistant_message
@@ -21,7 +25,7 @@ _logged = set[tuple[str, str]]()
 """Fields without effect that were logged, with the reason."""
 _SAMPLING = "the run's sampling parameters (sampler.*) hold"
 
-_LIMITS = {
+LIMITS = {
     StopReason.MAX_TURNS: "The limit of turns of this episode (rollout.max_turns) is reached.",
     StopReason.MAX_TOKENS: "The limit of tokens of this conversation (rollout.max_tokens) is reached.",
     StopReason.MAX_TIME: "The time limit of this episode (rollout.max_seconds) is reached.",
@@ -34,23 +38,38 @@ class SessionOverError(Exception):
     """A request to a session whose episode has ended or failed; the message is for the agent program."""
 
 
-class Session:
-    """One episode of an agent program.
+class EpisodeProgress:
+    """What the sessions of one episode share."""
 
-    Args:
-        agent: samples, and records what is sampled.
-        model: the name of the policy for programs.
-    """
-
-    def __init__(self, agent: Agent, model: str) -> None:
-        self.agent = agent
-        self.model = model
+    def __init__(self) -> None:
         self.failure: asyncio.Future[EpisodeError] = asyncio.get_running_loop().create_future()
         """What the infrastructure failed with; it ends the episode."""
-        self.refused = ""
-        """The last request that was refused, in words."""
-        self.may_reward = False
-        """Whether the program may set `reward`."""
+        self._steps = itertools.count()
+
+    def next_step(self) -> int:
+        """Return the number of the turn that is requested now, of all agents, from 0."""
+        return next(self._steps)
+
+    def fail(self, error: EpisodeError) -> None:
+        """Set what the infrastructure failed with, if it is the first failure."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+
+
+class Session(ABC):
+    """The requests of one agent in one episode.
+
+    Args:
+        agent: of the episode, or the one that joined it.
+        model: the agent's name for programs.
+        progress: of the episode; its own if the agent is the only one.
+    """
+
+    def __init__(self, agent: Agent, model: str, progress: EpisodeProgress | None = None) -> None:
+        self.agent = agent
+        self.model = model
+        self.progress = progress or EpisodeProgress()
+        """What the sessions of the episode share."""
         self.reward = 0.0
         """Of the rollout."""
         self.metrics: dict[str, float] = {}
@@ -60,19 +79,33 @@ class Session:
         self.stop_reason: StopReason | None = None
         """The limit that the last answer was about."""
         self._id = re.sub(r"[^\w-]", "-", agent.episode_id)
-        self._tree = ConversationTree()
         self._turns = 0
         self._turn_tasks = set[asyncio.Task[Reply]]()
 
     @property
+    def failure(self) -> asyncio.Future[EpisodeError]:
+        """What the infrastructure failed with; it ends the episode, for all its agents."""
+        return self.progress.failure
+
+    @property
     def turns(self) -> int:
-        """Turns of the policy so far, those in progress included."""
+        """Turns so far, those in progress included."""
         return self._turns
 
     @property
+    @abstractmethod
     def has_turns(self) -> bool:
-        """Whether the policy has finished a turn, or a limit was answered."""
-        return self.stop_reason is not None or self._tree.has_turns
+        """Whether a turn is finished, or a limit was answered."""
+
+    @property
+    @abstractmethod
+    def turn_steps(self) -> Sequence[int]:
+        """For each turn the step of the episode; see `agentrl.episode.seats.SeatPlayer`."""
+
+    @property
+    @abstractmethod
+    def moves(self) -> Sequence[str]:
+        """The turns as text, in the same order, which is that of `Rollout.turns`."""
 
     @property
     def is_sampling(self) -> bool:
@@ -123,14 +156,58 @@ class Session:
         task.add_done_callback(self._turn_tasks.discard)
         return task
 
+    @abstractmethod
     async def _answer(self, request: ChatRequest) -> Reply:
+        """Answer a request."""
+
+    def _check_open(self) -> None:
+        """Check that the episode goes on.
+
+        Raises:
+            SessionOverError: it has failed.
+        """
         if self.failure.done():
             raise SessionOverError(f"this episode has failed: {self.failure.result()}")
+
+    def _new_reply(self, request: ChatRequest) -> Reply:
+        """Return the empty reply of a turn that begins now."""
+        reply = Reply(self._turns, self._id, int(time.time()), request.model or self.model)
+        self._turns += 1
+        return reply
+
+    def _fail(self, error: EpisodeError) -> SessionOverError:
+        """Record a failure of the infrastructure; return what the agent program gets."""
+        self.progress.fail(error)
+        return SessionOverError(f"this episode has failed: {error}")
+
+    async def close(self) -> None:
+        """Abort the turns in progress."""
+        tasks = list(self._turn_tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class PolicySession(Session):
+    """An agent that the policy plays: its turns are recorded as one rollout."""
+
+    def __init__(self, agent: Agent, model: str, progress: EpisodeProgress | None = None) -> None:
+        super().__init__(agent, model, progress)
+        self._tree = ConversationTree()
+        self._steps: dict[Chat, list[tuple[int, str]]] = {}
+
+    @property
+    @override
+    def has_turns(self) -> bool:
+        return self.stop_reason is not None or self._tree.has_turns
+
+    @override
+    async def _answer(self, request: ChatRequest) -> Reply:
+        self._check_open()
         history = History(request.messages, request.tools)
         point = self._tree.join(history, request.max_tokens)
         root, chat = self._open_chat(point, request)
-        reply = Reply(self._turns, self._id, int(time.time()), request.model or self.model)
-        self._turns += 1
+        reply, step = self._new_reply(request), self.progress.next_step()
         try:
             message = await chat.sample(stop=request.stop, max_new_tokens=request.max_tokens)
         except ConversationError as error:
@@ -139,13 +216,12 @@ class Session:
                 self._tree.roots.remove(root)
             raise BadRequestError(str(error)) from None
         except EpisodeError as error:
-            if not self.failure.done():
-                self.failure.set_result(error)
-            raise SessionOverError(f"this episode has failed: {error}") from error
+            raise self._fail(error) from error
         self.stop_reason = chat.stop_reason
         if message is None:
             assert chat.stop_reason is not None, "sample sets it when it returns None"
-            return replace(reply, text=_LIMITS[chat.stop_reason])
+            return replace(reply, text=LIMITS[chat.stop_reason])
+        self._steps.setdefault(chat, []).append((step, message.content))
         reply = self._show(chat, message, reply, request)
         self._tree.add(point, root, chat, assistant_message(reply.text, reply.reasoning, reply.calls))
         return reply
@@ -193,15 +269,31 @@ class Session:
             cached_tokens=end.generation.cached_tokens,
         )
 
-    def rollout(self) -> Rollout:
-        """Return the episode as a rollout, once the program has ended."""
-        self._tree.mask_auxiliary()
-        reason = self.stop_reason or StopReason.TERMINATED
-        return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=reason)
+    def rollout(self, failure: Failure | None = None) -> Rollout:
+        """Return the agent's turns as a rollout, once the program has ended; an empty one if it has none.
 
-    async def close(self) -> None:
-        """Abort the turns in progress."""
-        tasks = list(self._turn_tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        Args:
+            failure: what ended the episode.
+        """
+        self._tree.mask_auxiliary()
+        if failure is None and self.agent.chats:
+            reason = self.stop_reason or StopReason.TERMINATED
+            return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=reason)
+        (rollout,) = self.agent.unfinished_rollouts(StopReason.FAILED if failure else StopReason.TERMINATED, failure)
+        rollout.reward, rollout.metrics = self.reward, self.metrics
+        return rollout
+
+    @property
+    @override
+    def turn_steps(self) -> list[int]:
+        return [step for step, _ in self._ordered_turns()]
+
+    @property
+    @override
+    def moves(self) -> list[str]:
+        return [text for _, text in self._ordered_turns()]
+
+    def _ordered_turns(self) -> Iterator[tuple[int, str]]:
+        for first in self.agent.chats:
+            for chat in first.all_chats():
+                yield from self._steps.get(chat, ())

@@ -14,7 +14,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import Rollout
 from agentrl.episode.chat import Agent
 from agentrl.episode.limits import EpisodeClock
-from agentrl.gateway.agent_session import Session
+from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program_process import ProgramProcess, RunningProgram
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes
@@ -66,51 +66,52 @@ class AgentProgram:
             self._sandboxes = EpisodeSandboxes(config, sandbox.model_copy(update={"backend": config.sandbox}))
         self._gateway = Gateway(LOOPBACK if self._sandboxes is None else GATEWAY_HOST)
 
-    async def __call__(self, task: Task, agent: Agent) -> Rollout:
-        """Run the program and return the rollout of what it sampled.
+    async def __call__(self, task: Task, agent: Agent) -> list[Rollout]:
+        """Run the program and return the rollouts of what it sampled: one, or one for each trained agent.
 
         Raises:
             AgentProgramError: it failed, did not end in time, or sent no request.
             EpisodeError: the engine failed, or the task's first prompt is too long.
         """
         agent.clock.raise_nothing()  # an end at the limit is a failure of the program, which has a message
-        async with self._gateway.serving() as url, self._gateway.session(agent, self._config.model) as (key, session):
-            session.may_reward = self._config.reward == "session"
+        sessions = AgentSessions.open(agent, self._config)
+        async with self._gateway.serving() as url, self._gateway.open(sessions) as key:
             if self._sandboxes is None:
                 program: RunningProgram = await ProgramProcess.start(self._config, task, url, key)
-                fault = await self._play(program, session, agent)
+                fault = await self._play(program, sessions, agent)
             else:
                 async with self._sandboxes.backend(url) as backend:
                     program = await self._sandboxes.start(backend, task, agent.episode_id, url, key)
-                    fault = await self._play(program, session, agent)
-        if session.failure.done():
-            raise session.failure.result()
-        if fault or not session.has_turns:
-            refused = f" Its last refused request: {session.refused}" if session.refused else ""
+                    fault = await self._play(program, sessions, agent)
+        if sessions.failure.done():
+            raise sessions.failure.result()
+        if fault or not sessions.has_turns:
+            refused = f" Its last refused request: {sessions.refused}" if sessions.refused else ""
             fault = fault or "ended without a turn of the policy"
             raise AgentProgramError(f"{self._config.setting}: it {fault}.{refused}{program.output_end()}")
-        rollout = session.rollout()
-        rollout.metadata[FOLDER] = str(program.cwd)
-        return rollout
+        rollouts = sessions.rollouts(agent)
+        for rollout in rollouts:
+            rollout.metadata[FOLDER] = str(program.cwd)
+        return rollouts
 
-    async def _play(self, program: RunningProgram, session: Session, agent: Agent) -> str:
+    async def _play(self, program: RunningProgram, sessions: AgentSessions, agent: Agent) -> str:
         """Wait for the end of a program, or end it; return what is wrong with it, or nothing."""
         agent.tools.on_close(program.close)
         try:
-            return await self._wait(program, session, agent.clock)
+            return await self._wait(program, sessions, agent.clock)
         finally:
             await program.kill()
 
-    async def _wait(self, program: RunningProgram, session: Session, clock: EpisodeClock) -> str:
+    async def _wait(self, program: RunningProgram, sessions: AgentSessions, clock: EpisodeClock) -> str:
         """Wait for the end of the program or of its time; return what is wrong with it, or nothing."""
         grace = _SHARE_OF_GRACE * clock.seconds
         while clock.seconds_left > -grace:
             # The clock stands still while engines sample, so that there may be time left then.
-            ends: set[asyncio.Future[Any]] = {program.ended, session.failure}
+            ends: set[asyncio.Future[Any]] = {program.ended, sessions.failure}
             timeout_s = max(0.05, clock.seconds_left + grace)
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if program.ended.done():
-                return "" if session.stop_reason is not None else program.ended.result()
-            if session.failure.done():
+                return "" if sessions.at_limit else program.ended.result()
+            if sessions.failure.done():
                 return "was ended"
         return f"did not end within rollout.max_seconds={clock.seconds:g}"

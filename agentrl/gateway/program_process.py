@@ -65,18 +65,22 @@ def program_variables(config: AgentConfig, task: Task, url: str, key: str, task_
         key: of the session.
         task_file: where the program reads `task_json`.
     """
+    model = next(iter(config.models), config.model)
     variables = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_BASE": f"{url}/v1",
         "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": config.model,
+        "OPENAI_MODEL": model,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
-        "ANTHROPIC_MODEL": config.model,
+        "ANTHROPIC_MODEL": model,
         "AGENTRL_SESSION_URL": f"{url}/s/{key}/v1",
         "AGENTRL_TASK": task_file,
     }
+    if config.agents:
+        urls = {agent: f"{url}/s/{key}/agents/{agent}/v1" for agent in config.agents}
+        variables["AGENTRL_AGENTS"] = json.dumps(urls)
     prompt = program_prompt(config, task)
     if len(prompt.encode()) <= _VARIABLE_BYTES:
         variables["AGENTRL_PROMPT"] = prompt

@@ -25,8 +25,8 @@ from starlette.routing import Route
 
 from agentrl.core.background import first_ended
 from agentrl.core.child_process import LOOPBACK
-from agentrl.episode.chat import Agent
 from agentrl.gateway.agent_session import Session, SessionOverError
+from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.answers import Answer
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json, convert, read_json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
@@ -46,13 +46,17 @@ _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 _KEEP_ALIVE = b": waiting\n\n"
 
-Handler = Callable[[Request, Session], Awaitable[Response]]
+_PREFIXES = ("/s/{key}/agents/{agent}", "/s/{key}", "/agents/{agent}", "")
+"""What may precede a path: the key of the session, and the agent."""
+
+Handler = Callable[[Request, AgentSessions], Awaitable[Response]]
 
 
 class _RewardBody(msgspec.Struct):
     """``POST /v1/session/reward``."""
 
     reward: float
+    agent: str | None = None
     metrics: dict[str, float] = {}
 
 
@@ -68,7 +72,7 @@ class Gateway:
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
         self._host, self._port = host, port
         self._keep_alive_s = keep_alive_s
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSessions] = {}
         self._users = 0  # contexts of `serving`
         self._server: Server | None = None
         self._serving: asyncio.Task[None]
@@ -82,20 +86,15 @@ class Gateway:
         return self._url
 
     @asynccontextmanager
-    async def session(self, agent: Agent, model: str) -> AsyncIterator[tuple[str, Session]]:
-        """Open a session of an episode, and yield its key; turns in progress are aborted at the end.
-
-        Args:
-            agent: of the episode.
-            model: the name of the policy for programs.
-        """
+    async def open(self, sessions: AgentSessions) -> AsyncIterator[str]:
+        """Answer requests to the sessions of an episode, and yield their key; turns in progress are aborted at the end."""
         key = f"sk-agentrl-{secrets.token_urlsafe(24)}"
-        session = self._sessions[key] = Session(agent, model)
+        self._sessions[key] = sessions
         try:
-            yield key, session
+            yield key
         finally:
             del self._sessions[key]
-            await session.close()
+            await sessions.close()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -131,7 +130,7 @@ class Gateway:
         routes = [
             Route(prefix + path, partial(self._handle, handler), methods=methods)
             for path, handler, methods in handlers
-            for prefix in ("/s/{key}", "")
+            for prefix in _PREFIXES
         ]
         every_method = ["GET", "POST", "PUT", "DELETE", "PATCH"]
         other_paths = [
@@ -143,7 +142,7 @@ class Gateway:
     async def _handle(self, handler: Handler, http: Request) -> Response:
         """Answer an authenticated request, or return the error in the form of its dialect."""
         try:
-            return await handler(http, self._find_session(http))
+            return await handler(http, self._find_sessions(http))
         except BadRequestError as error:
             message, status = error.message, error.status
         except HTTPException as error:
@@ -156,8 +155,8 @@ class Gateway:
         headers = {"x-should-retry": "false"} if status >= 500 else None
         return _reply(_dialect(http).error(message, status), status, headers)
 
-    def _find_session(self, http: Request) -> Session:
-        """Return the session whose key a request has.
+    def _find_sessions(self, http: Request) -> AgentSessions:
+        """Return the sessions whose key a request has.
 
         Raises:
             BadRequestError: it has none, or that of no session.
@@ -169,51 +168,55 @@ class Gateway:
             http.headers.get("x-api-key"),
         )
         for key in keys:
-            if key and (session := self._sessions.get(key)) is not None:
-                return session
+            if key and (sessions := self._sessions.get(key)) is not None:
+                return sessions
         raise BadRequestError(
             "the API key is that of no session: it has ended, or the key is not the one that it was given", 401
         )
 
-    async def _no_route(self, http: Request, session: Session) -> Response:
+    async def _no_route(self, http: Request, sessions: AgentSessions) -> Response:
         paths = ", ".join(dialect.path for dialect in DIALECTS)
         raise BadRequestError(
             f"there is no {http.method} {http.url.path!r:.200} here; there are {paths}, /v1/models", 404
         )
 
-    async def _models(self, http: Request, session: Session) -> Response:
+    async def _models(self, http: Request, sessions: AgentSessions) -> Response:
         """Return the model list in the forms of OpenAI and Anthropic, whose fields differ."""
-        model = {"id": session.model, "object": "model", "created": 0, "owned_by": "agentrl"}
-        model |= {"type": "model", "display_name": session.model, "created_at": "1970-01-01T00:00:00Z"}
+        agent = _named_agent(http)
+        names = sessions.models if agent is None else [sessions.choose(agent).model]
         if name := http.path_params.get("model"):
-            return _reply({**model, "id": name, "display_name": name})
-        ends = {"first_id": session.model, "last_id": session.model, "has_more": False}
-        return _reply({"object": "list", "data": [model], **ends})
+            sessions.choose(agent, name)
+            return _reply(_model(name))
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return _reply({"object": "list", "data": [_model(name) for name in names], **ends})
 
-    async def _reward(self, http: Request, session: Session) -> Response:
-        """Set the reward of the rollout, and metrics."""
-        if not session.may_reward:
+    async def _reward(self, http: Request, sessions: AgentSessions) -> Response:
+        """Set the reward of a rollout, and metrics."""
+        if not sessions.may_reward:
             raise BadRequestError("the program does not set the reward: rollout.agent.reward=session allows it", 403)
         body = convert(_read_object(await _read(http)), _RewardBody)
         values = {"reward": body.reward, **body.metrics}
         if faults := [name for name, value in values.items() if not math.isfinite(value)]:
             raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
-        session.reward, session.metrics = body.reward, body.metrics
-        return _reply({"reward": body.reward})
+        agent = _named_agent(http) if body.agent is None else body.agent
+        sessions.set_reward(agent, body.reward, body.metrics)
+        return _reply({"reward": body.reward} if agent is None else {"reward": body.reward, "agent": agent})
 
-    async def _count_tokens(self, http: Request, session: Session) -> Response:
+    async def _count_tokens(self, http: Request, sessions: AgentSessions) -> Response:
         request = Messages().request(_read_object(await _read(http)))
+        session = sessions.choose(_named_agent(http), request.model)
         return _reply({"input_tokens": session.count_tokens(request)})
 
-    async def _chat(self, dialect: Dialect, http: Request, session: Session) -> Response:
+    async def _chat(self, dialect: Dialect, http: Request, sessions: AgentSessions) -> Response:
         content = await _read(http)
         try:
             request = dialect.request(_read_object(content))
+            session = sessions.choose(_named_agent(http), request.model)
             headers = _ignored_header(session.ignored_fields(request))
             digest = hashlib.blake2b(dialect.path.encode() + content).digest()
             answer = self._answer(session, request, http, digest)
         except BadRequestError as error:
-            session.refused = error.message
+            sessions.refused = error.message
             raise
         answer.waiting += 1
         try:
@@ -227,7 +230,7 @@ class Gateway:
                     answer.delivered = True
                     return _reply(dialect.reply(reply), headers=headers)
         except BadRequestError as error:
-            session.refused = error.message
+            sessions.refused = error.message
             raise
         finally:
             answer.waiting -= 1
@@ -264,6 +267,25 @@ class Gateway:
                 answer.delivered = True
         finally:
             answer.waiting -= 1
+
+
+def _named_agent(http: Request) -> str | None:
+    """Return the agent that a request names by its address or header; None: none.
+
+    Raises:
+        BadRequestError: it names two.
+    """
+    names = (http.path_params.get("agent"), http.headers.get("x-agentrl-agent"))
+    agents = {name for name in names if name is not None}
+    if len(agents) > 1:
+        raise BadRequestError(f"the address names the agent {names[0]!r:.200}, and x-agentrl-agent {names[1]!r:.200}")
+    return agents.pop() if agents else None
+
+
+def _model(name: str) -> Json:
+    """Return a model of the list, for clients of OpenAI and of Anthropic."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _dialect(http: Request) -> Dialect:

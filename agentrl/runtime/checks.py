@@ -15,11 +15,11 @@ from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, MissingError, unknown_name
 from agentrl.core.extras import install_command, is_installed, not_installed_error
-from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
 from agentrl.data.task_sources import errors_name_source
+from agentrl.episode.seats import agent_roles
 from agentrl.inference.fleet.sglang_router import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
@@ -44,11 +44,11 @@ def check_episodes(config: Config) -> None:
 def _check_episodes(config: Config) -> None:
     env = _make_env(config.env)
     cls = type(env)
-    check_self_play(config.self_play, env, config.env.name)
-    check_roles(config, env)
+    check_self_play(config)
+    check_roles(config)
     if config.rollout.loop is None and (lacks := undefined_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
-    make_lineup(config.env)
+    make_lineup(config)
     run_services(config)
     agent = config.rollout.agent
     if agent.setting is None:
@@ -61,25 +61,26 @@ def _check_episodes(config: Config) -> None:
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 
 
-def check_roles(config: Config, env: EnvBase) -> None:
-    """Check that an environment has the roles that the advantage estimator names.
+def check_roles(config: Config) -> None:
+    """Check that the agents of a run, or of one of its sources, have the roles that the advantage estimator names.
 
     Raises:
-        ConfigError: it has no such role.
+        ConfigError: there is no such role.
     """
     estimator = make_estimator(config.algo.advantage)
     if not estimator.role_options:
         return
-    if not isinstance(env, MultiAgentEnv):
+    roles = set(agent_roles(config).values())
+    episodes = config.rollout.agent.setting or f"env.name={config.env.name}"
+    if not roles:
         raise ConfigError(
-            f"algo.advantage.name={estimator.name}, and env.name={config.env.name} has one agent, without roles; "
-            "set algo.advantage.name=grpo"
+            f"algo.advantage.name={estimator.name}, and {episodes} has one agent, without roles; set "
+            "algo.advantage.name=grpo"
         )
-    role_names = {env.role_of(agent) for agent in env.possible_agents}
     for option in estimator.role_options:
         for role in getattr(estimator.options, option):
-            if role not in role_names:
-                raise unknown_name(f"role of {config.env.name}", role, role_names, f"algo.advantage.options.{option}")
+            if role not in roles:
+                raise unknown_name(f"role of {episodes}", role, roles, f"algo.advantage.options.{option}")
 
 
 def _make_env(section: EnvConfig) -> EnvBase:

@@ -114,5 +114,5 @@ def _settings(
         context,
         load_loop(config),
         make_grader(config.reward),
-        make_lineup(config.env, frozen),
+        make_lineup(config, frozen),
     )

@@ -5,71 +5,84 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig, RoleConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.lineup import MAIN, EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.registry import env_class, make_any_env
+from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
-from agentrl.episode.multi_agent_episode import player_factory
+from agentrl.episode.multi_agent_episode import load_player, player_factory
+from agentrl.episode.seats import agent_roles
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 
 
-def make_lineup(config: EnvConfig, frozen: Mapping[str, Sampler] = MappingProxyType({})) -> Lineup | None:
-    """Return who plays in the episodes of a run; None if the environment has one agent.
+def make_lineup(config: Config, frozen: Mapping[str, Sampler] = MappingProxyType({})) -> Lineup | None:
+    """Return who plays in the episodes of a run, or of one of its sources; None if an episode has one agent.
 
     Args:
-        config: of the environment.
+        config: of the run, or of the source.
         frozen: samplers of weights that never change, by `RoleConfig.frozen`; a check needs none.
 
     Raises:
         ConfigError: ``env.roles`` names a role or a player that does not exist, or no role is trained.
     """
-    if not issubclass(env_class(config.name), MultiAgentEnv):
-        if config.roles:
-            raise ConfigError(
-                f"env.roles={', '.join(config.roles)}, but env.name={config.name} has one agent; leave it out"
-            )
+    roles, names = agent_roles(config), config.env.roles
+    episodes = config.rollout.agent.setting or f"env.name={config.env.name}"
+    if not roles:
+        if names:
+            raise ConfigError(f"env.roles={', '.join(names)}, but {episodes} has one agent; leave it out")
         return None
-    env = make_any_env(config.name, config.options)
-    assert isinstance(env, MultiAgentEnv), "its class says so"
-    role_names = {*env.possible_agents, *(env.role_of(agent) for agent in env.possible_agents)}
     fixed: list[str] = []
-    for name, role in config.roles.items():
-        if name not in role_names:
-            raise unknown_name(f"role of {config.name}", name, role_names, "env.roles")
+    for name, role in names.items():
+        if name not in {*roles, *roles.values()}:
+            raise unknown_name(f"role of {episodes}", name, {*roles, *roles.values()}, "env.roles")
         if role.player is not None:
-            player_factory(env, role.player)
+            _check_player(config, role.player)
             fixed.append(role.player)
         elif role.endpoint is not None:
             fixed.append(role.endpoint.model)
         elif role.frozen is not None:
             fixed.append("frozen")
     lineup = Lineup(
-        {name: _seat(role, frozen) for name, role in config.roles.items()},
+        {name: _seat(role, frozen) for name, role in names.items()},
         f"fixed:{'+'.join(dict.fromkeys(fixed))}" if fixed else "mirror",
     )
-    _check_trained(config, env, lineup)
+    _check_trained(config.env, roles, lineup, episodes)
     return lineup
 
 
-def _check_trained(config: EnvConfig, env: MultiAgentEnv, lineup: Lineup) -> None:
+def _check_player(config: Config, name: str) -> None:
+    """Check that there is a scripted player.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.rollout.agent.setting is not None:
+        load_player(name)
+        return
+    env = make_any_env(config.env.name, config.env.options)
+    assert isinstance(env, MultiAgentEnv), "it has several agents"
+    player_factory(env, name)
+
+
+def _check_trained(config: EnvConfig, roles: Mapping[str, str], lineup: Lineup, episodes: str) -> None:
     """Check that each policy is trained in a role, and that policies with names leave no role to one without."""
-    seats = {agent: lineup.seat(agent, env.role_of(agent)) for agent in env.possible_agents}
+    seats = {agent: lineup.seat(agent, role) for agent, role in roles.items()}
     trained = {seat.policy for seat in seats.values() if isinstance(seat, PolicySeat) and seat.trained}
     names = config.policies
     for agent, seat in seats.items():
-        role = config.roles.get(agent) or config.roles.get(env.role_of(agent)) or RoleConfig()
+        role = config.roles.get(agent) or config.roles.get(roles[agent]) or RoleConfig()
         if names and isinstance(seat, PolicySeat) and role.policy is None and role.frozen is None:
             raise ConfigError(
-                f"env.roles: policies have the names {', '.join(names)}, and none plays the role {env.role_of(agent)}; set "
-                f"env.roles.{env.role_of(agent)}.policy"
+                f"env.roles: policies have the names {', '.join(names)}, and none plays the role {roles[agent]}; set "
+                f"env.roles.{roles[agent]}.policy"
             )
     for name in names or (MAIN,):
         if name not in trained:
             which = f"the policy {name}" if names else "the policy"
-            roles = ", ".join(sorted({env.role_of(agent) for agent in env.possible_agents}))
-            raise ConfigError(f"env.roles: {which} is trained in no role of {config.name} ({roles})")
+            known = ", ".join(sorted(set(roles.values())))
+            raise ConfigError(f"env.roles: {which} is trained in no role of {episodes} ({known})")
 
 
 def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:

@@ -283,7 +283,7 @@ class GameScores:
 
 def open_game_scores(config: Config, renderer: ChatRenderer, vocabulary_size: int) -> GameScores | None:
     """Return what reads strategies in the game of a run; None if its environment offers no tree, or is one of several."""
-    if config.sources or not issubclass(env_class(config.env.name), MultiAgentEnv):
+    if config.sources or not issubclass(env_class(config.env.name), MultiAgentEnv) or config.rollout.loop is not None:
         return None
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "its class says so"

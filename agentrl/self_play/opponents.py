@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agentrl.config.schema import Config
 from agentrl.config.self_play import ENDPOINT, FIXED, MIRROR, PAST, SelfPlayConfig, is_fixed, label
-from agentrl.config.tasks import EnvConfig
-from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
+from agentrl.episode.seats import agent_roles
 from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 from agentrl.self_play.games import POLICY
 
@@ -90,17 +90,16 @@ def group_seatings(config: SelfPlayConfig, opponent: str, *, task: int, seats: i
     return seatings
 
 
-def eval_lineups(section: SelfPlayConfig | None, env_config: EnvConfig) -> dict[str, tuple[Lineup, ...]]:
+def eval_lineups(config: Config) -> dict[str, tuple[Lineup, ...]]:
     """Return who plays the episodes of each task, by the name of the opponent in metrics.
 
     Against a scripted player or an endpoint each seat of the policy has a lineup. There is none
     without ``self_play.eval.opponents``.
     """
+    section = config.self_play
     if section is None or not section.eval.opponents:
         return {}
-    env = make_any_env(env_config.name, env_config.options)
-    assert isinstance(env, MultiAgentEnv), "check_self_play comes first"
-    agents, policies = env.possible_agents, env_config.policy_of
+    agents, policies = list(agent_roles(config)), config.env.policy_of
     return {label(opponent): _lineups(section, opponent, agents, policies) for opponent in section.eval.opponents}
 
 
@@ -124,18 +123,30 @@ def fixed_seat(opponent: str, config: SelfPlayConfig) -> Seat:
     return ScriptedSeat(opponent.removeprefix(FIXED))
 
 
-def check_self_play(section: SelfPlayConfig | None, env: EnvBase, env_name: str) -> None:
-    """Check that an environment, which messages call ``env_name``, has the agents and scripted players of ``self_play``.
+def check_self_play(config: Config) -> None:
+    """Check that the episodes of a run have the agents and scripted players of ``self_play``.
 
     Raises:
-        ConfigError: the environment has one agent, or no such scripted player.
+        ConfigError: they have one agent, or there is no such scripted player.
     """
+    section = config.self_play
     if section is None:
         return
-    if not isinstance(env, MultiAgentEnv) or len(env.possible_agents) < 2:
-        raise ConfigError(f"self_play is set, and env.name={env_name} has one agent; leave out self_play")
+    episodes = config.rollout.agent.setting or f"env.name={config.env.name}"
+    if len(agent_roles(config)) < 2:
+        more = (
+            "; set rollout.agent.agents, or leave out self_play"
+            if config.rollout.agent.setting
+            else "; leave out self_play"
+        )
+        raise ConfigError(f"self_play is set, and {episodes} has one agent{more}")
+    players: Sequence[str] = ()
+    if config.rollout.agent.setting is None:
+        env = make_any_env(config.env.name, config.env.options)
+        assert isinstance(env, MultiAgentEnv), "it has several agents"
+        players = sorted(env.players)
     for key, names in (("self_play.mix", section.mix), ("self_play.eval.opponents", section.eval.opponents)):
         for name in names:
             player = name.removeprefix(FIXED)
-            if name.startswith(FIXED) and player not in env.players and not is_reference(player):
-                raise unknown_name(f"player of {env_name}", player, sorted(env.players), key)
+            if name.startswith(FIXED) and player not in players and not is_reference(player):
+                raise unknown_name(f"player of {episodes}", player, players, key)

@@ -13,11 +13,10 @@ from typing import Any
 from agentrl.config.schema import Config
 from agentrl.config.self_play import PAST, SelfPlayConfig, is_fixed
 from agentrl.core.lineup import Lineup, PolicySeat, Seat
-from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job
+from agentrl.episode.seats import agent_roles
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.learner.base import LearnerGroup
@@ -208,8 +207,7 @@ async def open_self_play(
     """
     if config.self_play is None:
         return None
-    env = make_any_env(config.env.name, config.env.options)
-    assert isinstance(env, MultiAgentEnv), "check_self_play has checked it"
+    roles = agent_roles(config)
     fleets = []
     for number in range(config.self_play.snapshot_engines):
         logs = folder / "logs" / f"opponent-{number}"
@@ -222,12 +220,12 @@ async def open_self_play(
     return SelfPlay(
         config=config.self_play,
         league=League(config.self_play, config.run.seed),
-        agents=list(env.possible_agents),
+        agents=list(roles),
         tasks=config.rollout.batch_size,
         snapshots=snapshots,
         engines=SnapshotEngines([OpponentEngine(fleet, snapshots) for fleet in fleets]),
         log=LeagueLog(folder, resume_after),
-        policies={agent: lineup.policy(agent, env.role_of(agent)) for agent in env.possible_agents},
+        policies={agent: lineup.policy(agent, role) for agent, role in roles.items()},
     )
 
 

@@ -190,6 +190,6 @@ def test_opponents_that_cannot_be(opponents, message):
 def test_a_player_that_the_environment_lacks():
     made = config(opponents=["fixed:nahs"])
     with pytest.raises(UserError, match=r"nash.*self_play\.eval\.opponents|self_play\.eval\.opponents.*nash"):
-        check_self_play(made.self_play, make_any_env("kuhn_poker"), "kuhn_poker")
+        check_self_play(made)
     without = load_config(None, ["env.name=kuhn_poker"])
-    assert eval_lineups(without.self_play, without.env) == {}
+    assert eval_lineups(without) == {}

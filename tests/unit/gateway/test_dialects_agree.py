@@ -243,7 +243,7 @@ def test_an_episode_is_the_same_bit_for_bit_in_every_dialect(renderer: ChatRende
 
             async def talk(program: Program, make: Callable[[Program], Speaker] = speaker) -> None:
                 await make(program).run(steps)
-                program.session.may_reward = True
+                program.sessions.may_reward = True
                 assert (await program.post("/v1/session/reward", {"reward": len(steps) / 8})).status_code == 200
 
             played = play_with(renderer, speak, talk, gate=gate, **LIMITS)

@@ -318,7 +318,7 @@ def test_the_program_sets_the_reward_only_if_it_may(play: Play) -> None:
     async def talk(program: Program) -> None:
         await program.chat(user("a"))
         assert (await program.post("/v1/session/reward", {"reward": 1})).status_code == 403
-        program.session.may_reward = True
+        program.sessions.may_reward = True
         for body in ({"reward": "x"}, {}, {"reward": 1, "metrics": {"a": None}}):
             assert (await program.post("/v1/session/reward", body)).status_code == 400
         assert (await program.post("/v1/session/reward", {"reward": 0.5, "metrics": {"steps": 3}})).status_code == 200

@@ -13,7 +13,7 @@ from agentrl.runtime.roles import make_lineup
 
 
 def lineup(name, options=None, **roles):
-    return make_lineup(EnvConfig.model_validate({"name": name, "options": options or {}, "roles": roles}))
+    return make_lineup(Config.model_validate({"env": {"name": name, "options": options or {}, "roles": roles}}))
 
 
 def test_by_default_the_policy_plays_all_agents_of_an_environment_of_several():
@@ -34,7 +34,7 @@ def test_a_role_has_a_scripted_player_an_endpoint_or_the_policy_untrained():
 
 def test_a_frozen_role_is_played_by_the_engine_of_its_weights():
     roles = {"name": "solver_critic", "roles": {"critic": {"frozen": "initial"}}}
-    made = make_lineup(EnvConfig.model_validate(roles), {"initial": (engine := object())})
+    made = make_lineup(Config.model_validate({"env": roles}), {"initial": (engine := object())})
     assert made.seat("critic", "critic") == PolicySeat(trained=False, sampler=engine, name="frozen initial")
     assert (made.seat("solver", "solver"), made.opponent) == (PolicySeat(), "fixed:frozen")
 

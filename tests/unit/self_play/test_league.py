@@ -9,7 +9,6 @@ from agentrl.cli.main import main
 from agentrl.config.load import load_config
 from agentrl.config.self_play import PoolConfig, SelfPlayConfig
 from agentrl.core.errors import ConfigError, UserError
-from agentrl.core.registry import make_any_env
 from agentrl.core.types import Rollout, StopReason
 from agentrl.runtime.checks import check_roles
 from agentrl.self_play.games import POLICY, Game, WinTable
@@ -179,7 +178,7 @@ def test_a_folder_without_a_league(tmp_path, capsys):
 def test_self_play_must_fit_the_environment(env, mix, message):
     config = load_config(None, [f"env.name={env}", f"self_play.mix={json.dumps(mix)}"])
     with pytest.raises(UserError, match=message):
-        check_self_play(config.self_play, make_any_env(env), env)
+        check_self_play(config)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +193,14 @@ def test_roles_of_the_estimator_are_those_of_the_environment(env, options, messa
     advantage = {"name": "hierarchical_grpo", "options": options}
     config = load_config(None, [f"env.name={env}", f"algo.advantage={json.dumps(advantage)}"])
     with pytest.raises(UserError, match=re.escape(message)):
-        check_roles(config, make_any_env(env))
+        check_roles(config)
 
 
 @pytest.mark.parametrize("settings", [["env.name=kuhn_poker"], ["env.name=proposer_solver"]])
 def test_roles_that_exist_are_accepted(settings):
     name = "hierarchical_grpo" if settings == ["env.name=proposer_solver"] else "rae"
     config = load_config(None, [*settings, f"algo.advantage.name={name}"])
-    check_roles(config, make_any_env(config.env.name))
+    check_roles(config)
 
 
 @pytest.mark.parametrize(
