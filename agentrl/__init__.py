@@ -4,6 +4,7 @@ The names here are the public interface for environments, tools, tasks, rewards 
 `agentrl.testing` has the fakes and contract checks for their tests. `agentrl.algo.base` has the contracts of algorithms.
 """
 
+from agentrl.core.callback import Callback, OptimizerBatch, RunHandle
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env, Step
 from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
@@ -39,6 +40,7 @@ __all__ = [
     "Agent",
     "AsyncEnv",
     "CallStatus",
+    "Callback",
     "Chat",
     "ConfigError",
     "DataSource",
@@ -51,10 +53,12 @@ __all__ = [
     "MultiReset",
     "MultiStep",
     "Observation",
+    "OptimizerBatch",
     "Player",
     "RandomPlayer",
     "Rewrite",
     "Rollout",
+    "RunHandle",
     "Sample",
     "Step",
     "StopReason",

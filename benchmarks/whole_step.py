@@ -15,7 +15,7 @@ from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.step_times import StepTimes, StepTracker
 from agentrl.train.preflight import check_run
-from agentrl.train.run import run_training
+from agentrl.train.run import RunExtras, RunStart, run_training
 from benchmarks.concurrency import start_scripted_engine
 
 SCRIPTED: Mapping[str, Any] = {"algo": {"entropy_coef": 1e-6}}
@@ -41,4 +41,4 @@ def run_steps(config: Config, console: Console, on_step: Callable[[StepTimes], N
         AgentrlError: it failed.
     """
     contents = check_run(config).contents
-    asyncio.run(run_training(config, console, contents=contents, trackers=[StepTracker(on_step)]))
+    asyncio.run(run_training(config, console, RunStart(contents=contents), RunExtras([StepTracker(on_step)])))

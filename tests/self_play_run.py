@@ -48,5 +48,5 @@ def main() -> int:
     """Run the command line."""
     training_run: Any = run
     in_process_learner.start_learners = start_learners
-    training_run.run_training = partial(training_run.run_training, make_trainer=RecordingTrainer)
+    training_run.run_training = partial(training_run.run_training, extras=run.RunExtras(make_trainer=RecordingTrainer))
     return in_process_learner.main()

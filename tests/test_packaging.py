@@ -73,9 +73,10 @@ def test_the_distribution_has_one_name() -> None:
 
 
 PUBLIC = (
-    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Chat", "ConfigError", "DataSource", "Env", "Info",
-    "MadeTasks", "Message", "MissingError", "MultiAgentEnv", "MultiReset", "MultiStep", "Observation", "Player", "RandomPlayer",
-    "Rewrite", "Rollout", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
+    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "Chat", "ConfigError", "DataSource", "Env", "Info",
+    "MadeTasks", "Message", "MissingError", "MultiAgentEnv", "MultiReset", "MultiStep", "Observation", "OptimizerBatch", "Player",
+    "RandomPlayer",
+    "Rewrite", "Rollout", "RunHandle", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
     "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TurnGame", "UserError",
     "View", "make_env", "register_env", "register_tool", "served_tools", "tool", "unknown_name", "uses_tools",
 )  # fmt: skip

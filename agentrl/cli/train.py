@@ -107,18 +107,9 @@ def run(arguments: argparse.Namespace) -> None:
         lines += [f"template {plan.template}", *plan.training, *plan.warnings]
     for line in lines:
         print_message(console, line, "bold yellow" if line.startswith("warning: ") else "")
-    from agentrl.train.run import run_training
+    from agentrl.train.run import RunStart, run_training
 
-    asyncio.run(
-        run_training(
-            config,
-            console,
-            resumed=loaded.resumed,
-            replay=arguments.replay,
-            contents=contents,
-            discard=arguments.resample,
-        )
-    )
+    asyncio.run(run_training(config, console, RunStart(loaded.resumed, arguments.replay, contents, arguments.resample)))
 
 
 def _plan(loaded: Loaded, arguments: argparse.Namespace) -> list[str]:

@@ -49,6 +49,9 @@ class TrainConfig(Section):
     ``train/provenance_faults``."""
     stop_at: dict[str, float] = Field(default_factory=dict)
     """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
+    callbacks: list[str] = Field(default_factory=list)
+    """Callbacks, called in this order: subclasses of ``agentrl.Callback``, or instances, as ``path/to/file.py:Class`` or
+    ``module:Class``. docs/python.md."""
 
 
 class AsyncConfig(Section):

@@ -23,6 +23,7 @@
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
     ├── TrialError                 a trial of `agentrl tune` that failed
+    ├── CallbackError              a callback of the run raised, or returned what it may not
     ├── RunnerError                a runner process that does not start, fails, or died too often
     ├── LearnerError               a learner that failed
     │   ├── ProvenanceError        a batch that would train on tokens that no engine sampled
@@ -151,6 +152,10 @@ class ToolServerError(AgentrlError):
 
 class TrialError(AgentrlError):
     """A trial of ``agentrl tune`` failed or took too long."""
+
+
+class CallbackError(AgentrlError):
+    """A callback of the run raised, or returned what it may not; the message names the callback and the hook."""
 
 
 class RunnerError(AgentrlError):

@@ -120,6 +120,11 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self.finish()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether `finish` would wait for a checkpoint, or raise its error."""
+        return self._writing is not None
+
     def save_state(self, step: int, state: dict[str, Any]) -> None:
         """Replace the driver's state in the checkpoint of ``step``; the learner's state is the same."""
         self.finish()

@@ -23,6 +23,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services
 from agentrl.self_play.game_scores import GameScores
 from agentrl.self_play.training import SelfPlay
+from agentrl.train.callbacks import RunCallbacks
 from agentrl.train.engine_weights import EngineWeights
 from agentrl.train.pipeline.token_ages import lag_metrics
 
@@ -134,6 +135,8 @@ class Evaluations:
     """The step whose policy was evaluated last."""
     score: float | None = None
     """The metric ``train.keep_best`` of that evaluation."""
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
+    """The run's."""
     results: dict[str, float] = field(default_factory=dict)
     """Metrics of that evaluation."""
     _running: _Running | None = field(default=None, init=False)
@@ -218,6 +221,8 @@ class Evaluations:
             changes = {"evaluated": self.step, "score": self.score}
             await asyncio.to_thread(self.checkpoints.update_state, self.step, changes)
             self.checkpoints.candidate = None
+        if self.results:
+            await self.callbacks.on_eval(self.step, self.results)
         return self.step > 0 and reaches_goals(plan.stop_at, self.results)
 
     def _log(self, running: _Running, results: Sequence[SetResult], trained_step: int) -> dict[str, float]:

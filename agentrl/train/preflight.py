@@ -47,6 +47,7 @@ from agentrl.planner.training_summary import describe_memory, describe_model, de
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
 from agentrl.runtime.run_tools import check_tools
+from agentrl.train.callbacks import check_callbacks
 from agentrl.train.teachers import check_teachers
 from agentrl.train.template_check import TRIED, check_chat_template
 from agentrl.train.warm_start import describe, warm_start_config
@@ -98,6 +99,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     with _collect_missing(unmet):
         check_episodes(config)
         check_comparisons(config)
+        check_callbacks(config.train.callbacks)
     with _collect_missing(unmet):
         check_packages(config.learner, config.obs)
     make_backend(config.learner).check(config.algo, [])

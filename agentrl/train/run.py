@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,9 @@ from agentrl.algo.estimate import RunEstimators
 from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
+from agentrl.config.secret_values import redact
 from agentrl.core.atomic_files import DISK_ERRORS
+from agentrl.core.callback import Callback, RunHandle
 from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import AgentrlError, CheckpointError, RunStopped, UserError
 from agentrl.evaluation.checkpoint_model import check_model
@@ -29,6 +31,7 @@ from agentrl.obs.waiting import PHASE, START, waiting
 from agentrl.planner.training_summary import fit_to_gpu
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
+from agentrl.train.callbacks import RunCallbacks, load_callbacks
 from agentrl.train.evaluations import Evaluations
 from agentrl.train.resume import check_resume, resume_command, with_older
 from agentrl.train.rollout_source import RunInputs
@@ -40,6 +43,32 @@ from agentrl.train.training_step import StepTrainer
 from agentrl.train.warm_start import initial_policy
 
 
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """How a run begins; by default as a new one."""
+
+    resumed: Path | None = None
+    """Folder of the run that is continued, from its newest complete checkpoint."""
+    replay: Path | None = None
+    """A file of rollouts or a run's folder to train on in place of sampling."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of the tasks and the model; see `agentrl.data.task_sources` and `agentrl.models.resolve`."""
+    discard: bool = False
+    """Sample again what the journal has after the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunExtras:
+    """What a caller adds to a run that its configuration does not have."""
+
+    trackers: Sequence[Tracker] = ()
+    """Receive the metrics."""
+    callbacks: Sequence[Callback] = ()
+    """Are called before those of ``train.callbacks``."""
+    make_trainer: Callable[..., Trainer] = Trainer
+    """Takes the arguments of `Trainer`."""
+
+
 async def _train(
     run: RunInputs,
     console: Console,
@@ -47,8 +76,7 @@ async def _train(
     replay: Path | None,
     interrupt: Interrupt,
     on_loaded: Callable[[], None],
-    trackers: Sequence[Tracker],
-    make_trainer: Callable[..., Trainer],
+    extras: RunExtras,
 ) -> Trainer:
     """Start the services, train to the end, end the services, and return the finished trainer.
 
@@ -69,26 +97,50 @@ async def _train(
         estimators = RunEstimators(config.algo.by_source)
         estimators.load_state(state["estimators"])
         view.total = source.steps
-        metrics = exits.enter_context(open_metrics(config, folder, view.note, run.resume_after, [*traces, *trackers]))
+        metrics = exits.enter_context(
+            open_metrics(config, folder, view.note, run.resume_after, [*traces, *extras.trackers])
+        )
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
         evaluated, score = state["evaluated"], state.get("score")
-        trainer = make_trainer(
+        settings = redact(config.model_dump(mode="json"))
+        callbacks = [*extras.callbacks, *load_callbacks(config.train.callbacks)]
+        run_callbacks = RunCallbacks(callbacks, RunHandle(folder, settings, source.steps, step))
+        trainer = extras.make_trainer(
             StepTrainer(
-                StepSettings(config, packing), source, learner, estimators, view, critic=critic, teachers=parts.teachers
+                StepSettings(config, packing),
+                source,
+                learner,
+                estimators,
+                view,
+                critic=critic,
+                teachers=parts.teachers,
+                callbacks=run_callbacks,
             ),
             checkpoints,
             metrics,
             view,
-            Evaluations(config.eval, config.train, parts.evaluator, checkpoints, metrics, view, evaluated, score),
+            Evaluations(
+                config.eval,
+                config.train,
+                parts.evaluator,
+                checkpoints,
+                metrics,
+                view,
+                evaluated,
+                score,
+                callbacks=run_callbacks,
+            ),
             step=step,
             position=run.position,
             spent_s=state["spent_s"],
             saved=step if checkpoint else -1,
             keys=run.keys,
             monitor=monitor,
+            callbacks=run_callbacks,
         )
         begin_random(state, config.run.seed)  # starting services has drawn from the generators
-        await trainer.run()
+        async with run_callbacks.running(view):
+            await trainer.run()
         return trainer
 
 
@@ -101,25 +153,16 @@ NEW: Mapping[str, Any] = MappingProxyType(
 async def run_training(
     config: Config,
     console: Console,
-    *,
-    resumed: Path | None = None,
-    replay: Path | None = None,
-    contents: Mapping[str, str] = MappingProxyType({}),
-    discard: bool = False,
-    trackers: Sequence[Tracker] = (),
-    make_trainer: Callable[..., Trainer] = Trainer,
+    start: RunStart = RunStart(),
+    extras: RunExtras = RunExtras(),
 ) -> None:
     """Train, and print a summary at the end.
 
     Args:
         config: of the run; checked by `check_run` of the preflight, or for a replay by `check_replay`.
         console: shows the progress.
-        resumed: folder of the run that is continued, from its newest complete checkpoint; None starts a new run.
-        replay: a file of rollouts or a run's folder to train on in place of sampling.
-        contents: checksums of the tasks and the model; see `agentrl.data.task_sources` and `agentrl.models.resolve`.
-        discard: sample again what the journal has after the checkpoint.
-        trackers: receive the metrics, beside those of the configuration.
-        make_trainer: takes the arguments of `Trainer`.
+        start: whether it is new or resumed, and what it trains on.
+        extras: what the caller adds.
 
     Raises:
         ConfigError: another process uses the folder, a new run would overwrite an older one, or what was recorded was made
@@ -127,13 +170,14 @@ async def run_training(
         RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
     """
+    resumed, replay, discard = start.resumed, start.replay, start.discard
     if resumed is not None:  # before anything of the run is changed
-        keys = {**recorded_keys(config), **contents}
+        keys = {**recorded_keys(config), **start.contents}
         reuse = check_resume(resumed, keys, samples=replay is None, discard=discard)
     with run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
         checkpoint = latest_checkpoint(folder / "checkpoints")
-        start = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
-        print_message(console, f"run {folder}{start}")
+        origin = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
+        print_message(console, f"run {folder}{origin}")
         if resumed is not None:
             print_message(console, reuse)
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
@@ -147,7 +191,7 @@ async def run_training(
                 saved_config, model, warm = initial_policy(config, folder, checkpoint, console)
                 if checkpoint is None and warm is None:
                     await asyncio.to_thread(check_model, model)
-                keys = {**recorded_keys(saved_config), **contents}
+                keys = {**recorded_keys(saved_config), **start.contents}
                 inputs = RunInputs(saved_config, folder, model, state, resumed is not None, keys, discard, warm)
                 # Other GPUs may resume the run.
                 config, lines = await asyncio.to_thread(fit_to_gpu, saved_config, inputs.shape, critic=True)
@@ -159,9 +203,7 @@ async def run_training(
                     begin()
                     save_config(saved_config, folder)
 
-                trainer = await _train(
-                    inputs, console, checkpoint, replay, interrupt, on_loaded, trackers, make_trainer
-                )
+                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded, extras)
         except CheckpointError as error:
             raise with_older(error, folder, checkpoint, replay) from error
         except AgentrlError as error:

@@ -7,15 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.algo.estimate import mean_advantages
-from agentrl.core.errors import AgentrlError
+from agentrl.core.errors import AgentrlError, CallbackError
 from agentrl.evaluation.intervals import mean
 from agentrl.learner.checkpoints import Checkpoints
 from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.waiting import PHASE, waiting
+from agentrl.train.callbacks import RunCallbacks
 from agentrl.train.evaluations import Evaluations
 from agentrl.train.rollout_source import RolloutSource, TaskPosition
 from agentrl.train.training_step import StepTrainer, TrainingStep
@@ -65,6 +67,10 @@ class Trainer:
     """That the run's rollouts are made with; see `agentrl.config.recorded`."""
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
+    """The run's."""
+    _unannounced: list[Path] = field(default_factory=list, init=False)
+    """Checkpoints of which the callbacks do not know yet."""
     _warned: set[str] = field(default_factory=set, init=False)
     _taught: deque[float] = field(default_factory=lambda: deque(maxlen=FLAT_STEPS), init=False)
     """``train/taught_groups`` of the last steps."""
@@ -84,35 +90,43 @@ class Trainer:
             await self.evaluations.aclose()
             await self._save_after(error)
             raise
-        await self._save()
+        await self._checkpoint()
         await self._finish_save()
+        await self._announce_checkpoints()
 
     async def _loop(self) -> None:
         save_every = self.steps.settings.config.train.save_every
         await self._sync_weights(Stopwatch())
         # A resumed run may have been interrupted in an evaluation.
-        enough = await self.evaluations.after(self.step, last=self._is_finished())
-        while not enough and not self._is_finished():
+        is_last = self._is_finished()
+        enough = await self.evaluations.after(self.step, last=is_last)
+        while not (enough or is_last or self.callbacks.stops):
             await self._step()
             self.checkpoints.check()
+            if not self.checkpoints.is_writing:
+                await self._announce_checkpoints()
+            is_last = self._is_finished()
             with self._between_steps("eval_wait"):
-                enough = await self.evaluations.after(self.step, last=self._is_finished())
+                enough = await self.evaluations.after(self.step, last=is_last)
             if (save_every and self.step % save_every == 0) or await self._may_be_best():
-                await self._save()
+                await self._checkpoint()
 
     async def _step(self) -> None:
         """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
         watch, start = Stopwatch(), time.perf_counter()
         training_step, rollouts, metrics = await self.steps.train(self.step, self.position, watch)
         self.step, self.position = self.step + 1, rollouts.position
+        self.callbacks.run.step = self.step
         await self.steps.finish(training_step, watch)
         with watch("record"):
             advantages = await asyncio.to_thread(lambda: mean_advantages(training_step.advantages))
             await self.source.on_step_trained(self.step, advantages)
             sampled_s = watch.seconds["rollout"] if self.source.samples and rollouts.sampled else None
             metrics |= await asyncio.to_thread(training_step.metrics, sampled_s, rollouts.filtered)
+        is_synced = False
         try:
             await self._sync_weights(watch)
+            is_synced = True
         finally:  # the step is trained, and saved, also if its weights do not reach the engines
             with watch("record"):
                 metrics |= self.source.metrics() | self.steps.estimators.metrics()
@@ -121,7 +135,13 @@ class Trainer:
             self.spent_s += seconds
             self._between_steps = Stopwatch()
             with self._between_steps("log"):
-                self._log(training_step, metrics | watch.step_metrics(seconds))
+                metrics |= watch.step_metrics(seconds)
+                added: dict[str, float] = {}
+                try:
+                    if is_synced:
+                        added = await self.callbacks.on_step(metrics)
+                finally:
+                    self._log(training_step, metrics | added)
 
     def _log(self, training_step: TrainingStep, metrics: Mapping[str, float]) -> None:
         """Log the metrics and rollouts of the step that has ended, and print warnings about them."""
@@ -151,10 +171,14 @@ class Trainer:
         self.view.phase("weights")
         with waiting(PHASE, f"step {self.step}", "weights"):
             await self.source.sync_weights(self.steps.learner, self.step, watch)
+        if self.source.samples:
+            await self.callbacks.on_weights_synced()
 
     def _is_finished(self) -> bool:
         seconds_left = self._seconds_left()
-        return self.step >= self.source.steps or (seconds_left is not None and seconds_left <= 0)
+        return (
+            self.callbacks.stops or self.step >= self.source.steps or (seconds_left is not None and seconds_left <= 0)
+        )
 
     def _seconds_left(self) -> float | None:
         """Return what is left of ``train.minutes``, or None without that limit."""
@@ -194,8 +218,21 @@ class Trainer:
             if self.saved == self.step:
                 self.checkpoints.save_state(self.step, state)
             else:
-                await asyncio.to_thread(self.checkpoints.save, self.step, self.steps.learner, state, self.steps.critic)
+                save, learner = self.checkpoints.save, self.steps.learner
+                self._unannounced.append(await asyncio.to_thread(save, self.step, learner, state, self.steps.critic))
         self.saved = self.step
+
+    async def _checkpoint(self) -> None:
+        """Begin to write a checkpoint, once the one before is complete and the callbacks know of it."""
+        await self._finish_save()
+        await self._announce_checkpoints()
+        await self._save()
+
+    async def _announce_checkpoints(self) -> None:
+        """Tell the callbacks of checkpoints, which are complete."""
+        paths, self._unannounced = self._unannounced, []
+        for path in paths:
+            await self.callbacks.on_checkpoint(path)
 
     async def _finish_save(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
@@ -203,7 +240,7 @@ class Trainer:
             try:
                 await asyncio.to_thread(self.checkpoints.finish)
             except Exception:
-                self.saved = -1
+                self.saved, self._unannounced = -1, []
                 raise
 
     async def _save_after(self, error: BaseException) -> None:
@@ -217,5 +254,8 @@ class Trainer:
         try:
             await self._save()
             await self._finish_save()
+            await self._announce_checkpoints()
+        except CallbackError as second:
+            self.view.note(f"warning: {second}")
         except (AgentrlError, OSError) as second:  # a full disk refuses both
             self.view.note(f"could not save step {self.step} after {type(error).__name__}: {second}")

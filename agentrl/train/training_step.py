@@ -21,12 +21,14 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import WHOLE_STEP, RowSignals, StepPart, pack
 from agentrl.batch.provenance import check_graded
 from agentrl.batch.sequences import RowValues
+from agentrl.core.callback import OptimizerBatch
 from agentrl.core.errors import LearnerError
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.viewer.terminal import rollout_panel
 from agentrl.obs.waiting import PHASE, waiting
+from agentrl.train.callbacks import RunCallbacks
 from agentrl.train.rollout_source import RolloutSource, StepRollouts, TaskPosition
 from agentrl.train.step_metrics import (
     live_share,
@@ -341,6 +343,8 @@ class StepTrainer:
     """Predicts values, if the estimator needs them."""
     teachers: Teachers | None = None
     """The teachers of on-policy distillation."""
+    callbacks: RunCallbacks = field(default_factory=RunCallbacks)
+    """The run's."""
     optimizer_steps: int = field(default=0, init=False)
     """That learner and critic have taken in the unfinished training step."""
 
@@ -362,6 +366,7 @@ class StepTrainer:
         with watch("record"):
             if step == 0:
                 self._show_best(rollouts.rollouts)
+            await self.callbacks.on_rollouts(rollouts.rollouts)
         training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts)
         training_step.scores = await self._score(training_step, early, watch)
 
@@ -379,7 +384,10 @@ class StepTrainer:
             with watch("train"), waiting(PHASE, name, "train"):
                 metrics = await self._train_critic(training_step)
                 trained: list[Mapping[str, float]] = []
-                for batch in batches:
+                for index, batch in enumerate(batches):
+                    await self.callbacks.on_batch(
+                        OptimizerBatch(step + 1, index, len(batches), batch.policy, batch.lr_scale, batch.metrics)
+                    )
                     trained.append({**batch.metrics, **await asyncio.to_thread(self.learner.train_step, batch)})
                     self.optimizer_steps += 1
             if trained:

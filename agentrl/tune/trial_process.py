@@ -24,7 +24,7 @@ from agentrl.core.errors import AgentrlError
 from agentrl.obs.console import log_to_stderr, make_console
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.step_times import StepTimes, StepTracker
-from agentrl.train.run import run_training
+from agentrl.train.run import RunExtras, run_training
 from agentrl.train.sampling import Sampling
 from agentrl.train.trainer import Trainer
 
@@ -112,7 +112,7 @@ def main() -> None:
     tracker = StepTracker(connection.send)
     trainer = partial(TrialTrainer, connection=connection, restart_measurement=tracker.restart)
     try:
-        asyncio.run(run_training(config, make_console(), trackers=[tracker], make_trainer=trainer))
+        asyncio.run(run_training(config, make_console(), extras=RunExtras([tracker], make_trainer=trainer)))
     except AgentrlError as error:
         with suppress(OSError):  # the command has closed it
             connection.send(f"{type(error).__name__}: {error}")
