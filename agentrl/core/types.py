@@ -323,7 +323,7 @@ class ToolUse:
 
     calls: int = 0
     failed: int = 0
-    """Calls that ended with another status than ``OK``."""
+    """Calls that ended with another status than ``OK`` or ``INVALID``: the tool ran, or should have, and failed."""
     seconds: float = 0.0
     """Sum of their wall times."""
 

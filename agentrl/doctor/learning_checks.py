@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 from math import hypot, isnan, nan
 from statistics import median, stdev
@@ -51,30 +51,46 @@ LARGE_NORM = 100.0
 for half of the steps."""
 PROMPTS = 8
 """Recorded prompts in which the environment's tools are looked for."""
+FAILING = 0.3
+"""From this share on failures of a tool are a problem."""
+SLOW_TOOLS = 0.5
+"""From this share of the slots' time on episodes wait for tools too long."""
+FEW_SLOTS, ROLLOUT_SHARE = 8, 0.7
+"""A step with so many times the episodes that run at a time, and this share of its time in sampling, waits for them."""
+CONSTANT_STEPS = 3
+"""Least steps in which all rewards are equal."""
+CHANGED_LENGTH = 1.15
+"""Turns that are so many times as long, or as short, are those of another policy."""
 COLLAPSE_STEPS = 10
 """Least steps for a judgement of a reward that collapses."""
 
 
 def learning_findings(run: RunRecord) -> Iterator[Finding]:
     """Yield what keeps the run from learning, and what makes it slow."""
+    # Causes stand before their symptoms: without reward variance, for example, every other metric is still.
     for check in (
-        _unread_tools,
-        _variance,
-        _filtered_groups,
-        _truncated_episodes,
-        _length,
-        _untrained_tokens,
-        _critic,
-        _reward,
-        _evaluations,
-        _entropy,
-        _kl,
-        _mismatch,
-        _ratio,
         _null_metrics,
         _gradients,
+        _kl,
         _gradient_norm,
+        _mismatch,
+        _unread_tools,
+        _failing_tools,
+        _truncated_episodes,
+        _cut_turns,
+        _filtered_groups,
+        _entropy,
+        _constant_reward,
+        _variance,
         _unchanged_weights,
+        _evaluations,
+        _reward,
+        _untrained_tokens,
+        _ratio,
+        _critic,
+        _length,
+        _slow_tools,
+        _few_slots,
         _idle,
     ):
         yield from check(run)
@@ -102,29 +118,134 @@ def _unread_tools(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "the policy never reads its tools", evidence, advice)
 
 
+def _failing_tools(run: RunRecord) -> Iterator[Finding]:
+    """Yield the tools that answer too few calls."""
+    for name in _tool_names(run):
+        calls, shares = run.recent(f"tool/{name}/calls", RECENT), run.recent(f"tool/{name}/failed_share", RECENT)
+        share = sum(count * failed for count, failed in zip(calls, shares, strict=True)) / sum(calls)
+        if share >= FAILING:
+            evidence = (f"{share:.0%} of {sum(calls):.0f} calls of {name} in the last {len(calls)} steps",)
+            advice = (
+                f"`agentrl view --steps` shows what {name} answers; run it by hand: it raises, times out or is killed",
+                "the tool's timeout_s; sandbox.limits for code",
+            )
+            yield Finding("problem", "calls of a tool fail", evidence, advice)
+
+
+def _slow_tools(run: RunRecord) -> Iterator[Finding]:
+    """Yield that episodes wait for tools most of the time, with the tool that takes the most of it."""
+    waiting = run.recent("slot_idle/tools", RECENT)
+    seconds = {
+        name: sum(
+            count * each
+            for count, each in zip(
+                run.recent(f"tool/{name}/calls", RECENT), run.recent(f"tool/{name}/seconds", RECENT), strict=True
+            )
+        )
+        for name in _tool_names(run)
+    }
+    if not seconds or not waiting or mean(waiting) < SLOW_TOOLS:
+        return
+    slowest = max(seconds, key=lambda name: seconds[name])
+    evidence = (
+        f"slot_idle/tools is {mean(waiting):.2f} over the last {len(waiting)} steps",
+        f"tool/{slowest}/seconds is {mean(run.recent(f'tool/{slowest}/seconds', RECENT)):.2f}; "
+        f"{seconds[slowest] / sum(seconds.values()):.0%} of the time in tools",
+    )
+    advice = (
+        f"make {slowest} faster, or give its server more workers or machines (tools.{slowest}.url takes several)",
+        "a larger rollout.concurrency, so that engines work meanwhile",
+    )
+    yield Finding("hint", "episodes wait for a tool most of the time", evidence, advice)
+
+
+def _tool_names(run: RunRecord) -> list[str]:
+    """Return the names of the tools that were called in the last steps."""
+    keys = {key for row in run.steps[-RECENT:] for key in row if key.startswith("tool/") and key.endswith("/calls")}
+    return sorted(key.removeprefix("tool/").removesuffix("/calls") for key in keys)
+
+
+def _cut_turns(run: RunRecord) -> Iterator[Finding]:
+    """Yield that most turns are cut since the start and nothing is learned; an environment may read the beginning alone."""
+    shares, flat = run.recent("rollout/cut_turns", RECENT), run.recent("train/flat_groups", RECENT)
+    first = [_cut_share(row) for row in run.steps[:3]]
+    if shares and min(mean(shares), mean(first)) >= TRUNCATED and flat and mean(flat) >= FLAT_GROUPS:
+        evidence = (
+            f"rollout/cut_turns is {mean(shares):.2f} over the last {len(shares)} steps: turns that end by a limit of tokens",
+            f"sampler.max_new_tokens={run.config.sampler.max_new_tokens}",
+        )
+        advice = ("raise sampler.max_new_tokens, rollout.max_tokens", "algo.overlong shapes the reward of long answers")
+        yield Finding("problem", "limits cut most turns", evidence, advice)
+
+
+def _constant_reward(run: RunRecord) -> Iterator[Finding]:
+    """Yield that every reward is the same, since a step or from the start, and whether the policy has changed with it."""
+    rows = [row for row in run.steps if not isnan(row.get("train/reward", nan))]
+    value = rows[-1]["train/reward"] if rows else 0.0
+    constant = [row.get("train/flat_groups") == 1.0 and abs(row["train/reward"] - value) < 1e-9 for row in rows]
+    count = next((number for number, same in enumerate(reversed(constant)) if not same), len(rows))
+    if count < CONSTANT_STEPS or value >= SOLVED:
+        return
+    before, since = rows[:-count], rows[-count:]
+    evidence = [f"train/reward is {value:g} and train/flat_groups is 1 in the last {count} of {len(run.steps)} steps"]
+    advice = [
+        f"reward.function: one that catches errors, such as those of a judge, and returns {value:g} hides them; let it raise. "
+        "`agentrl view` shows what it was given",
+        "rollout.n_samples_per_prompt, sampler.temperature, easier tasks or model.warm_start, if the policy never succeeds",
+    ]
+    title = f"every reward is {value:g}, so there is nothing to learn from"
+    if before:
+        title = f"every reward is {value:g} since step {since[0]['step']:.0f}, so there is nothing to learn from"
+        evidence.append(
+            f"before: {min(row['train/reward'] for row in before):.3f} to {max(row['train/reward'] for row in before):.3f}"
+        )
+        (first_length, length), (first_cut, cut) = (
+            [mean([read(row) for row in part]) for part in (before, since)] for read in (_turn_length, _cut_share)
+        )
+        if not 1 / CHANGED_LENGTH < length / max(first_length, 1e-9) < CHANGED_LENGTH or cut > first_cut + FAILING:
+            title = f"the policy broke before step {since[0]['step']:.0f}: every reward is {value:g} since"
+            evidence += [
+                f"tokens of a turn: {first_length:.1f} before, {length:.1f} since",
+                f"rollout/cut_turns: {first_cut:.2f} before, {cut:.2f} since",
+            ]
+            rate = run.config.learner.optimizer.lr
+            advice.insert(0, f"learner.optimizer.lr={rate} is too high, or a step had too few rows")
+    yield Finding("problem", title, tuple(evidence), tuple(advice))
+
+
+def _turn_length(row: Mapping[str, float]) -> float:
+    """Return the sampled tokens of a step by its turns."""
+    return row.get("rollout/sampled_tokens", 0.0) / max(
+        1.0, row.get("rollout/episodes", 0.0) * row.get("rollout/turns", 0.0)
+    )
+
+
+def _cut_share(row: Mapping[str, float]) -> float:
+    return row.get("rollout/cut_turns", 0.0)
+
+
 def _variance(run: RunRecord) -> Iterator[Finding]:
     flat, rewards = run.recent("train/flat_groups", RECENT), run.recent("train/reward", RECENT)
     if not flat or mean(flat) < FLAT_GROUPS:
         return
+    if any(_constant_reward(run)):
+        return
     skipped = len(run.recent("train/skipped", RECENT))
-    spread = max(rewards) - min(rewards)
     evidence = [
         f"train/flat_groups is {mean(flat):.2f} over the last {len(flat)} steps: groups whose rewards are all equal",
         f"train/reward is {mean(rewards):.3f}, {min(rewards):.3f} to {max(rewards):.3f}",
     ]
     if skipped:
         evidence.append(f"{skipped} of these steps trained nothing (train/skipped)")
-    advice = [
+    advice = (
         "rollout.n_samples_per_prompt: more samples find a rare success; sampler.temperature: 0 makes all samples alike",
         "the tasks are too hard or all solved: choose others (tasks.options, data.path), or begin with model.warm_start",
-    ]
-    if spread < 1e-9:
-        advice.insert(0, "all rewards are the same: check the reward function with `agentrl view`")
+    )
     yield Finding(
         "problem",
         "almost no group has reward variance, so there is nothing to learn from",
         tuple(evidence),
-        tuple(advice),
+        advice,
     )
 
 
@@ -222,6 +343,8 @@ def _critic(run: RunRecord) -> Iterator[Finding]:
 
 
 def _reward(run: RunRecord) -> Iterator[Finding]:
+    if any(_constant_reward(run)):
+        return
     key = "rollout/unfiltered_reward" if run.values("rollout/unfiltered_reward") else "train/reward"
     rewards = run.values(key)
     if len(rewards) < FLAT_STEPS:
@@ -444,13 +567,27 @@ def _unchanged_weights(run: RunRecord) -> Iterator[Finding]:
     unchanged = run.recent("sync/unchanged", RECENT)
     if unchanged and min(unchanged) > 0:
         evidence.append(f"sync/unchanged is 1 in the last {len(unchanged)} steps")
-    if evidence:
+    if evidence and not any(_constant_reward(run)):
         advice = (
             "learner.optimizer, with its warm-up and decay; all advantages are 0 if no group has reward variance",
         )
         yield Finding(
             "problem", "optimizer steps change no weight, so a weight sync changes nothing", tuple(evidence), advice
         )
+
+
+def _few_slots(run: RunRecord) -> Iterator[Finding]:
+    """Yield that the run is bound by sampling, with few of a step's episodes at a time."""
+    episodes, slots = run.recent("rollout/episodes", RECENT), run.config.rollout.concurrency
+    rollout_s, step_s = run.recent("time/rollout_s", RECENT), run.recent("time/step_s", RECENT)
+    if len(rollout_s) < RECENT or mean(episodes) < FEW_SLOTS * slots or mean(rollout_s) < ROLLOUT_SHARE * mean(step_s):
+        return
+    evidence = (
+        f"rollout.concurrency={slots}, and a step has {mean(episodes):.0f} episodes",
+        f"time/rollout_s is {mean(rollout_s):.1f} of {mean(step_s):.1f} seconds of a step",
+    )
+    advice = ("raise rollout.concurrency: engines compute requests together; sampler.max_running limits them, too",)
+    yield Finding("hint", "sampling takes most of a step, with a low concurrency", evidence, advice)
 
 
 def _idle(run: RunRecord) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shlex
 import time
@@ -15,6 +17,7 @@ QUIET_STEPS = 5
 """A run that has written nothing for as long as so many steps hangs, unless `obs.stall_warning_s` is longer."""
 SHOWN_WAITS = 6
 LEAST_FREE_GIB = 1.0
+DISK_ADVICE = "train.keep sets how many checkpoints are kept, obs.rollouts which rollouts are written; or move run.dir"
 MEMORY_ADVICE = {
     "trainer": "lower rollout.concurrency or rollout.batch_size",
     "learner": "a checkpoint is copied to host memory first (train.save_every); on a CPU lower batch.tokens_per_micro",
@@ -55,6 +58,8 @@ def _state(run: RunRecord) -> Finding:
         title = "the run was stopped" if run.end.error == "RunStopped" else "the run has failed"
         first = run.end.message.strip().splitlines() or [""]
         evidence = (done, f"{run.end.error}: {first[0]}", f"at {_clock(run.end.time)}")
+        if os.strerror(errno.ENOSPC) in run.end.message:
+            return Finding("problem", f"{title}, because the disk is full", evidence, (DISK_ADVICE, _resume(run)))
         return Finding("problem", title, evidence, (_resume(run),))
     if run.holder is None:
         return Finding("state", "no process has run here yet", (f"{run.folder} has no lock",))
@@ -153,10 +158,7 @@ def _disk(run: RunRecord) -> Iterator[Finding]:
     free = run.free_bytes / GIB
     if free < max(LEAST_FREE_GIB, size / GIB):
         evidence = f"{free:.2f} GiB are free; the newest checkpoint has {size / GIB:.2f} GiB"
-        advice = (
-            "train.keep sets how many checkpoints are kept, obs.rollouts which rollouts are written; or move run.dir",
-        )
-        yield Finding("problem", "the disk of the run folder is full", (evidence,), advice)
+        yield Finding("problem", "the disk of the run folder is full", (evidence,), (DISK_ADVICE,))
 
 
 def _memory(run: RunRecord) -> Iterator[Finding]:

@@ -120,7 +120,7 @@ class ToolRunner:
             result = await self._answer(call, tools)
         finally:
             use.seconds += time.monotonic() - started
-        use.failed -= result.status is ToolStatus.OK
+        use.failed -= result.status in (ToolStatus.OK, ToolStatus.INVALID)
         return result
 
     async def _answer(self, call: ToolCall, tools: Mapping[str, Tool]) -> ToolResult:

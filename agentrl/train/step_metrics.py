@@ -9,7 +9,7 @@ import numpy as np
 from agentrl.batch.groups import RolloutGroups, group_rollouts
 from agentrl.batch.sequences import RowValues, group_sequences
 from agentrl.core.task import task_source_name
-from agentrl.core.types import Rollout
+from agentrl.core.types import FinishReason, Rollout
 from agentrl.evaluation.intervals import mean
 from agentrl.evaluation.metrics import rollout_means
 
@@ -39,6 +39,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
         "rollout/episodes": float(len(rollouts)),
         "rollout/dropped": float(groups.dropped),
         "rollout/turns": mean([float(len(rollout.turns)) for rollout in rollouts]),
+        "rollout/cut_turns": _cut_turns(rollouts),
         "rollout/sampled_tokens": float(sampled),
     }
     if sampled_s is not None:
@@ -134,6 +135,12 @@ def value_metrics(
     if len(returns_S) and np.ptp(returns_S):
         metrics["train/value_explained_variance"] = float(1 - np.var(returns_S - values_S) / np.var(returns_S))
     return metrics
+
+
+def _cut_turns(rollouts: Sequence[Rollout]) -> float:
+    """Return the share of turns that ``sampler.max_new_tokens`` or a limit of the episode's tokens cut."""
+    reasons = [turn.finish_reason for rollout in rollouts for turn in rollout.turns]
+    return reasons.count(FinishReason.LENGTH) / max(1, len(reasons))
 
 
 def _tool_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -453,3 +453,70 @@ def test_a_group_that_does_not_end(run):
         finding = run.steps(3).found()["a group of episodes does not end"]
     assert "group 3, admitted 2.0h ago with policy version 1, has not ended" in finding.evidence
     assert "the last 1 groups took 3m (median), at most 3m" in finding.evidence
+
+
+# Causes before symptoms
+
+
+FLAT = {"train__flat_groups": lambda step: 1.0 if step > 12 else 0.2}
+SIZES = {"rollout__turns": 1.0, "rollout__cut_turns": 0.0}
+
+
+def test_a_reward_that_is_constant_since_a_step(run):
+    """The policy writes as before: it is the reward function."""
+    rewards = {"train__reward": lambda step: 0.0 if step > 12 else 0.4}
+    findings = run.steps(30, rollout__sampled_tokens=1000.0, **FLAT, **SIZES, **rewards).found()
+    finding = findings[problems(findings)[0]]
+    assert finding.title == "every reward is 0 since step 13, so there is nothing to learn from"
+    assert finding.evidence[1] == "before: 0.400 to 0.400"
+    assert "reward.function" in finding.advice[0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rollout__sampled_tokens": lambda step: 1000.0 if step <= 12 else 1200.0},
+        {"rollout__sampled_tokens": 1000.0, "rollout__cut_turns": lambda step: 0.1 if step <= 12 else 0.9},
+    ],
+)
+def test_a_policy_that_broke(run, changed):
+    rewards = {"train__reward": lambda step: 0.0 if step > 12 else 0.4}
+    findings = run.steps(30, **FLAT | SIZES | rewards | changed).found()
+    finding = findings["the policy broke before step 13: every reward is 0 since"]
+    assert problems(findings)[0] == finding.title
+    assert "learner.optimizer.lr" in finding.advice[0]
+
+
+def test_a_reward_that_was_never_another(run):
+    findings = run.steps(30, train__reward=0.5, train__flat_groups=1.0).found()
+    assert problems(findings) == ["every reward is 0.5, so there is nothing to learn from"]
+    solved = run.steps(30, train__reward=1.0, train__flat_groups=1.0).found()
+    assert not any("every reward" in title for title in solved)
+
+
+def test_turns_that_are_cut(run):
+    findings = run.steps(30, rollout__cut_turns=0.8, train__reward=0.0, train__flat_groups=1.0).found()
+    assert problems(findings)[0] == "limits cut most turns"
+    assert "sampler.max_new_tokens" in findings["limits cut most turns"].advice[0]
+
+
+def test_tools_that_fail_and_tools_that_are_slow(run):
+    tools = {"tool/slow/calls": 50.0, "tool/slow/seconds": 3.0, "tool/slow/failed_share": 0.0}
+    tools |= {"tool/quick/calls": 100.0, "tool/quick/seconds": 0.1, "tool/quick/failed_share": 0.1}
+    findings = run.steps(30, slot_idle__tools=0.7, **tools).found()
+    assert problems(findings) == ["episodes wait for a tool most of the time"]
+    (finding,) = (finding for finding in findings.values() if finding.severity != "state")
+    assert finding.evidence[1] == "tool/slow/seconds is 3.00; 94% of the time in tools"
+    assert problems(run.steps(30, slot_idle__tools=0.2, **tools).found()) == []
+    findings = run.steps(30, **tools | {"tool/quick/failed_share": lambda step: step / 60}).found()
+    assert problems(findings) == ["calls of a tool fail"]
+    assert findings["calls of a tool fail"].evidence == ("42% of 1000 calls of quick in the last 10 steps",)
+
+
+def test_few_episodes_at_a_time(run):
+    save_config(validate({"train": {"steps": 60}, "rollout": {"concurrency": 8}}), run.folder)
+    assert problems(run.steps(30, time__rollout_s=8.0).found()) == [
+        "sampling takes most of a step, with a low concurrency"
+    ]
+    assert problems(run.steps(30, time__rollout_s=5.0).found()) == []
+    assert problems(run.steps(30, time__rollout_s=8.0, rollout__episodes=60.0).found()) == []
