@@ -55,6 +55,7 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "ro
 """Keys that ask for GPUs, for a tool server that the reader has started, or for an agent program."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
+TUTORIALS = ROOT / "docs" / "tutorials"
 RUN_HERE = {"doctor", "init", "env", "template", "models", "plan"}
 """Commands that only read or write files."""
 
@@ -114,12 +115,20 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).write_text(text)
     if page.parent.parent == ROOT / "examples":
         shutil.copytree(page.parent, tmp_path, dirs_exist_ok=True)
-    for name in re.findall(r"<!-- example: (\S+) -->", page.read_text()):
-        (tmp_path / name).write_text(example(name, page))
+    tutorials = page.parent == TUTORIALS  # a later one uses files of earlier ones
+    for shown in sorted(TUTORIALS.glob("*.md")) if tutorials else [page]:
+        for name in re.findall(r"<!-- example: (\S+) -->", shown.read_text()):
+            (tmp_path / name).write_text(example(name, shown))
+    if tutorials:
+        row = '{"prompt": "Who?", "label": "a", "pages": {}}\n'
+        (tmp_path / "train.jsonl").write_text(row)
+        (tmp_path / "eval.jsonl").write_text(row.replace("Who", "What") * 50)
     monkeypatch.chdir(tmp_path)
     words = ALL[request.node.callspec.params["line"]].words
-    if "--resume" in words or words[0] == "doctor":
-        add_run("runs/search_r1-20261121-120000")
+    if "--resume" in words:
+        add_run(next((word[8:] for word in words if word.startswith("run.dir=")), "runs/search_r1-20261121-120000"))
+    if words[0] == "doctor":
+        add_run(words[1])
     if page.name == "checkpoints.md":
         add_run("runs/first")
     return tmp_path

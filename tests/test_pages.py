@@ -24,13 +24,13 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in {"runs", "template"} for part in path.relative_to(ROOT).parts)
 )
-HOW_TO = ROOT / "docs" / "how_to"
-TASKSETS = HOW_TO / "tasksets.md"
-EXTENSIONS = (
-    "algorithm", "chat_format", "environment", "evaluation", "learner", "mixed", "multi_agent", "reward", "sandbox_backend",
-    "tasksets", "tool", "weight_transport",
+TASKSETS = ROOT / "docs" / "how_to" / "tasksets.md"
+GUIDES = (
+    "how_to/algorithm", "how_to/chat_format", "how_to/environment", "how_to/evaluation", "how_to/learner", "how_to/mixed",
+    "how_to/multi_agent", "how_to/reward", "how_to/sandbox_backend", "how_to/tasksets", "how_to/tool",
+    "how_to/weight_transport", "tutorials/2_your_environment", "tutorials/3_your_tool_in_a_sandbox",
 )  # fmt: skip
-"""Guides to what users add; each shows a test of it."""
+"""Guides to what users write; each shows a test of it."""
 API = ROOT / "docs" / "reference" / "api.md"
 TOP_FOLDERS = "agentrl|configs|docs|envs|examples|tasks|tests|tools"
 
@@ -123,7 +123,7 @@ def test_names_in_the_specification_exist() -> None:
 
 def test_examples_of_guides_run(tmp_path: Path) -> None:
     """The files of all pages are put into one folder, where one pytest runs their tests."""
-    guides = {HOW_TO / f"{extension}.md" for extension in EXTENSIONS}
+    guides = {ROOT / "docs" / f"{guide}.md" for guide in GUIDES}
     examples = [(file, page) for page in guides for file in re.findall(r"<!-- example: (\S+) -->", page.read_text())]
     for file, page in examples:
         assert not (tmp_path / file).exists(), f"{file} is on two pages"
