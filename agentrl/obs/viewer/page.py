@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,16 @@ TokenText = str | bytes
 Decode = Callable[[Sequence[int]], list[TokenText]]
 """Returns the text of each id, such that the concatenated texts are the text of all ids."""
 
-SCRIPTS = ("data.js", "select.js", "list.js", "tokens.js", "detail.js", "group.js", "agents.js", "curve.js", "app.js")
-"""Files of the page's script, concatenated in this order."""
+MODULES = ("dom.js", "rollouts.js", "tokens.js", "detail.js", "group.js", "agents.js")
+"""Modules of the view of a rollout, its group and its episode; `agentrl.dashboard` serves them as they are."""
+
+SCRIPTS = (*MODULES, "data.js", "select.js", "list.js", "curve.js", "app.js")
+"""Files of the page's script, concatenated in this order, without the imports and exports of the modules."""
+
+STYLES = ("rollout.css", "page.css")
+"""Files of the page's style; the first is that of the modules."""
+
+_MODULE_SYNTAX = re.compile(r"^(?:import .*;$|export )", re.MULTILINE)
 
 CURVE_POINTS = 2000
 """Most steps of ``metrics.jsonl`` in the page, evenly spaced; steps with an evaluation are all kept."""
@@ -153,10 +162,9 @@ def _script_safe(value: Any) -> str:
 
 def _assemble(parts: Mapping[str, str]) -> bytes:
     assets = files("agentrl.obs.viewer") / "assets"
-    style = (assets / "page.css").read_text(encoding="utf-8")
-    script = (
-        "'use strict';\n(() => {\n" + "\n".join((assets / name).read_text("utf-8") for name in SCRIPTS) + "\n})();\n"
-    )
+    style = "\n".join((assets / name).read_text("utf-8") for name in STYLES)
+    source = "\n".join((assets / name).read_text("utf-8") for name in SCRIPTS)
+    script = "'use strict';\n(() => {\n" + _MODULE_SYNTAX.sub("", source) + "\n})();\n"
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
     values = {**parts, "style": style, "script": script, "policy": policy}
     template = (assets / "page.html").read_text(encoding="utf-8")

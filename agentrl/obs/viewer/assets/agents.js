@@ -1,5 +1,11 @@
 // The agents of an episode side by side: a column an agent, its turns in the rows of the steps in which they were.
 
+import { h, num, plural, signed } from './dom.js';
+import { GROUPS, R, SAMPLED, atToken, hitsOf, openRollout, page, rewardColor, tokenTexts } from './rollouts.js';
+import { drawBlock, textNodes, versionsOf, watchTokens } from './tokens.js';
+import { failureBox, paint } from './detail.js';
+import { stretches } from './group.js';
+
 /** The rollouts of an episode. */
 function episodeOf(i) {
   if (R.episode[i] < 0) return [];
@@ -48,10 +54,10 @@ function seatHead(seat, reward, column, here) {
       advantage === null ? null : h('span', { class: `advantage ${advantage > 0 ? 'up' : advantage < 0 ? 'down' : ''}` }, signed(advantage)),
       h('b', {}, seat.agent), seat.role === seat.agent ? null : h('span', {}, seat.role)),
     h('div', { class: 'ids' }, `played by ${seat.player}`,
-      member === undefined ? null : h('button', { type: 'button', title: 'Open it', onclick: () => show(member, { view: 'rollout' }) }, R.id[member])));
+      member === undefined ? null : h('button', { type: 'button', title: 'Open it', onclick: () => page.show(member, { view: 'rollout' }) }, R.id[member])));
 }
 
-async function drawAgents(i) {
+export async function drawAgents(i) {
   const members = episodeOf(i);
   const rollouts = await Promise.all(members.map(openRollout));
   const { seats, seat_rewards: rewards } = (await openRollout(i)).player;

@@ -1,7 +1,6 @@
 // The page: what is shown follows `state`; keys, the address, and the start.
 
 const painters = [];
-let drawing = 0;
 
 /** The filters changed: list, filters and curve follow; the open rollout stays. */
 function filtersChanged() {
@@ -12,13 +11,14 @@ function filtersChanged() {
 }
 
 let ownHash = '';
+page.changed = writeHash;
 function writeHash() {
   ownHash = toHash();
   history.replaceState(null, '', ownHash);
 }
 
 /** Open a rollout; `changes` are of the state, such as `{view: 'group'}`. */
-async function show(i, changes = {}) {
+page.show = async function show(i, changes = {}) {
   if (i !== state.selected) state.row = 0;
   Object.assign(state, { selected: i }, changes);
   hideCard();
@@ -28,34 +28,7 @@ async function show(i, changes = {}) {
   drawCurve();
   writeHash();
   await drawRight();
-}
-
-async function drawRight() {
-  const mine = ++drawing;
-  const i = state.selected;
-  const right = byId('right');
-  if (i < 0) {
-    right.replaceChildren(h('p', { class: 'quiet middle' }, COUNT ? 'No rollout fits the filters.' : 'No rollouts.'));
-    return;
-  }
-  const rollout = await openRollout(i);
-  if (state.view === 'agents' && R.episode[i] < 0) state.view = 'rollout';
-  const body = state.view === 'group' ? await drawGroup(i) : state.view === 'agents' ? await drawAgents(i) : drawRollout(i, rollout);
-  if (mine !== drawing) return;
-  const why = VOCABULARY.why ? [h('div', { class: 'no-text' }, `Tokens are shown as ids: ${VOCABULARY.why}`)] : [];
-  right.replaceChildren(head(i, rollout), ...why, body);
-  byId('legend').replaceChildren(...legend(rollout));
-  right.dataset.rollout = R.id[i];
-  if (search.words) document.querySelector('#text .hit')?.scrollIntoView({ block: 'center' });
-}
-
-async function setMode(mode) {
-  state.mode = mode;
-  document.body.dataset.mode = mode;
-  for (const button of document.querySelectorAll('[data-mode-key]')) button.setAttribute('aria-checked', button.dataset.modeKey === mode);
-  writeHash();
-  if (state.selected >= 0) byId('legend')?.replaceChildren(...legend(await openRollout(state.selected)));
-}
+};
 
 /** Move through the list by `by` rollouts, or to the first of another group. */
 function move(by, groups) {
@@ -68,7 +41,7 @@ function move(by, groups) {
     while (CHOSEN[to] !== undefined && R.group[CHOSEN[to]] === group) to += by;
     while (by < 0 && to > 0 && R.group[CHOSEN[to - 1]] === R.group[CHOSEN[to]]) to--;
   }
-  if (CHOSEN[to] !== undefined) show(CHOSEN[to]);
+  if (CHOSEN[to] !== undefined) page.show(CHOSEN[to]);
 }
 
 function clearFilters() {
@@ -80,9 +53,9 @@ function clearFilters() {
 const KEYS = [
   ['j  k', 'next, previous rollout', { j: () => move(1), k: () => move(-1) }],
   [']  [', 'next, previous group', { ']': () => move(1, true), '[': () => move(-1, true) }],
-  ['g', 'group side by side, and back', { g: () => state.selected >= 0 && show(state.selected, { view: state.view === 'group' ? 'rollout' : 'group' }) }],
+  ['g', 'group side by side, and back', { g: () => state.selected >= 0 && page.show(state.selected, { view: state.view === 'group' ? 'rollout' : 'group' }) }],
   ['a', 'agents of an episode side by side, and back', { a: () => state.selected >= 0 && R.episode[state.selected] >= 0
-    && show(state.selected, { view: state.view === 'agents' ? 'rollout' : 'agents' }) }],
+    && page.show(state.selected, { view: state.view === 'agents' ? 'rollout' : 'agents' }) }],
   ['1 2 3 4', 'colour by who made it, log-probability, version, advantage',
     Object.fromEntries(MODES.map(({ key }, k) => [String(k + 1), () => setMode(key)]))],
   ['/', 'search', { '/': () => byId('search').focus() }],
@@ -154,7 +127,7 @@ async function start() {
   byId('search').addEventListener('keydown', (event) => {
     if (event.key !== 'Enter' || !CHOSEN.length) return;
     event.target.blur();
-    show(CHOSEN[0]);
+    page.show(CHOSEN[0]);
   });
   byId('list').addEventListener('scroll', drawList, { passive: true });
   new ResizeObserver(drawList).observe(byId('list'));

@@ -1,5 +1,11 @@
 // The open rollout: its head, its tokens, and what is known of it beside them.
 
+import { byId, h, num, plural, signed } from './dom.js';
+import { GROUPS, INDEX, R, STRONGEST, VOCABULARY, hitsOf, openRollout, page, rewardColor, search, state, tokenTexts } from './rollouts.js';
+import { HEAT, MODES, drawRow, drawTexts, heatOf, hideCard, pin, versionsOf, visible, watchTokens } from './tokens.js';
+import { drawGroup } from './group.js';
+import { drawAgents } from './agents.js';
+
 function head(i, rollout) {
   const group = GROUPS[R.group[i]];
   const stop = INDEX.stops[R.stop[i]];
@@ -8,7 +14,7 @@ function head(i, rollout) {
     `${plural(R.tokens[i], 'token')}, ${num(R.sampled[i])} sampled`, `${num(R.seconds[i], 1)} s`,
   ];
   const tab = (view, title) => h('button', { type: 'button', role: 'tab', 'aria-selected': state.view === view ? 'true' : 'false',
-    onclick: () => show(i, { view }) }, title);
+    onclick: () => page.show(i, { view }) }, title);
   return h('div', { class: 'head' },
     h('div', { class: 'name' },
       h('span', { class: 'big reward', style: { '--reward': rewardColor(R.reward[i]) } }, num(R.reward[i], 3)),
@@ -32,12 +38,12 @@ function head(i, rollout) {
 function siblings(i, group) {
   return h('div', { class: 'siblings', title: 'The rollouts of this prompt' }, group.members.map((member) => h('button', {
     type: 'button', class: member === i ? 'here' : '', title: `${R.id[member]}: reward ${num(R.reward[member])}`,
-    style: { '--reward': rewardColor(R.reward[member]) }, onclick: () => show(member) })));
+    style: { '--reward': rewardColor(R.reward[member]) }, onclick: () => page.show(member) })));
 }
 
 function rowTabs(i, rollout) {
   return h('div', { class: 'tabs rows' }, rollout.rows.map((row, k) => h('button', { type: 'button',
-    'aria-selected': k === state.row ? 'true' : 'false', onclick: () => show(i, { row: k }) }, `${row.agent} ${row.row}${row.fork ? ` · ${row.fork}` : ''}`)));
+    'aria-selected': k === state.row ? 'true' : 'false', onclick: () => page.show(i, { row: k }) }, `${row.agent} ${row.row}${row.fork ? ` · ${row.fork}` : ''}`)));
 }
 
 function legend(rollout) {
@@ -61,7 +67,7 @@ function legend(rollout) {
   return [2, 3, 4, 5, 0].filter((kind) => kinds.has(kind)).map((kind) => swatch(...words[kind]));
 }
 
-function paint(element, advantage) {
+export function paint(element, advantage) {
   const share = advantage === null ? 0 : Math.min(1, Math.abs(advantage) / STRONGEST);
   element.classList.toggle('good', advantage !== null && advantage > 0);
   element.classList.toggle('bad', advantage !== null && advantage < 0);
@@ -121,7 +127,7 @@ function jumpTo(row, t) {
   setTimeout(() => pin(span), 60);
 }
 
-function failureBox(i, rollout) {
+export function failureBox(i, rollout) {
   const boxes = [];
   if (rollout.failure) {
     boxes.push(h('div', { class: 'failure' }, h('b', {}, `${rollout.failure.kind} failure · ${rollout.failure.error}`), h('pre', {}, rollout.failure.message)));
@@ -138,4 +144,35 @@ function drawRollout(i, rollout) {
   paint(text, R.advantage[i]);
   watchTokens(text);
   return h('div', { class: 'body' }, text, beside(i, rollout));
+}
+
+let drawing = 0;
+
+/** Draw the open rollout, its group or its episode. */
+export async function drawRight() {
+  const mine = ++drawing;
+  const i = state.selected;
+  const right = byId('right');
+  if (i < 0) {
+    right.replaceChildren(h('p', { class: 'quiet middle' }, R?.id.length ? 'No rollout fits the filters.' : 'No rollouts.'));
+    return;
+  }
+  const rollout = await openRollout(i);
+  if (state.view === 'agents' && R.episode[i] < 0) state.view = 'rollout';
+  const body = state.view === 'group' ? await drawGroup(i) : state.view === 'agents' ? await drawAgents(i) : drawRollout(i, rollout);
+  if (mine !== drawing) return;
+  const why = VOCABULARY.why ? [h('div', { class: 'no-text' }, `Tokens are shown as ids: ${VOCABULARY.why}`)] : [];
+  right.replaceChildren(head(i, rollout), ...why, body);
+  byId('legend').replaceChildren(...legend(rollout));
+  right.dataset.rollout = R.id[i];
+  if (search.words) document.querySelector('#text .hit')?.scrollIntoView({ block: 'center' });
+}
+
+/** Colour the tokens in another way. */
+export async function setMode(mode) {
+  state.mode = mode;
+  document.body.dataset.mode = mode;
+  for (const button of document.querySelectorAll('[data-mode-key]')) button.setAttribute('aria-checked', button.dataset.modeKey === mode);
+  page.changed();
+  if (state.selected >= 0) byId('legend')?.replaceChildren(...legend(await openRollout(state.selected)));
 }

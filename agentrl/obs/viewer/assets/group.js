@@ -1,5 +1,10 @@
 // The rollouts of one prompt side by side. Those that are alike token by token share a column.
 
+import { h, num, plural, signed } from './dom.js';
+import { GROUPS, INDEX, R, hitsOf, openRollout, page, rewardColor } from './rollouts.js';
+import { drawRow, drawTexts, watchTokens } from './tokens.js';
+import { failureBox, paint } from './detail.js';
+
 const COLUMNS = 24;
 const COMPARED = 12e6;
 
@@ -23,7 +28,7 @@ function commonStart(rows) {
 }
 
 /** The stretches of a row that one made: the prompt, a turn, an observation. */
-function stretches(row) {
+export function stretches(row) {
   const found = [];
   for (let start = 0; start < row.tokens;) {
     const who = row.flags[start] & 3;
@@ -66,7 +71,7 @@ function mark(differs, at, a, b) {
   }
 }
 
-async function drawGroup(i) {
+export async function drawGroup(i) {
   const group = GROUPS[R.group[i]];
   const rollouts = await Promise.all(group.members.map(openRollout));
   const reward = ({ members }) => (members.includes(i) ? Infinity : R.reward[members[0]] ?? -Infinity);
@@ -120,7 +125,7 @@ function drawColumn({ row, rollout, members }, other, shared, here) {
         h('span', { class: 'aside' }, `${plural(R.turns[first], 'turn')} · ${num(R.tokens[first])}`,
           stop === 'terminated' ? '' : ` · ${stop.replace('_', ' ')}`)),
       h('div', { class: 'ids' }, members.slice(0, 12).map((member) => h('button', { type: 'button', class: member === here ? 'here' : '',
-        title: 'Open it', onclick: () => show(member, { view: 'rollout' }) }, R.id[member])),
+        title: 'Open it', onclick: () => page.show(member, { view: 'rollout' }) }, R.id[member])),
         members.length > 12 ? h('span', {}, `and ${members.length - 12} more`) : null)),
     failureBox(first, rollout),
     row ? drawRow(row, { hits: hitsOf(row), differs, advantage }, shared) : drawTexts(rollout),

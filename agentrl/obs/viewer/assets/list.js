@@ -68,7 +68,7 @@ function rewardBadge(i) {
 
 function groupLine(group) {
   const { step, excerpt, prompt, members, mean } = GROUPS[group];
-  return h('div', { class: 'line group', title: `${prompt}\n${excerpt}`, onclick: () => { show(members[0], { view: 'group' }); } },
+  return h('div', { class: 'line group', title: `${prompt}\n${excerpt}`, onclick: () => { page.show(members[0], { view: 'group' }); } },
     h('div', { class: 'first' }, h('b', {}, `step ${step}`), h('span', { class: 'words' }, excerpt || prompt),
       h('span', { class: 'aside' }, `mean ${num(mean, 2)}`)),
     h('div', { class: 'tiles', style: { background: stripes(members.map((i) => [rewardColor(R.reward[i]), 1])) } }));
@@ -79,7 +79,7 @@ function rolloutLine(i) {
   const stop = INDEX.stops[R.stop[i]];
   const grouped = state.sort === 'step';
   return h('div', { class: `line rollout${i === state.selected ? ' selected' : ''}${failed ? ' failed' : ''}`, role: 'option',
-    'aria-selected': i === state.selected ? 'true' : 'false', 'data-rollout': R.id[i], onclick: () => show(i) },
+    'aria-selected': i === state.selected ? 'true' : 'false', 'data-rollout': R.id[i], onclick: () => page.show(i) },
     h('div', { class: 'first' }, rewardBadge(i),
       h('span', { class: 'id' }, R.id[i]),
       stop === 'terminated' ? null : h('span', { class: `stop ${stop}` }, stop.replace('_', ' ')),

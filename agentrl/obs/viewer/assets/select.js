@@ -1,7 +1,7 @@
 // Which rollouts are listed, in which order.
 
 const NO_FILTERS = { step: null, reward: null, length: null, stop: [], status: [], q: '' };
-const state = { ...NO_FILTERS, sort: 'step', down: true, selected: -1, view: 'rollout', mode: 'who', row: 0 };
+Object.assign(state, NO_FILTERS, { sort: 'step', down: true });
 
 const RANGES = { step: R.step, reward: R.reward, length: R.tokens };
 
@@ -18,8 +18,6 @@ function statusesOf(i) {
   if (R.dropped[i]) statuses.push('dropped');
   return statuses.length ? statuses : ['whole'];
 }
-
-const search = { words: '', found: null, texts: new Array(COUNT), run: 0 };
 
 function matches(i) {
   for (const name of Object.keys(RANGES)) {
@@ -82,22 +80,6 @@ async function startSearch(words, changed) {
   }
   byId('search-state').textContent = '';
   changed();
-}
-
-/** Where the search words stand in a row: one flag a token. */
-function hitsOf(row) {
-  if (!search.words) return null;
-  const texts = tokenTexts(row).map((text) => text.toLowerCase());
-  const whole = texts.join('');
-  const hits = new Uint8Array(row.tokens);
-  let token = 0;
-  let end = texts.length ? texts[0].length : 0;
-  for (let at = whole.indexOf(search.words); at >= 0; at = whole.indexOf(search.words, at + search.words.length)) {
-    while (end <= at) end += texts[++token].length;
-    hits[token] = 1;
-    while (end < at + search.words.length) { end += texts[++token].length; hits[token] = 1; }
-  }
-  return hits;
 }
 
 // ---- the address: what is shown, so that a link shows it again

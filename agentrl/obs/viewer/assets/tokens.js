@@ -1,28 +1,31 @@
 // Tokens: their text in blocks by who made them, coloured in four ways, and the card on hover.
 
-const MODES = [
+import { byId, h, num, signed } from './dom.js';
+import { REASONS, SAMPLED, VOCABULARY, WHO, atToken, tokenTexts } from './rollouts.js';
+
+export const MODES = [
   { key: 'who', title: 'who made it' },
   { key: 'logprob', title: 'log-prob' },
   { key: 'version', title: 'version' },
   { key: 'advantage', title: 'advantage' },
 ];
-const HEAT = [0.01, 0.05, 0.15, 0.4, 0.9, 1.6, 2.5, 4, 6];
+export const HEAT = [0.01, 0.05, 0.15, 0.4, 0.9, 1.6, 2.5, 4, 6];
 const LONG = 900;
 const ENDS = 160;
 
-function heatOf(logprob) {
+export function heatOf(logprob) {
   let level = 0;
   while (level < HEAT.length && -logprob > HEAT[level]) level++;
   return level;
 }
 
 /** The versions of a row's sampled tokens, oldest first. */
-function versionsOf(row) {
+export function versionsOf(row) {
   return [...new Set(row.versions.map(([, version]) => version))].filter((version) => version >= 0).sort((a, b) => a - b);
 }
 
 /** Text with its line ends marked; an invisible token is marked too. */
-function textNodes(text) {
+export function textNodes(text) {
   if (text === '') return [h('i', { class: 'part' })];
   if (!text.includes('\n')) return [text];
   const nodes = [];
@@ -51,7 +54,7 @@ function tokenSpan(row, t, text, marks) {
 }
 
 /** Draw a row from token `from` on. `marks`: hits, differs, advantage. */
-function drawRow(row, marks, from = 0) {
+export function drawRow(row, marks, from = 0) {
   const texts = tokenTexts(row);
   const blocks = [];
   const versions = versionsOf(row);
@@ -71,7 +74,7 @@ function drawRow(row, marks, from = 0) {
   return blocks;
 }
 
-function drawBlock(row, texts, start, end, marks, who, title) {
+export function drawBlock(row, texts, start, end, marks, who, title) {
   const body = h('div', { class: 'words' });
   const spans = (from, to) => {
     const made = [];
@@ -89,7 +92,7 @@ function drawBlock(row, texts, start, end, marks, who, title) {
 }
 
 /** A rollout that has no tokens, as the text that was kept. */
-function drawTexts(rollout) {
+export function drawTexts(rollout) {
   const block = (who, title, text) => h('div', { class: `block by${who}` }, h('div', { class: 'label' }, h('b', {}, title)),
     h('div', { class: 'words' }, h('span', { class: `w${who}` }, textNodes(text))));
   const blocks = rollout.prompt ? [block(0, 'prompt', rollout.prompt)] : [];
@@ -104,7 +107,7 @@ function drawTexts(rollout) {
 
 let pinned = null;
 
-function visible(text) {
+export function visible(text) {
   return text === '' ? 'part of a character' : `${text.replace(/\n/g, '↵').replace(/\t/g, '⇥').replace(/ /g, '␣')}`;
 }
 
@@ -141,20 +144,20 @@ function showCard(span) {
   tip.style.top = `${below ? box.bottom + 8 : Math.max(8, box.top - height - 8)}px`;
 }
 
-function hideCard() {
+export function hideCard() {
   pinned?.classList.remove('pinned');
   pinned = null;
   byId('tip').hidden = true;
 }
 
-function pin(span) {
+export function pin(span) {
   hideCard();
   pinned = span;
   span.classList.add('pinned');
   showCard(span);
 }
 
-function watchTokens(area) {
+export function watchTokens(area) {
   area.addEventListener('pointerover', (event) => {
     const span = event.target.closest('.t');
     if (pinned) return;
