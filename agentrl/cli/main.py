@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "eval": "evaluate a policy",
     "export": "write the policy of a checkpoint as a Hugging Face folder",
     "audit": "check saved rollouts: ids, masks, forks and provenance",
-    "view": "look at a run's rollouts, in the terminal or as an HTML page",
+    "view": "look at runs: rollouts in the terminal or as an HTML page, or a live dashboard",
     "doctor": "explain why a run is dead, hangs or does not learn",
     "engines": "list and end the engines that stay after runs (sampler.keep_minutes)",
     "league": "show ratings and wins of a run's self-play",

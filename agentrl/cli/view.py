@@ -1,4 +1,4 @@
-"""``agentrl view``: a run's rollouts in the terminal, or as one HTML page."""
+"""``agentrl view``: a run's rollouts in the terminal or as one HTML page, or all runs under a folder on a local web page."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.core.errors import AgentrlError, UserError
+from agentrl.core.errors import UserError
 from agentrl.core.types import StopReason
+from agentrl.dashboard.token_decoder import load_decode
 from agentrl.obs.console import make_console, print_error
-from agentrl.obs.viewer.page import Decode, build_page, describe_run, run_metrics, write_page
+from agentrl.obs.viewer.page import build_page, describe_run, run_metrics, write_page
 from agentrl.obs.viewer.run_files import Filters, RunFiles, open_run, select
 from agentrl.obs.viewer.terminal import legend, newest_rollouts, rollout_view, steps_table, tokens_table
 
@@ -25,7 +26,15 @@ LIMIT = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run, or a file of rollouts")
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the folder of a run, or a file of rollouts; with --serve of many runs",
+    )
+    parser.add_argument("--serve", action="store_true", help="serve a web page of all runs under RUN_DIR, live")
+    parser.add_argument("--host", help="with --serve, address to listen on (127.0.0.1; others with AGENTRL_VIEW_TOKEN)")
+    parser.add_argument("--port", type=int, help="with --serve, port to listen on (8642; 0: a free one)")
     parser.add_argument(
         "--html", nargs="?", type=Path, const=Path(), metavar="FILE", help="write one HTML page (RUN_DIR/view.html)"
     )
@@ -53,7 +62,10 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print rollouts, or write the page."""
+    """Print rollouts, write the page, or serve one."""
+    if arguments.serve:
+        _serve(arguments)
+        return
     files = open_run(arguments.run_dir)
     filters = Filters(
         steps=arguments.steps,
@@ -70,7 +82,22 @@ def run(arguments: argparse.Namespace) -> None:
         _page(files, filters, arguments, make_console())
 
 
+def _serve(arguments: argparse.Namespace) -> None:
+    own = {"run_dir", "serve", "host", "port", "command", "run", "tokens", "failed"}
+    unused = [name for name, value in vars(arguments).items() if name not in own and value is not None]
+    unused += [name for name in ("tokens", "failed") if getattr(arguments, name)]
+    if unused:
+        raise UserError(f"--{unused[0].replace('_', '-')} is not for --serve: the page has its own filters")
+    from agentrl.dashboard.server import HOST, PORT, serve_dashboard
+
+    port = PORT if arguments.port is None else arguments.port
+    serve_dashboard(arguments.run_dir, HOST if arguments.host is None else arguments.host, port)
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    for option, value in (("--host", arguments.host), ("--port", arguments.port)):
+        if value is not None:
+            raise UserError(f"{option} is for --serve only")
     terminal_options = {"--limit": arguments.limit is not None, "--tokens": arguments.tokens}
     misplaced = [option for option, is_set in terminal_options.items() if is_set] if arguments.html is not None else []
     if arguments.html is None and arguments.max_rollouts is not None:
@@ -125,25 +152,3 @@ def _page(files: RunFiles, filters: Filters, arguments: argparse.Namespace, cons
         highlight=False,
         soft_wrap=True,
     )
-
-
-def load_decode(files: RunFiles) -> Decode | str:
-    """Return a decoder of tokens from the newest checkpoint or ``model.path``, or the reason why there is none."""
-    from agentrl.models.token_text import TOKENIZER_FILE, token_decoder
-
-    tokenizer_files = (
-        sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
-    )
-    path = (files.config.get("model") or {}).get("path")
-    if not tokenizer_files and not path:
-        return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
-    try:
-        return token_decoder(tokenizer_files[-1].parent if tokenizer_files else _model_folder(str(path)))
-    except AgentrlError as error:
-        return str(error)
-
-
-def _model_folder(path: str) -> Path:
-    from agentrl.models.resolve import resolve_model
-
-    return resolve_model(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,12 @@ def write_parquet(path: Path, rollouts: Sequence[Rollout]) -> None:
         pq.write_table(table, partial, compression="zstd", row_group_size=ROW_GROUP, write_page_checksum=True)
 
 
-def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def iter_parquet(path: Path, first_group: int = 0) -> Iterator[dict[str, Any]]:
     """Iterate over the rollouts of a file in the format of `rollout_to_dict`, with one row group in memory at a time.
+
+    Args:
+        path: the file.
+        first_group: the first row group that is read.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or has no rollouts.
@@ -55,10 +59,49 @@ def iter_parquet(path: Path) -> Iterator[dict[str, Any]]:
         missing_columns = [name for name in required if name not in file.schema_arrow.names]
         if missing_columns:
             raise ConfigError(f"{path} holds no rollouts: it lacks the column(s) {', '.join(missing_columns)}")
-        for group in range(file.num_row_groups):
+        for group in range(first_group, file.num_row_groups):
             table = file.read_row_group(group)
             lines = table.drop_columns(["rows"]).to_pylist()
             yield from map(_from_line, lines, _read_rows(table["rows"]))
+
+
+def parquet_headers(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Iterate over the rollouts of a file without their rows, in the format of `rollout_to_dict`, and their tokens.
+
+    Raises:
+        ConfigError: the file cannot be read, or is damaged.
+    """
+    require("pyarrow", str(path))
+    import pyarrow.parquet as pq
+
+    with reading(path, "parquet file"), pq.ParquetFile(path) as file:
+        names = [name for name in file.schema_arrow.names if name != "rows"]
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=[*names, "rows.list.element.token_ids"])
+            lines = table.drop_columns(["rows"]).to_pylist()
+            yield from zip((_from_line(line, []) for line in lines), _count_tokens(table["rows"]), strict=True)
+
+
+def _count_tokens(column: Any) -> list[int]:
+    """Return the tokens of each rollout."""
+    tokens = []
+    for chunk in column.chunks:
+        ends = chunk.values.field("token_ids").offsets.to_numpy()
+        bounds = chunk.offsets.to_pylist()
+        tokens += [int(ends[stop] - ends[start]) for start, stop in pairwise(bounds)]
+    return tokens
+
+
+def read_parquet_rollout(path: Path, number: int) -> dict[str, Any]:
+    """Return a rollout of a file by its number, in the format of `rollout_to_dict`.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged, or has no such rollout.
+    """
+    lines = islice(iter_parquet(path, first_group=number // ROW_GROUP), number % ROW_GROUP, None)
+    if (line := next(lines, None)) is None:
+        raise ConfigError(f"{path} has no rollout {number}")
+    return line
 
 
 def _schema() -> Any:

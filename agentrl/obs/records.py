@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
@@ -27,6 +28,8 @@ from agentrl.obs.rollout_format import ARRAYS, portable_json, rollout_from_dict,
 
 _MAGIC = b"ARL1"
 _FRAME = struct.Struct("<4sIII")
+FRAME_BYTES = _FRAME.size
+"""Bytes before the content of a record."""
 _LEVEL = 1
 """Of zlib: higher ones take several times as long, and save little of log-probabilities."""
 
@@ -71,17 +74,40 @@ def split_records(data: bytes, *, may_be_torn: bool = False) -> list[bytes]:
     """
     records, start = list[bytes](), 0
     while start < len(data):
-        header = data[start : start + _FRAME.size]
-        end = start + _FRAME.size + (_FRAME.unpack(header)[2] if len(header) == _FRAME.size else 0)
+        header = data[start : start + FRAME_BYTES]
+        end = start + FRAME_BYTES + (_FRAME.unpack(header)[2] if len(header) == FRAME_BYTES else 0)
         if not header.startswith(_MAGIC[: len(header)]):
             raise ValueError(f"record {len(records) + 1} begins with other bytes than a record")
-        if len(header) < _FRAME.size or end > len(data):
+        if len(header) < FRAME_BYTES or end > len(data):
             if may_be_torn:
                 break
             raise ValueError(f"record {len(records) + 1} is incomplete")
         records.append(data[start:end])
         start = end
     return records
+
+
+def record_size(frame: bytes) -> int:
+    """Return the bytes of a record from its first `FRAME_BYTES`.
+
+    Raises:
+        ValueError: they are those of no record.
+    """
+    magic, _, size, _ = _FRAME.unpack(frame)
+    if magic != _MAGIC:
+        raise ValueError("it begins with other bytes than a record")
+    return FRAME_BYTES + int(size)
+
+
+def record_header(record: bytes) -> dict[str, Any]:
+    """Return the rollout of a record without the arrays of its rows, each of which has ``tokens``; nothing else is decompressed.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    header_size = check_record(record)
+    header = zlib.decompressobj().decompress(memoryview(record)[FRAME_BYTES:], header_size)
+    return dict(orjson.loads(header)["rollout"])
 
 
 def check_record(record: bytes) -> int:
@@ -91,7 +117,7 @@ def check_record(record: bytes) -> int:
         ValueError: it is damaged.
     """
     _, checksum, size, header_size = _FRAME.unpack_from(record)
-    if _checksum(record[_FRAME.size :], size, header_size) != checksum:
+    if _checksum(record[FRAME_BYTES:], size, header_size) != checksum:
         raise ValueError("the checksum (crc32) is wrong")
     return int(header_size)
 
@@ -103,7 +129,7 @@ def decode_record(record: bytes) -> Rollout:
         ValueError: it is damaged.
     """
     header_size = check_record(record)
-    content = zlib.decompress(memoryview(record)[_FRAME.size :])
+    content = zlib.decompress(memoryview(record)[FRAME_BYTES:])
     header = orjson.loads(memoryview(content)[:header_size])
     start = header_size
     for row in header["rollout"]["rows"]:

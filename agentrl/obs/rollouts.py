@@ -201,28 +201,30 @@ def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
         ConfigError: the file cannot be read.
     """
     if path.suffix == ".parquet":
-        yield from map(_scan_line, iter_parquet(path))
+        yield from map(scan_line, iter_parquet(path))
         return
     if path.suffix == RECORDS:
-        yield from map(_scan_record, _records(path))
+        yield from map(scan_record, _records(path))
         return
     try:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    yield _scan_line(line)
+                    yield scan_line(line)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _scan_record(record: bytes) -> ScannedRollout:
+def scan_record(record: bytes) -> ScannedRollout:
+    """Return the rollout of a record, or why it cannot be decoded."""
     try:
         return ScannedRollout(decode_record(record))
     except DECODE_ERRORS as error:
         return ScannedRollout(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
-def _scan_line(line: bytes | dict[str, Any]) -> ScannedRollout:
+def scan_line(line: bytes | dict[str, Any]) -> ScannedRollout:
+    """Return the rollout of a line, or of the dictionary in it, or why it cannot be decoded."""
     try:
         return _decode_and_verify(line)
     except DECODE_ERRORS as error:
@@ -258,6 +260,12 @@ def _decode(location: str, line: bytes | dict[str, Any]) -> Rollout:
                 "written; agentrl audit checks the whole file"
             )
         return rollout
+
+
+def evaluation_files(folder: Path) -> dict[int, Path]:
+    """Return the files of the evaluations in a folder of rollouts by step; of JSON lines and another form the other."""
+    files = ((_EVALUATION.fullmatch(path.name), path) for path in sorted(folder.iterdir()))
+    return dict(sorted((int(match[1]), path) for match, path in files if match))
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:

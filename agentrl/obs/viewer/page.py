@@ -107,7 +107,7 @@ def build_page(
     parts = {
         "title": html.escape(title),
         "index": _script_safe(head),
-        "vocabulary": _script_safe(_vocabulary(vocabulary.ids, decode)),
+        "vocabulary": _script_safe(vocabulary_data(vocabulary.ids, decode)),
         "blobs": "".join(packed),
     }
     return Page(_assemble(parts), len(index), tokens)
@@ -144,7 +144,8 @@ def curve_data(rows: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], lis
     return {"steps": [row["step"] for row in rows], "series": series}, notes
 
 
-def _vocabulary(ids: Sequence[int], decode: Decode | str) -> dict[str, Any]:
+def vocabulary_data(ids: Sequence[int], decode: Decode | str) -> dict[str, Any]:
+    """Return ids and their texts: text, a list of bytes that are not whole characters, or null with the reason in ``why``."""
     if isinstance(decode, str):
         return {"ids": list(ids), "texts": None, "why": decode}
     texts = [text if isinstance(text, str) else list(text) for text in decode(ids)]

@@ -164,7 +164,7 @@ class Index:
             "turns": len(rollout.turns),
             "seconds": round(rollout.seconds, 3),
             "logprob": _mean_logprob(rollout),
-            "excerpt": _last_words(rollout),
+            "excerpt": last_words(rollout),
             "bar": _bar(rollout),
             "packed": packed,
             "episode": self._number("episode", f"{entry.step}/{rollout.episode}") if rollout.seats else -1,
@@ -224,7 +224,8 @@ def _whole_words(common: str) -> int:
     return max((index + 1 for index, character in enumerate(common) if character.isspace()), default=0)
 
 
-def _last_words(rollout: Rollout) -> str:
+def last_words(rollout: Rollout) -> str:
+    """Return the last action of a rollout on one line, at most `EXCERPT` characters of its end; of a failed one the failure."""
     if rollout.failure is not None:
         return f"{rollout.failure.error}: {rollout.failure.message}"[:EXCERPT]
     for turn in reversed(rollout.turns):

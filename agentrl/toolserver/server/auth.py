@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import h11
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,36 +41,50 @@ def is_loopback(host: str) -> bool:
 
 
 def server_token(config: ServerConfig, host: str) -> str | None:
+    """Return the token that requests to a tool server need, or None if they need none.
+
+    Raises:
+        ConfigError: see `required_token`.
+    """
+    return required_token(config.token, host, key="server.token", variable=TOKEN_VARIABLE)
+
+
+def required_token(token: str | None, host: str, *, key: str | None, variable: str) -> str | None:
     """Return the token that requests need, or None if they need none.
+
+    Args:
+        token: that of the configuration; None takes that of the environment.
+        host: the address that the server listens on.
+        key: of the configuration; None if it has none.
+        variable: of the environment.
 
     Raises:
         ConfigError: ``host`` can be reached from other machines and there is no token; or the token can be guessed, or is not
             valid in a header.
     """
-    token = os.environ.get(TOKEN_VARIABLE) if config.token is None else config.token
-    if not token:
-        if config.token is not None:
-            raise ConfigError("server.token is empty")
+    name = f"{key} ({variable})" if key else variable
+    value = os.environ.get(variable) if token is None else token
+    if not value:
+        if token is not None:
+            raise ConfigError(f"{key} is empty")
         if not is_loopback(host):
+            option = f"{key}, or {variable} in the environment," if key else f"{variable} in the environment"
             raise ConfigError(
-                f"--host {host or repr(host)} can be reached from other machines: set server.token, or {TOKEN_VARIABLE} in the "
-                "environment, to the token that requests need; without one a server listens on 127.0.0.1 only"
+                f"--host {host or repr(host)} can be reached from other machines: set {option} to the token that requests "
+                "need; without one a server listens on 127.0.0.1 only"
             )
         return None
-    if not (token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError(
-            f"server.token ({TOKEN_VARIABLE}) must be printable ASCII without spaces to stand in a header"
-        )
+    if not (value.isascii() and value.isprintable() and " " not in value):
+        raise ConfigError(f"{name} must be printable ASCII without spaces to stand in a header")
     shortest, longest = request_limits.TOKEN_CHARACTERS
-    if not shortest <= len(token) <= longest:
+    if not shortest <= len(value) <= longest:
         raise ConfigError(
-            f"server.token ({TOKEN_VARIABLE}) has {len(token)} characters; use {shortest} to {longest} random ones, such as "
-            "those of: openssl rand -hex 16"
+            f"{name} has {len(value)} characters; use {shortest} to {longest} random ones, such as those of: openssl rand -hex 16"
         )
-    return token
+    return value
 
 
-Refusal = Callable[[str, Headers], JSONResponse | None]
+Refusal = Callable[[str, Headers], Response | None]
 """Returns the refusal of a request to a path with headers; None passes it on."""
 
 
@@ -107,11 +121,11 @@ def token_required(token: str) -> Refusal:
     return refusal
 
 
-def other_origin(path: str, headers: Headers) -> JSONResponse | None:
+def other_origin(path: str, headers: Headers, setting: str = f"server.token ({TOKEN_VARIABLE})") -> JSONResponse | None:
     """Refuse requests that a web page of another host may have sent with 403; for servers without a token.
 
     Such a page gives its host as ``Origin`` (CSRF). If its name resolves to the loopback (DNS rebinding), a GET has no
-    ``Origin``, and ``Host`` is the page's.
+    ``Origin``, and ``Host`` is the page's. ``setting`` is what gives the server a token.
     """
     origin, host = headers.get("origin"), headers.get("host", "")
     if origin is not None and not is_loopback(_host(origin)):
@@ -119,7 +133,7 @@ def other_origin(path: str, headers: Headers) -> JSONResponse | None:
     if is_loopback(_host(f"//{host}")):
         return None
     fault = f"this server has no token, and the request names the host {host:.200}: use 127.0.0.1 or localhost, or set "
-    return JSONResponse({"error": f"{fault}server.token ({TOKEN_VARIABLE})"}, 403)
+    return JSONResponse({"error": f"{fault}{setting}"}, 403)
 
 
 def _host(url: str) -> str:

@@ -7,14 +7,14 @@ for (const length of R.packed) STARTS.push(STARTS[STARTS.length - 1] + length);
 
 const parsed = new Promise((resolve) => {
   document.addEventListener('DOMContentLoaded', () => {
-    useVocabulary(JSON.parse(byId('vocabulary').textContent));
-    resolve(byId('blobs').textContent);
+    resolve({ blobs: byId('blobs').textContent, vocabulary: makeVocabulary(JSON.parse(byId('vocabulary').textContent)) });
   });
 });
 
 page.load = async (i) => {
-  const binary = atob((await parsed).slice(STARTS[i], STARTS[i + 1]));
+  const { blobs, vocabulary } = await parsed;
+  const binary = atob(blobs.slice(STARTS[i], STARTS[i + 1]));
   const bytes = new Uint8Array(binary.length);
   for (let k = 0; k < binary.length; k++) bytes[k] = binary.charCodeAt(k);
-  return bytes;
+  return { bytes, vocabulary };
 };

@@ -1,7 +1,7 @@
 // The open rollout: its head, its tokens, and what is known of it beside them.
 
 import { byId, h, num, plural, signed } from './dom.js';
-import { GROUPS, INDEX, R, STRONGEST, VOCABULARY, hitsOf, openRollout, page, rewardColor, search, state, tokenTexts } from './rollouts.js';
+import { GROUPS, INDEX, R, STRONGEST, hitsOf, openRollout, page, rewardColor, search, state, tokenTexts } from './rollouts.js';
 import { HEAT, MODES, drawRow, drawTexts, heatOf, hideCard, pin, versionsOf, visible, watchTokens } from './tokens.js';
 import { drawGroup } from './group.js';
 import { drawAgents } from './agents.js';
@@ -161,8 +161,9 @@ export async function drawRight() {
   if (state.view === 'agents' && R.episode[i] < 0) state.view = 'rollout';
   const body = state.view === 'group' ? await drawGroup(i) : state.view === 'agents' ? await drawAgents(i) : drawRollout(i, rollout);
   if (mine !== drawing) return;
-  const why = VOCABULARY.why ? [h('div', { class: 'no-text' }, `Tokens are shown as ids: ${VOCABULARY.why}`)] : [];
-  right.replaceChildren(head(i, rollout), ...why, body);
+  const { why } = rollout.vocabulary;
+  const notes = why ? [h('div', { class: 'no-text' }, `Tokens are shown as ids: ${why}`)] : [];
+  right.replaceChildren(head(i, rollout), ...notes, body);
   byId('legend').replaceChildren(...legend(rollout));
   right.dataset.rollout = R.id[i];
   if (search.words) document.querySelector('#text .hit')?.scrollIntoView({ block: 'center' });

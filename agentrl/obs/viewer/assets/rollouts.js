@@ -10,13 +10,13 @@ export const REASONS = ['', 'it was not sampled by the policy', 'another row tra
 /** What of a rollout is shown: the open one, its view (rollout, group, agents), the colour of tokens, and the row. */
 export const state = { selected: -1, view: 'rollout', mode: 'who', row: 0 };
 export const search = { words: '', found: null, texts: [], run: 0 };
-/** What a page does: `show(i, changes)` opens a rollout, `changed()` keeps the address, `load(i)` returns its packed bytes. */
+/** What a page does: `show(i, changes)` opens a rollout, `changed()` keeps the address, `load(i)` its packed bytes and
+ * vocabulary. */
 export const page = { show: null, changed: null, load: null };
 
 export let INDEX = null;
 export let R = null;
 export let GROUPS = [];
-export let VOCABULARY = null;
 let REWARDS = [0, 0];
 export let STRONGEST = 1e-9;
 
@@ -39,10 +39,17 @@ export function useIndex(index) {
   opened.clear();
 }
 
-/** Take a vocabulary: the tokenizer's id, and the text or the bytes, of each number of a token. */
-export function useVocabulary(vocabulary) {
-  VOCABULARY = vocabulary;
-  VOCABULARY.bytes = VOCABULARY.texts && VOCABULARY.texts.map((text) => (typeof text === 'string' ? null : Uint8Array.from(text)));
+/** The tokenizer's id, and the text or the bytes, of each number of a token; with `numbersAreIds` numbers are the ids themselves. */
+export function makeVocabulary({ ids, texts, why }, numbersAreIds = false) {
+  const vocabulary = { ids: [], texts: texts && [], bytes: texts && [], why };
+  ids.forEach((id, k) => {
+    const number = numbersAreIds ? id : k;
+    vocabulary.ids[number] = id;
+    if (!texts) return;
+    vocabulary.texts[number] = texts[k];
+    vocabulary.bytes[number] = typeof texts[k] === 'string' ? null : Uint8Array.from(texts[k]);
+  });
+  return vocabulary;
 }
 
 /** Where a reward lies between the page's lowest and highest, in percent. */
@@ -63,22 +70,25 @@ const KEPT = 96;
 export async function openRollout(i) {
   if (opened.has(i)) return opened.get(i);
   const index = INDEX;
-  const stream = new Blob([await page.load(i)]).stream().pipeThrough(new DecompressionStream('deflate'));
-  const rollout = unpack(await new Response(stream).arrayBuffer());
+  const { bytes, vocabulary } = await page.load(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
+  const rollout = unpack(await new Response(stream).arrayBuffer(), vocabulary);
   if (index !== INDEX) return rollout;
   opened.set(i, rollout);
   if (opened.size > KEPT) opened.delete(opened.keys().next().value);
   return rollout;
 }
 
-export function unpack(buffer) {
+function unpack(buffer, vocabulary) {
   const size = new DataView(buffer).getUint32(0, true);
   const rollout = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
+  rollout.vocabulary = vocabulary;
   let at = 4 + size;
   const take = (length) => buffer.slice(at, (at += length));
   for (const row of rollout.rows) {
     row.numbers = rollout.wide ? new Uint32Array(take(4 * row.tokens)) : new Uint16Array(take(2 * row.tokens));
     row.flags = new Uint8Array(take(row.tokens));
+    row.vocabulary = vocabulary;
     const halves = new Uint16Array(take(2 * row.sampled));
     row.logprobs = new Float32Array(row.tokens).fill(NaN);
     let next = 0;
@@ -87,7 +97,7 @@ export function unpack(buffer) {
   return rollout;
 }
 
-export function half(bits) {
+function half(bits) {
   const sign = bits & 0x8000 ? -1 : 1;
   const exponent = (bits >> 10) & 31;
   const fraction = bits & 1023;
@@ -111,16 +121,17 @@ export function atToken(runs, t) {
 export function tokenTexts(row) {
   if (row.texts) return row.texts;
   const texts = new Array(row.tokens);
+  const { vocabulary } = row;
   let decoder = null;
   for (let t = 0; t < row.tokens; t++) {
     const number = row.numbers[t];
-    if (!VOCABULARY.texts) { texts[t] = `${VOCABULARY.ids[number]} `; continue; }
-    const bytes = VOCABULARY.bytes[number];
+    if (!vocabulary.texts) { texts[t] = `${vocabulary.ids[number]} `; continue; }
+    const bytes = vocabulary.bytes[number];
     if (bytes) {
       decoder = decoder || new TextDecoder('utf-8', { ignoreBOM: true });
       texts[t] = decoder.decode(bytes, { stream: true });
     } else {
-      texts[t] = VOCABULARY.texts[number];
+      texts[t] = vocabulary.texts[number];
       if (decoder) { texts[t - 1] += decoder.decode(); decoder = null; }
     }
   }

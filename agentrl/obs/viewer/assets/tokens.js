@@ -1,7 +1,7 @@
 // Tokens: their text in blocks by who made them, coloured in four ways, and the card on hover.
 
 import { byId, h, num, signed } from './dom.js';
-import { REASONS, SAMPLED, VOCABULARY, WHO, atToken, tokenTexts } from './rollouts.js';
+import { REASONS, SAMPLED, WHO, atToken, tokenTexts } from './rollouts.js';
 
 export const MODES = [
   { key: 'who', title: 'who made it' },
@@ -120,7 +120,7 @@ function cardOf({ row, t, text, turn, advantage }) {
   const logprob = row.logprobs[t];
   const request = atToken(row.requests, t);
   return [
-    h('div', { class: 'token' }, h('code', {}, visible(text)), h('span', {}, `id ${VOCABULARY.ids[row.numbers[t]]}`)),
+    h('div', { class: 'token' }, h('code', {}, visible(text)), h('span', {}, `id ${row.vocabulary.ids[row.numbers[t]]}`)),
     h('dl', {},
       line('made by', 'who', h('span', { class: `who w${who}` }, WHO[who]), turn ? ` in turn ${turn}` : ''),
       line('mask', 'mask', trained ? '1, trained on' : `0: ${REASONS[flags >> 3]}`),
