@@ -2,6 +2,7 @@
 # make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
+# make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
 VENV := .venv
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents lint policies docs site clean
+.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-browser browser libraries lint policies docs site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -66,7 +67,7 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not gpu"
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not browser and not gpu"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -105,6 +106,19 @@ $(AGENTS)/.installed: agentrl/gateway/harnesses/recipes.py tests/with_agents/ins
 
 test-agents: install install-agents
 	$(BIN)/python -m pytest tests/with_agents
+
+# Debian's Chromium: playwright's own comes from a server that not every machine reaches.
+browser:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  { $(APT_INSTALL) chromium >/dev/null 2>&1 || { apt-get -qq update && $(APT_INSTALL) chromium >/dev/null; }; } || \
+	  echo "make browser: not root, or no apt-get here; install Chromium, or tests of pages are skipped"; }
+
+test-browser: install browser
+	$(BIN)/python -m pytest -rs tests/with_browser
+
+# Takes the dashboard's libraries from npm again, in the versions of libraries.json.
+libraries: install
+	$(BIN)/python -m tests.with_browser.libraries
 
 lint: install
 	$(BIN)/ruff check .

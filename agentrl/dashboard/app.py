@@ -159,7 +159,7 @@ async def _changes(request: Request, runs: list[DashboardRun]) -> AsyncIterator[
     silent_s = 0.0
     yield b": connected\n\n"
     while not await request.is_disconnected():
-        changed = await asyncio.to_thread(_changed, runs, signatures)
+        changed = await asyncio.to_thread(changed_runs, runs, signatures)
         if changed:
             yield b"event: change\ndata: " + orjson.dumps(changed) + b"\n\n"
             silent_s = 0.0
@@ -169,7 +169,7 @@ async def _changes(request: Request, runs: list[DashboardRun]) -> AsyncIterator[
         await asyncio.sleep(LOOK_S)
 
 
-def _changed(runs: list[DashboardRun], signatures: dict[str, tuple[object, ...]]) -> list[str]:
+def changed_runs(runs: list[DashboardRun], signatures: dict[str, tuple[object, ...]]) -> list[str]:
     """Return the runs that have changed since the call before; the first call returns none."""
     names = []
     for run in runs:

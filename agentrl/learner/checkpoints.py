@@ -29,13 +29,6 @@ from agentrl.core.checksums import write_checksums
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.learner.base import CriticGroup, LearnerGroup
-from agentrl.learner.random_states import (
-    random_states,
-    restore_random,
-    seed_everything,
-    states_from_json,
-    states_to_json,
-)
 
 STATE = "state.json"
 CRITIC = "critic"
@@ -174,6 +167,8 @@ def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], partial_folder
 
 
 def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    from agentrl.learner.random_states import random_states, states_to_json  # torch: listing checkpoints needs none
+
     with write_atomically(folder / STATE) as partial:
         partial.write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
 
@@ -221,6 +216,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the state is missing or unreadable.
     """
+    from agentrl.learner.random_states import restore_random, states_from_json
+
     with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
         restore_random(states_from_json(state["random"]))
@@ -229,6 +226,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def begin_random(state: Mapping[str, Any], seed: int) -> None:
     """Set the driver's random generators for the next step: to a checkpoint's ``state``, in a new run from the seed."""
+    from agentrl.learner.random_states import restore_random, seed_everything, states_from_json
+
     if "random" in state:
         restore_random(states_from_json(state["random"]))
     else:

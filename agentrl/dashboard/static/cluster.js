@@ -45,7 +45,7 @@ export function open(main, context) {
       card('Groups', journal === null ? h('p', { class: 'quiet-line' }, 'no journal') : journal.error ? h('p', {}, journal.error)
         : facts([['admitted', num(journal.admitted)], ['in progress', num(journal.in_progress)], ['waiting for a step', num(journal.waiting)], ['last trained step', num(journal.trained)]])),
       card('Checkpoints', data.checkpoints.length ? facts([['count', num(data.checkpoints.length)], ['newest', data.checkpoints[data.checkpoints.length - 1]]]) : h('p', { class: 'quiet-line' }, 'none')),
-      card('Logs', h('ul', { class: 'logs' }, data.logs.map(({ name, bytes, age_s: seconds }) => h('li', {}, h('button', { type: 'button', class: 'link', onclick: () => openLog(name).catch(context.fail) }, name), ` ${num(Math.ceil(bytes / 1024))} KiB, ${age(seconds)}`)))),
+      card('Logs', !data.logs.length ? h('p', { class: 'quiet-line' }, 'none') : h('ul', { class: 'logs' }, data.logs.map(({ name, bytes, age_s: seconds }) => h('li', {}, h('button', { type: 'button', class: 'link', onclick: () => openLog(name).catch(context.fail) }, name), ` ${num(Math.ceil(bytes / 1024))} KiB, ${age(seconds)}`)))),
       card('Settings', facts(Object.entries(data.settings).map(([key, value]) => [key, value]))));
     if (shown) await openLog(shown);
   }

@@ -1031,3 +1031,4 @@ var Slick = (() => {
   typeof global != "undefined" && window.Slick && (global.Slick = window.Slick);
   return __toCommonJS(slick_core_exports);
 })();
+//# sourceMappingURL=slick.core.js.map

@@ -4962,3 +4962,4 @@
  *     or data associated with any cell/row DOM nodes.  Cell editors must make sure they implement .destroy()
  *     and do proper cleanup.
  */
+//# sourceMappingURL=slick.grid.js.map

@@ -110,3 +110,4 @@
     Resizable
   });
 })();
+//# sourceMappingURL=slick.interactions.js.map

@@ -8,7 +8,6 @@ import pytest
 from shared_runs import here
 from tokenizers import Tokenizer
 
-from agentrl.core.errors import UserError
 from agentrl.core.types import (
     Failure,
     FailureKind,
@@ -25,9 +24,11 @@ from agentrl.core.types import (
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.page import build_page, write_page
-from benchmarks.viewer import find_browser, synthetic_entries, synthetic_texts
+from benchmarks.viewer import synthetic_entries, synthetic_texts
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
+pytestmark = pytest.mark.browser
+
 OBSERVED, SAMPLED = Provenance.OBSERVED, Provenance.SAMPLED
 OPEN_MS = 30_000
 """Generous: the figure is printed, and `agentrl bench view` measures it on a quiet machine."""
@@ -36,19 +37,6 @@ OPEN_MS = 30_000
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.from_file(str(resolve_model("multihop-warm") / "tokenizer.json"))
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    try:
-        path = find_browser()
-    except UserError as error:
-        pytest.skip(str(error))
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 def rollout(tokenizer, step, number, words, **changes):
