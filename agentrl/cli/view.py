@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    own = {"run_dir", "serve", "host", "port", "command", "run", "tokens", "failed"}
-    unused = [name for name, value in vars(arguments).items() if name not in own and value is not None]
+    served = {"run_dir", "serve", "host", "port", "command", "run", "tokens", "failed"}
+    unused = [name for name, value in vars(arguments).items() if name not in served and value is not None]
     unused += [name for name in ("tokens", "failed") if getattr(arguments, name)]
     if unused:
         raise UserError(f"--{unused[0].replace('_', '-')} is not for --serve: the page has its own filters")

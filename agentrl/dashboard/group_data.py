@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +25,7 @@ class TokenIds(Vocabulary):
         return ids_T.astype(np.uint32)
 
 
-def group_index(run: DashboardRun, key: FileKey, prompt_id: str) -> dict[str, Any]:
+def group_index(run: DashboardRun, key: FileKey, prompt_id: str) -> dict[str, object]:
     """Return the index of a group's rollouts (see `Index.data`), and where each is in its file.
 
     Returns:
@@ -45,11 +43,11 @@ def group_index(run: DashboardRun, key: FileKey, prompt_id: str) -> dict[str, An
             index.add(Entry(key.step, scan.rollout, advantages.get(scan.rollout.rollout_id)), 0)
             places.append((start, end))
             damaged += [scan.rollout.rollout_id] if scan.damaged else []
-    data: dict[str, Any] = finite({**index.data(), "places": places, "damaged": damaged})
+    data: dict[str, object] = finite({**index.data(), "places": places, "damaged": damaged})
     return data
 
 
-def rollout_tokens(run: DashboardRun, key: FileKey, start: int, end: int) -> tuple[bytes, dict[str, Any]]:
+def rollout_tokens(run: DashboardRun, key: FileKey, start: int, end: int) -> tuple[bytes, dict[str, object]]:
     """Return a rollout's packed tokens (see `pack_rollout`), and the texts of its tokens.
 
     Raises:

@@ -6,12 +6,13 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from agentrl.core.reading import DECODE_ERRORS
 
+Row = dict[str, float]
+"""Metrics of a step or an evaluation, and its ``step``."""
 POINTS = 1500
 """Most points of a curve that are sent; of more, evenly spaced ones and the last."""
 
@@ -23,11 +24,11 @@ class MetricsFile:
         self._path = path
         self._lock = threading.Lock()
         self._inode = self._read_to = 0
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         self.damaged = 0
         """Lines that are no rows of metrics."""
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return all rows in the order of their steps; a metric that is null or no number is left out."""
         with self._lock:
             self._update()
@@ -43,9 +44,9 @@ class MetricsFile:
                 data = file.read()
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read_to += len(whole)
-        for line in whole.split(b"\n")[:-1]:
+        lines = data[: data.rfind(b"\n") + 1]
+        self._read_to += len(lines)
+        for line in lines.split(b"\n")[:-1]:
             try:
                 values = orjson.loads(line)
                 numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
@@ -59,7 +60,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_ino, status.st_size
 
 
-def metric_keys(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def metric_keys(rows: Sequence[Row]) -> dict[str, float]:
     """Return the metrics of a run in alphabetical order, each with its last value."""
     last: dict[str, float] = {}
     for row in rows:
@@ -68,9 +69,9 @@ def metric_keys(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return dict(sorted(last.items()))
 
 
-def curve(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[float]]:
+def curve(rows: Sequence[Row], key: str) -> dict[str, list[float]]:
     """Return ``{"steps": […], "values": […]}`` of a metric, at most about `POINTS` of them."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     stride = -(-len(points) // POINTS) or 1
-    kept = [point for number, point in enumerate(reversed(points)) if number % stride == 0][::-1]
-    return {"steps": [step for step, _ in kept], "values": [value for _, value in kept]}
+    drawn = [point for number, point in enumerate(reversed(points)) if number % stride == 0][::-1]
+    return {"steps": [step for step, _ in drawn], "values": [value for _, value in drawn]}

@@ -31,6 +31,13 @@ GROUP_SORTS = ("step", "reward", "deviation", "rollouts")
 """Columns by which groups are sorted."""
 
 Kind = Literal["train", "eval"]
+Columns = dict[str, NDArray[Any]]
+"""A value of each rollout, by name."""
+
+_COLUMNS = (
+    "id", "prompt", "reward", "stop", "failure", "dropped", "tokens", "sampled", "turns", "seconds", "tool_seconds", "excerpt",
+    "start", "end", "advantage",
+)  # fmt: skip
 
 
 class FileKey(NamedTuple):
@@ -59,12 +66,6 @@ class _File:
     def clear(self) -> None:
         self.read_to = 0
         self.columns = {name: [] for name in _COLUMNS}
-
-
-_COLUMNS = (
-    "id", "prompt", "reward", "stop", "failure", "dropped", "tokens", "sampled", "turns", "seconds", "tool_seconds", "excerpt",
-    "start", "end", "advantage",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class RolloutIndex:
         self._prompts: dict[tuple[FileKey, str], str] = {}
         self._search: tuple[str, _Search] = ("", _Search())
         self._version = 0
-        self._columns: tuple[int, Kind, dict[str, NDArray[Any]]] = (-1, "train", {})
+        self._columns: tuple[int, Kind, Columns] = (-1, "train", {})
 
     def path(self, key: FileKey) -> Path:
         """Return a file's path.
@@ -125,7 +126,7 @@ class RolloutIndex:
                 raise ConfigError(f"{self._folder} has no rollouts of the {key.kind} step {key.step}")
             return self._files[key].path
 
-    def rows(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+    def rows(self, query: Query, offset: int, limit: int) -> dict[str, object]:
         """Return rows ``offset`` to ``offset + limit`` of the rollouts of a query.
 
         Returns:
@@ -135,10 +136,10 @@ class RolloutIndex:
         with self._lock:
             complete, columns, places = self._select(query)
             page = self._sort(columns, places, query)[offset : offset + limit]
-            rows = [{name: _plain(columns[name][place]) for name in _SENT} for place in page.tolist()]
+            rows = [{name: _plain(columns[name][number]) for name in _SENT} for number in page.tolist()]
             return {**self._head(columns, places, query.kind, complete=complete), "rows": rows}
 
-    def groups(self, query: Query, offset: int, limit: int) -> dict[str, Any]:
+    def groups(self, query: Query, offset: int, limit: int) -> dict[str, object]:
         """Return groups ``offset`` to ``offset + limit`` of the rollouts of a query, like `rows`: a group a row."""
         with self._lock:
             complete, columns, places = self._select(query)
@@ -147,7 +148,7 @@ class RolloutIndex:
             sort_values = keys.get(query.sort, groups["rollouts"])
             order = np.lexsort((groups["place"], -sort_values if query.descending else sort_values))
             page = order[offset : offset + limit].tolist()
-            rows = [{name: _plain(values[place]) for name, values in groups.items()} for place in page]
+            rows = [{name: _plain(values[number]) for name, values in groups.items()} for number in page]
             prompts = [
                 self._prompts.get((FileKey(query.kind, int(row["step"])), str(row["prompt"])), "") for row in rows
             ]
@@ -170,8 +171,8 @@ class RolloutIndex:
             if file.error:
                 raise ConfigError(file.error)
             columns = file.columns
-            members = [place for place, prompt in enumerate(columns["prompt"]) if prompt == prompt_id]
-            return [(columns["start"][place], columns["end"][place]) for place in members]
+            members = [number for number, prompt in enumerate(columns["prompt"]) if prompt == prompt_id]
+            return [(columns["start"][number], columns["end"][number]) for number in members]
 
     def rewards_by_prompt(self, kind: Kind) -> dict[str, list[tuple[int, float]]]:
         """Return step and reward of the rollouts of each prompt, as far as they are read."""
@@ -182,9 +183,7 @@ class RolloutIndex:
                 rewards.setdefault(str(prompt), []).append((int(step), float(reward)))
             return rewards
 
-    def _head(
-        self, columns: dict[str, NDArray[Any]], places: NDArray[np.intp], kind: Kind, *, complete: bool
-    ) -> dict[str, Any]:
+    def _head(self, columns: Columns, places: NDArray[np.intp], kind: Kind, *, complete: bool) -> dict[str, object]:
         stops, stop_counts = np.unique(columns["stop"][places], return_counts=True)
         statuses = {name: int(_has_status(columns, name)[places].sum()) for name in STATUSES}
         errors = [file.error for key, file in self._files.items() if file.error and key.kind == kind]
@@ -196,7 +195,7 @@ class RolloutIndex:
             "errors": errors,
         }
 
-    def _select(self, query: Query) -> tuple[bool, dict[str, NDArray[Any]], NDArray[np.intp]]:
+    def _select(self, query: Query) -> tuple[bool, Columns, NDArray[np.intp]]:
         """Return whether all was read, the columns, and the places of the rollouts of a query."""
         deadline = time.monotonic() + BUDGET_S
         complete = self._refresh(deadline)
@@ -216,13 +215,13 @@ class RolloutIndex:
             chosen &= self._matches(columns, query)
         return complete, columns, np.flatnonzero(chosen)
 
-    def _sort(self, columns: dict[str, NDArray[Any]], places: NDArray[np.intp], query: Query) -> NDArray[np.intp]:
+    def _sort(self, columns: Columns, places: NDArray[np.intp], query: Query) -> NDArray[np.intp]:
         values = columns[query.sort if query.sort in SORTS else "step"][places]
         # Rollouts of a group are beside each other, as they are in their file; NaN, such as of no advantage, comes last.
         keys = -values if query.descending else values
         return places[np.lexsort((places, keys))]
 
-    def _arrays(self, kind: Kind) -> dict[str, NDArray[Any]]:
+    def _arrays(self, kind: Kind) -> Columns:
         version, known_kind, arrays = self._columns
         if version == self._version and known_kind == kind:
             return arrays
@@ -325,7 +324,7 @@ class RolloutIndex:
                 file.error = str(error)
         return True
 
-    def _matches(self, columns: dict[str, NDArray[Any]], query: Query) -> NDArray[np.bool_]:
+    def _matches(self, columns: Columns, query: Query) -> NDArray[np.bool_]:
         starts = self._search[1].starts
         pairs = zip(columns["step"].tolist(), columns["start"].tolist(), strict=True)
         return np.array([start in starts.get(FileKey(query.kind, step), ()) for step, start in pairs], bool)
@@ -339,13 +338,13 @@ DAMAGED = "damaged"
 """In place of the stop reason of a rollout that cannot be decoded."""
 
 
-def _cells(header: RolloutHeader) -> dict[str, Any]:
+def _cells(header: RolloutHeader) -> dict[str, object]:
     rollout = header.rollout
-    place = {"start": header.start, "end": header.end, "tokens": header.tokens, "advantage": None}
+    position = {"start": header.start, "end": header.end, "tokens": header.tokens, "advantage": None}
     if isinstance(rollout, str):
         empty = {"id": "", "prompt": "", "reward": None, "failure": "", "dropped": False, "sampled": 0, "turns": 0}
-        return place | empty | {"seconds": None, "tool_seconds": None, "stop": DAMAGED, "excerpt": rollout}
-    return place | {
+        return position | empty | {"seconds": None, "tool_seconds": None, "stop": DAMAGED, "excerpt": rollout}
+    return position | {
         "id": rollout.rollout_id,
         "prompt": rollout.prompt_id,
         "reward": rollout.reward,
@@ -376,7 +375,7 @@ def _texts(header: RolloutHeader) -> Iterator[str]:
         yield from seat.moves
 
 
-def _column(name: str, values: Sequence[Any]) -> NDArray[Any]:
+def _column(name: str, values: Sequence[object]) -> NDArray[Any]:
     if name in _TEXTS:
         return np.array(values, object)
     if name in _FLOATS:
@@ -384,24 +383,26 @@ def _column(name: str, values: Sequence[Any]) -> NDArray[Any]:
     return np.array(values, bool if name == "dropped" else np.int64)
 
 
-def _has_status(columns: dict[str, NDArray[Any]], status: str) -> NDArray[np.bool_]:
+def _has_status(columns: Columns, status: str) -> NDArray[np.bool_]:
     failed, dropped = columns["failure"] != "", columns["dropped"].astype(bool)
     damaged = columns["stop"] == DAMAGED
     masks = {"failed": failed, "dropped": dropped, "damaged": damaged, "whole": ~(failed | dropped | damaged)}
     return np.asarray(masks.get(status, np.ones(len(dropped), bool)), bool)
 
 
-def _group_table(columns: dict[str, NDArray[Any]], places: NDArray[np.intp]) -> dict[str, NDArray[Any]]:
+def _group_table(columns: Columns, places: NDArray[np.intp]) -> Columns:
     """Return a column for each fact of the groups of the rollouts at ``places``, in their order."""
     numbers: dict[tuple[int, str], int] = {}
     steps, prompts = columns["step"][places].tolist(), columns["prompt"][places].tolist()
     group_of = np.array([numbers.setdefault(key, len(numbers)) for key in zip(steps, prompts, strict=True)], np.intp)
     count = np.bincount(group_of, minlength=len(numbers))
     rewards = columns["reward"][places]
-    known = ~np.isnan(rewards)
-    weights = np.maximum(np.bincount(group_of[known], minlength=len(numbers)), 1)
-    mean = np.bincount(group_of[known], rewards[known], len(numbers)) / weights
-    variance = np.bincount(group_of[known], (rewards[known] - mean[group_of[known]]) ** 2, len(numbers)) / weights
+    is_number = ~np.isnan(rewards)
+    weights = np.maximum(np.bincount(group_of[is_number], minlength=len(numbers)), 1)
+    mean = np.bincount(group_of[is_number], rewards[is_number], len(numbers)) / weights
+    variance = (
+        np.bincount(group_of[is_number], (rewards[is_number] - mean[group_of[is_number]]) ** 2, len(numbers)) / weights
+    )
     failed = columns["failure"][places] != ""
     return {
         "place": np.arange(len(numbers)),
@@ -415,7 +416,7 @@ def _group_table(columns: dict[str, NDArray[Any]], places: NDArray[np.intp]) -> 
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a NumPy value as one of Python; NaN as None."""
     plain = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(plain, float) and plain != plain else plain

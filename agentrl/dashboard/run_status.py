@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from agentrl.core.errors import AgentrlError, ConfigError, UserError
 from agentrl.dashboard.metrics_file import metric_keys
@@ -46,7 +45,7 @@ _SHOWN_RATINGS = 400
 """Most steps of the ratings' curves."""
 
 
-def league(run: DashboardRun) -> dict[str, Any]:
+def league(run: DashboardRun) -> dict[str, object]:
     """Return ratings over steps and after the last, and the payoff of each player against each other.
 
     Raises:
@@ -95,7 +94,7 @@ def _record(results: WinTable, player: str, opponent: str, seat: int | None) -> 
     return {"wins": record.wins, "draws": record.draws, "losses": record.losses, "score": record.score}
 
 
-def cluster(run: DashboardRun) -> dict[str, Any]:
+def cluster(run: DashboardRun) -> dict[str, object]:
     """Return the process, the settings of engines and learner, their measurements, logs, checkpoints and the journal."""
     holder, end = run.holder, run.end
     last = metric_keys(run.metrics.rows())
@@ -117,7 +116,7 @@ def cluster(run: DashboardRun) -> dict[str, Any]:
     }
 
 
-def _logs(folder: Path) -> list[dict[str, Any]]:
+def _logs(folder: Path) -> list[dict[str, object]]:
     if not folder.is_dir():
         return []
     entries = sorted(
@@ -144,7 +143,7 @@ def log_tail(run: DashboardRun, name: str) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
-def _journal(folder: Path) -> dict[str, Any] | None:
+def _journal(folder: Path) -> dict[str, object] | None:
     try:
         state = read_journal(folder)
     except ConfigError as error:
@@ -160,7 +159,7 @@ def _journal(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _kept_engines() -> list[dict[str, Any]]:
+def _kept_engines() -> list[dict[str, object]]:
     """Return the engines that stay on this machine (`sampler.keep_minutes`); reading them locks none."""
     try:
         records = [read_record(folder) for folder in sorted(engines_folder().iterdir())]
@@ -173,7 +172,7 @@ def _kept_engines() -> list[dict[str, Any]]:
     ]
 
 
-def advice(run: DashboardRun) -> dict[str, Any]:
+def advice(run: DashboardRun) -> dict[str, object]:
     """Return the findings of the doctor, or why there are none."""
     try:
         findings = diagnose(run.folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from agentrl.core.errors import UserError
 from agentrl.dashboard.metrics_file import curve, metric_keys
@@ -23,7 +22,7 @@ MOST_PROMPTS = 500
 """Most prompts of two runs that are compared: those that differ most."""
 
 
-def summary(run: DashboardRun, root: Path) -> dict[str, Any]:
+def summary(run: DashboardRun, root: Path) -> dict[str, object]:
     """Return the line of a run in the list of runs."""
     rows = run.metrics.rows()
     last = metric_keys(rows)
@@ -47,13 +46,13 @@ def summary(run: DashboardRun, root: Path) -> dict[str, Any]:
     }
 
 
-def curves(runs: Runs, names: list[str], keys: list[str]) -> dict[str, Any]:
+def curves(runs: Runs, names: list[str], keys: list[str]) -> dict[str, object]:
     """Return the curves of metrics of runs: ``{run: {key: {"steps": […], "values": […]}}}``."""
     rows_by_run = {name: runs.run(name).metrics.rows() for name in names}
     return {name: {key: curve(rows, key) for key in keys} for name, rows in rows_by_run.items()}
 
 
-def step_times(run: DashboardRun, last: int, limit: int) -> dict[str, Any]:
+def step_times(run: DashboardRun, last: int, limit: int) -> dict[str, object]:
     """Return the seconds by phase, and the idle shares by cause, of up to ``limit`` training steps until ``last`` (0: all)."""
     rows = [row for row in run.metrics.rows() if "time/step_s" in row]
     chosen = [row for row in rows if not last or row["step"] <= last][-limit:]
@@ -84,7 +83,7 @@ def _values(row: Mapping[str, float], key: str, names: tuple[str, ...]) -> dict[
     return {name: row[key.format(name)] for name in names if row.get(key.format(name))}
 
 
-def trace_spans(run: DashboardRun, step: int) -> dict[str, Any]:
+def trace_spans(run: DashboardRun, step: int) -> dict[str, object]:
     """Return the longest spans of a step's trace, by track.
 
     Returns:
@@ -116,7 +115,7 @@ def trace_spans(run: DashboardRun, step: int) -> dict[str, Any]:
     return {"end": end, "spans": spans, "left_out": max(0, len(events) - MOST_SPANS)}
 
 
-def comparison(first: DashboardRun, second: DashboardRun) -> dict[str, Any]:
+def comparison(first: DashboardRun, second: DashboardRun) -> dict[str, object]:
     """Return what differs between two runs: configuration, last values of metrics, mean reward of prompts that both have."""
     settings = [flatten(run.config) for run in (first, second)]
     names = sorted(settings[0].keys() | settings[1].keys())
@@ -124,33 +123,30 @@ def comparison(first: DashboardRun, second: DashboardRun) -> dict[str, Any]:
     values = [metric_keys(run.metrics.rows()) for run in (first, second)]
     prompts = [run.rollouts.rewards_by_prompt("train") for run in (first, second)]
     shared = prompts[0].keys() & prompts[1].keys()
+    means = {name: [_mean_of_last_step(rewards[name]) for rewards in prompts] for name in shared}
+    names_by_difference = sorted(shared, key=lambda name: (-abs(means[name][0] - means[name][1]), name))
     rows = [
-        {
-            "prompt": name,
-            "steps": [max(rewards[name])[0] for rewards in prompts],
-            "rewards": [_mean_of_last_step(rewards[name]) for rewards in prompts],
-        }
-        for name in shared
+        {"prompt": name, "steps": [max(rewards[name])[0] for rewards in prompts], "rewards": means[name]}
+        for name in names_by_difference[:MOST_PROMPTS]
     ]
-    rows.sort(key=lambda row: (-abs(row["rewards"][0] - row["rewards"][1]), row["prompt"]))
     return {
         "settings": [{"key": name, "values": [text.get(name) for text in settings]} for name in differing],
         "metrics": [
             {"key": key, "values": [last.get(key) for last in values]}
             for key in sorted(values[0].keys() | values[1].keys())
         ],
-        "prompts": rows[:MOST_PROMPTS],
-        "shared_prompts": len(rows),
+        "prompts": rows,
+        "shared_prompts": len(shared),
     }
 
 
 def _mean_of_last_step(rewards: list[tuple[int, float]]) -> float:
     last = max(step for step, _ in rewards)
-    known = [reward for step, reward in rewards if step == last and reward == reward]
-    return sum(known) / len(known) if known else 0.0
+    numbers = [reward for step, reward in rewards if step == last and reward == reward]
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Return the values of a configuration as text, by dotted key."""
     texts: dict[str, str] = {}
     for name, value in config.items():

@@ -65,7 +65,7 @@ def iter_parquet(path: Path, first_group: int = 0) -> Iterator[dict[str, Any]]:
             yield from map(_from_line, lines, _read_rows(table["rows"]))
 
 
-def parquet_headers(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+def parquet_headers(path: Path) -> Iterator[tuple[dict[str, object], int]]:
     """Iterate over the rollouts of a file without their rows, in the format of `rollout_to_dict`, and their tokens.
 
     Raises:
@@ -92,7 +92,7 @@ def _count_tokens(column: Any) -> list[int]:
     return tokens
 
 
-def read_parquet_rollout(path: Path, number: int) -> dict[str, Any]:
+def read_parquet_rollout(path: Path, number: int) -> dict[str, object]:
     """Return a rollout of a file by its number, in the format of `rollout_to_dict`.
 
     Raises:

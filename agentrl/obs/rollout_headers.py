@@ -78,12 +78,12 @@ def _line_header(line: bytes, start: int, end: int) -> RolloutHeader:
         header = orjson.loads(line[:rows] + b"}")
     except DECODE_ERRORS as error:
         return RolloutHeader(f"not a rollout of agentrl: {error}", 0, start, end)
-    tokens, place = 0, line.find(_IDS, rows)
-    while place >= 0:
-        first = place + len(_IDS)
-        place = line.find(b"]", first)
-        tokens += line.count(b",", first, place) + 1 if place > first else 0
-        place = line.find(_IDS, place)
+    tokens, position = 0, line.find(_IDS, rows)
+    while position >= 0:
+        first = position + len(_IDS)
+        position = line.find(b"]", first)
+        tokens += line.count(b",", first, position) + 1 if position > first else 0
+        position = line.find(_IDS, position)
     return _header(header, tokens, start, end)
 
 
