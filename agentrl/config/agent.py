@@ -15,6 +15,8 @@ from agentrl.core.errors import ConfigError
 HarnessName = Literal["mini_swe_agent", "claude_code", "codex", "opencode", "openai_agents", "smolagents"]
 
 
+FILE = "file:"
+"""Begins the name of a file in `AgentConfig.answer`."""
 _AGENT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
@@ -55,9 +57,13 @@ class AgentConfig(Section):
     """The agents of an episode by name, if there are several: each is a participant with a rollout of its own. A request chooses
     its agent by the address ``/s/KEY/agents/NAME``, the header ``x-agentrl-agent``, or its ``model``. ``env.roles`` and
     ``self_play`` say who plays them; the policy plays all others."""
-    reward: Literal["function", "session"] = "function"
-    """``function``: `reward.function`. ``session``: what the program posts to ``/v1/session/reward``; code that the policy
-    runs could post it too."""
+    reward: Literal["function", "session", "environment"] = "function"
+    """``function``: `reward.function`. ``environment``: what the environment gives for the final answer; it writes the prompt,
+    too, and one without rewards is graded by `reward.function`. ``session``: what the program posts to ``/v1/session/reward``;
+    code that the policy runs could post it too."""
+    answer: str = "message"
+    """The final answer of an episode, for ``reward=environment`` and as ``sample.final`` of `reward.function`. ``message``: the
+    policy's last turn. ``output``: what the program writes to its standard output. ``file:NAME``: a file in its folder."""
 
     @field_validator("agents")
     @classmethod
@@ -73,6 +79,16 @@ class AgentConfig(Section):
                 f"several agents have the model {max(models, key=models.count)!r}; a request could not choose"
             )
         return agents
+
+    @field_validator("answer")
+    @classmethod
+    def _check_answer(cls, answer: str) -> str:
+        name = answer.removeprefix(FILE)
+        if answer not in ("message", "output") and (name == answer or not name or Path(name).is_absolute()):
+            raise ValueError(
+                f"{answer!r} is no final answer: message, output, or {FILE}NAME, a file in the program's folder"
+            )
+        return answer
 
     @property
     def roles(self) -> dict[str, str]:

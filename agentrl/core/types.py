@@ -419,6 +419,10 @@ class SeatRecord:
     """Its turns as text, if it is not trained."""
 
 
+ANSWER = "agent_answer"
+"""Key of `Rollout.metadata` with the final answer of an agent program; without it, it is the last turn."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """All rows of one episode, with its reward and stop reason."""

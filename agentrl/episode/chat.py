@@ -209,6 +209,8 @@ class Chat:
         """Begin with ``messages``; called by `Agent.chat`."""
         self.branches: list[Chat] = []
         """Chats that `branch` returned, in order."""
+        self.mask_reason = MaskReason.NONE
+        """Why what this chat samples is not trained (`mask`); ``NONE`` if it is."""
         self._agent = agent
         self._conversation = conversation
         self._reply: Message | None = None  # the policy's last message, until it is recorded
@@ -262,7 +264,7 @@ class Chat:
 
     def mask(self, reason: MaskReason) -> None:
         """Do not train on what this chat samples; its branches are not affected."""
-        self._conversation.state.trajectory.mask_reason = reason
+        self.mask_reason = self._conversation.state.trajectory.mask_reason = reason
 
     def branch(
         self,

@@ -9,9 +9,10 @@ from dataclasses import replace
 from agentrl.core.env import Env, Step
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
 from agentrl.core.task import Task
-from agentrl.core.types import Info, Message, Observation, Rewrite, StopReason, ToolCalls, ToolResults
+from agentrl.core.types import Message, Observation, Rewrite, StopReason
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
+from agentrl.episode.env_steps import EnvSteps, observed_messages
 from agentrl.episode.env_threads import ThreadedEnv
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState, SavedStates
@@ -54,6 +55,7 @@ class Episode:
         self._task = task
         self._env_state = env_state
         self._env = ThreadedEnv(context)
+        self._steps = EnvSteps(self._env, self.tools, state)
         self._began = time.monotonic()
         self._clock: EpisodeClock
 
@@ -96,14 +98,7 @@ class Episode:
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return
-        step = await self._run_requested_calls((observation, 0.0, False, False, info))
-        if isinstance(step[0], Rewrite):
-            raise EnvironmentFailure(f"{self._env.name} begins an episode with a Rewrite; only step may give one")
-        messages = _messages(step[0])
-        if not messages:
-            raise EnvironmentFailure(
-                f"{self._env.name}.reset returned no message, so there is nothing for the policy to read"
-            )
+        messages = await self._steps.begin(observation, info, self.conversation.tools)
         self.conversation.begin(messages, self._task.id)
 
     async def _run_turns(self) -> StopReason:
@@ -137,7 +132,7 @@ class Episode:
             conversation.record(action, observation.messages, reward=reward)
             conversation.rewrite(observation.messages)
             return None
-        conversation.answer(action, _messages(observation), reward=reward, over=over)
+        conversation.answer(action, observed_messages(observation), reward=reward, over=over)
         if not over:
             return None
         return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
@@ -148,7 +143,7 @@ class Episode:
 
     def _check(self, observation: Observation) -> None:
         """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
-        if not _messages(observation) and self.conversation.turn_ended:
+        if not observed_messages(observation) and self.conversation.turn_ended:
             raise EnvironmentFailure(
                 f"{self._env.name}.step returned no message although the policy has ended its turn: return a message, or "
                 "end the episode with terminated or truncated"
@@ -157,28 +152,10 @@ class Episode:
     async def _step(self, action: Message) -> Step:
         """Pass the policy's message to the environment, or its tool calls to the tools."""
         if not action.tool_calls or self._env.read("handles_tool_calls", lambda env: env.handles_tool_calls):
-            return await self._run_requested_calls(await self._env.step(action))
+            return await self._steps.run_requested_calls(await self._env.step(action), self.conversation.tools)
         results = await self.tools.run_policy_calls(action.tool_calls, self.conversation.tools)
         answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
         return answers, 0.0, False, False, {}
-
-    async def _run_requested_calls(self, step: Step) -> Step:
-        """Run the tool calls that an environment requests until it returns messages; the rewards on the way are summed."""
-        observation, reward, terminated, truncated, info = step
-        total = self._record(reward, info)
-        while isinstance(observation, ToolCalls) and not (terminated or truncated):
-            results = await self.tools.run_environment_calls(observation.calls, self.conversation.tools)
-            observation, reward, terminated, truncated, info = await self._env.step(ToolResults(results))
-            total += self._record(reward, info)
-        return observation, total, terminated, truncated, info
-
-    def _record(self, reward: float, info: Info) -> float:
-        """Add a reward to the episode's, keep the latest metrics, and return the reward."""
-        number = self._env.number(reward, "the reward")
-        self.state.reward += number
-        if (metrics := self._env.metrics(info)) is not None:
-            self.state.metrics = metrics
-        return number
 
     async def _close(self) -> None:
         """End the sampler's session and close the environment. Failures are only logged: the episode is over."""
@@ -187,9 +164,3 @@ class Episode:
             await self._env.close()
         except AgentrlError as error:
             _log.warning("episode %s was not closed: %s", self.state.episode_id, error)
-
-
-def _messages(observation: Observation) -> tuple[Message, ...]:
-    if isinstance(observation, Rewrite):
-        return observation.messages
-    return () if isinstance(observation, ToolCalls) else observation  # calls of a last step are not run

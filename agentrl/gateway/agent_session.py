@@ -107,6 +107,10 @@ class Session(ABC):
     def moves(self) -> Sequence[str]:
         """The turns as text, in the same order, which is that of `Rollout.turns`."""
 
+    @abstractmethod
+    def last_turn(self) -> tuple[int, str] | None:
+        """Return the step and text of the turn that was requested last, without auxiliary ones; None without turns."""
+
     @property
     def is_sampling(self) -> bool:
         """Whether a turn is in progress."""
@@ -292,6 +296,12 @@ class PolicySession(Session):
     @override
     def moves(self) -> list[str]:
         return [text for _, text in self._ordered_turns()]
+
+    @override
+    def last_turn(self) -> tuple[int, str] | None:
+        self._tree.mask_auxiliary()
+        chats = (chat for chat in self._steps if chat.mask_reason is not MaskReason.AUXILIARY)
+        return max((turn for chat in chats for turn in self._steps[chat]), default=None)
 
     def _ordered_turns(self) -> Iterator[tuple[int, str]]:
         for first in self.agent.chats:

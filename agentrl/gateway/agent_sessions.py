@@ -102,6 +102,11 @@ class AgentSessions:
         for session in self.by_agent.values() if agent is None else (self.choose(agent),):
             session.reward, session.metrics = reward, dict(metrics)
 
+    def last_message(self) -> str:
+        """Return the text of the turn that was requested last, of all agents; auxiliary turns do not count."""
+        turns = (session.last_turn() for session in self.by_agent.values())
+        return max((turn for turn in turns if turn is not None), default=(0, ""))[1]
+
     @property
     def failure(self) -> asyncio.Future[EpisodeError]:
         """What the infrastructure failed with; it ends the episode."""

@@ -57,6 +57,10 @@ class FixedSession(Session):
         return [text for _, text in self._steps]
 
     @override
+    def last_turn(self) -> tuple[int, str] | None:
+        return self._steps[-1] if self._steps else None
+
+    @override
     async def _answer(self, request: ChatRequest) -> Reply:
         self._check_open()
         if request.tools:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from typing import Any
 
-from agentrl.config.agent import AgentConfig, command_words
+from agentrl.config.agent import FILE, AgentConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentProgramError, ConfigError
 from agentrl.core.task import Task
-from agentrl.core.types import Rollout
+from agentrl.core.types import ANSWER, Rollout
 from agentrl.episode.chat import Agent
+from agentrl.episode.env_steps import AnswerScoring
 from agentrl.episode.limits import EpisodeClock
+from agentrl.episode.state import EpisodeState
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import HARNESSES
-from agentrl.gateway.program_process import ProgramProcess, RunningProgram
+from agentrl.gateway.program_process import ProgramProcess, RunningProgram, read_start
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes
 from agentrl.gateway.server import Gateway
 from agentrl.sandbox.registry import backend_class
@@ -74,6 +77,18 @@ class AgentProgram:
             EpisodeError: the engine failed, or the task's first prompt is too long.
         """
         agent.clock.raise_nothing()  # an end at the limit is a failure of the program, which has a message
+        if self._config.reward != "environment":
+            return await self._run(task, agent)
+        first = agent.state
+        state = EpisodeState(first.rollout_id, first.seed, first.attempt, first.reset_seed)
+        scoring = AnswerScoring(agent.context, task, state, agent.tools)
+        try:
+            return await self._run(replace(task, prompt=await scoring.begin()), agent, scoring)
+        finally:
+            await scoring.close()
+
+    async def _run(self, task: Task, agent: Agent, scoring: AnswerScoring | None = None) -> list[Rollout]:
+        """Run the program, and score its final answer."""
         sessions = AgentSessions.open(agent, self._config)
         async with self._gateway.serving() as url, self._gateway.open(sessions) as key:
             if self._sandboxes is None:
@@ -89,10 +104,20 @@ class AgentProgram:
             refused = f" Its last refused request: {sessions.refused}" if sessions.refused else ""
             fault = fault or "ended without a turn of the policy"
             raise AgentProgramError(f"{self._config.setting}: it {fault}.{refused}{program.output_end()}")
+        answer = self._final_answer(program, sessions)
+        if scoring is not None:
+            reward, metrics = await scoring.score(answer)
+            sessions.set_reward(None, reward, metrics)
         rollouts = sessions.rollouts(agent)
         for rollout in rollouts:
-            rollout.metadata[FOLDER] = str(program.cwd)
+            rollout.metadata |= {FOLDER: str(program.cwd), ANSWER: answer}
         return rollouts
+
+    def _final_answer(self, program: RunningProgram, sessions: AgentSessions) -> str:
+        kind = self._config.answer
+        if kind == "message":
+            return sessions.last_message()
+        return program.output() if kind == "output" else read_start(program.cwd / kind.removeprefix(FILE))
 
     async def _play(self, program: RunningProgram, sessions: AgentSessions, agent: Agent) -> str:
         """Wait for the end of a program, or end it; return what is wrong with it, or nothing."""

@@ -32,6 +32,10 @@ _INHERITED = (
 """Variables of this process that a program gets. Others may be secrets, or differ from run to run."""
 _VARIABLE_BYTES = 100_000
 """Bytes of the longest prompt in a variable; the kernel's limit is 128 KiB."""
+ANSWER_BYTES = 2**20
+"""Bytes of a final answer; what follows is left out."""
+OUTPUT_LINES = 20
+"""Lines of a program's output in messages."""
 
 
 class RunningProgram(Protocol):
@@ -48,6 +52,10 @@ class RunningProgram(Protocol):
 
     async def close(self) -> None:
         """Remove its folder."""
+        ...
+
+    def output(self) -> str:
+        """Return what it has written to its standard output, up to `ANSWER_BYTES`."""
         ...
 
     def output_end(self) -> str:
@@ -96,6 +104,14 @@ def task_json(task: Task) -> str:
     """Return a task as the program may read it: without the answer."""
     prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
     return json.dumps({"id": task.id, "prompt": prompt, "metadata": json_state(task.metadata)}, ensure_ascii=False)
+
+
+def read_start(file: Path) -> str:
+    """Return the text of a file up to `ANSWER_BYTES`; empty if it is no file, such as a link to a device or a pipe."""
+    if not file.is_file():
+        return ""
+    with file.open("rb") as stream:
+        return stream.read(ANSWER_BYTES).decode(errors="replace")
 
 
 def describe_exit(code: int) -> str:
@@ -168,8 +184,14 @@ class ProgramProcess(RunningProgram):
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @override
+    def output(self) -> str:
+        return read_start(self._folder / "output.txt")
+
+    @override
     def output_end(self) -> str:
-        text = self._child.log_tail().strip()
+        file = self._folder / "output.txt"
+        lines = file.read_text(errors="replace").splitlines()[-OUTPUT_LINES:] if file.is_file() else []
+        text = "\n".join([*lines, self._child.log_tail(OUTPUT_LINES)]).strip()
         return f" The end of its output:\n{text}" if text else ""
 
 

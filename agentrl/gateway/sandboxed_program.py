@@ -21,7 +21,14 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import AgentProgramError, SandboxFailure
 from agentrl.core.task import Task
 from agentrl.core.types import ToolStatus
-from agentrl.gateway.program_process import RunningProgram, describe_exit, program_variables, task_json
+from agentrl.gateway.program_process import (
+    ANSWER_BYTES,
+    OUTPUT_LINES,
+    RunningProgram,
+    describe_exit,
+    program_variables,
+    task_json,
+)
 from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.registry import make_backend
@@ -30,7 +37,6 @@ GATEWAY_HOST = "127.0.0.2"
 """Where the gateway listens for sandboxes. Their own loopback is another, and programs use no proxy for 127.0.0.1."""
 _PROGRAM_S = 86_400.0
 """Wall time of a program, seconds: the episode has its own limit."""
-_OUTPUT_LINES = 20
 _PACK = """
 import base64, sys, tarfile
 
@@ -189,8 +195,13 @@ class SandboxedProgram(RunningProgram):
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     @override
+    def output(self) -> str:
+        text = "" if self._outcome is None else self._outcome.stdout
+        return text.encode(errors="replace")[:ANSWER_BYTES].decode(errors="replace")
+
+    @override
     def output_end(self) -> str:
         if self._outcome is None:
             return ""
-        text = "\n".join((self._outcome.stdout + self._outcome.stderr).splitlines()[-_OUTPUT_LINES:]).strip()
+        text = "\n".join((self._outcome.stdout + self._outcome.stderr).splitlines()[-OUTPUT_LINES:]).strip()
         return f" The end of its output:\n{text}" if text else ""

@@ -1,11 +1,11 @@
 """A script that runs an agent program, and leaves nothing of it: no process, and not its folder.
 
 ``python supervisor.py FOLDER STATUS_FD`` starts the program that ``FOLDER/start.json`` names, in a session of its own, with
-``FOLDER/prompt.txt`` as its standard input. It is the parent of all processes that the program leaves behind, however they
-were detached (PR_SET_CHILD_SUBREAPER), and kills them when the program ends, when it gets SIGUSR1, or when the process that
-started it ends, even by SIGKILL, which closes the pipe of `agentrl.core.child_process.ChildProcess`. It writes the program's
-exit status to ``STATUS_FD``. The folder stays until that pipe is closed or SIGTERM comes, for the reward. It imports nothing
-of agentrl, so that it starts at once.
+``FOLDER/prompt.txt`` as its standard input and ``FOLDER/output.txt`` as its standard output. It is the parent of all
+processes that the program leaves behind, however they were detached (PR_SET_CHILD_SUBREAPER), and kills them when the program
+ends, when it gets SIGUSR1, or when the process that started it ends, even by SIGKILL, which closes the pipe of
+`agentrl.core.child_process.ChildProcess`. It writes the program's exit status to ``STATUS_FD``. The folder stays until that
+pipe is closed or SIGTERM comes, for the reward. It imports nothing of agentrl, so that it starts at once.
 """
 
 import ctypes
@@ -66,6 +66,7 @@ def _start(folder: str) -> int:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.path.join(folder, "prompt.txt"), os.O_RDONLY), 0)
+        os.dup2(os.open(os.path.join(folder, "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 1)
         os.chdir(start["cwd"])
         os.execvpe(start["command"][0], start["command"], start["env"])
     except OSError as error:

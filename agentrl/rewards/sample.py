@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.core.errors import ToolFailure
 from agentrl.core.tool import CallTool
-from agentrl.core.types import Rollout, StopReason, ToolResult, Turn
+from agentrl.core.types import ANSWER, Rollout, StopReason, ToolResult, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class Sample:
     response: str
     """Everything after the prompt: the policy's turns, and the observations between them."""
     final: str
-    """The policy's last turn without its end token; only sampled text. Empty if there is none."""
+    """The policy's last turn without its end token; only sampled text. Empty if there is none. Of an agent program it is the
+    final answer (``rollout.agent.answer``)."""
     label: Any
     """The task's right answer (``data.label_key``), or None."""
     metadata: Mapping[str, Any]
@@ -62,7 +63,7 @@ class Sample:
         return cls(
             prompt=rollout.prompt,
             response="".join(turn.action + turn.observation for turn in rollout.turns),
-            final=rollout.turns[-1].action if rollout.turns else "",
+            final=rollout.metadata.get(ANSWER, rollout.turns[-1].action if rollout.turns else ""),
             label=rollout.label,
             metadata=rollout.metadata,
             prompt_id=rollout.prompt_id,

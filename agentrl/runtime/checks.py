@@ -15,6 +15,7 @@ from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, MissingError, unknown_name
 from agentrl.core.extras import install_command, is_installed, not_installed_error
+from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class, make_any_env, undefined_step
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
@@ -46,18 +47,24 @@ def _check_episodes(config: Config) -> None:
     cls = type(env)
     check_self_play(config)
     check_roles(config)
-    if config.rollout.loop is None and (lacks := undefined_step(cls)):
+    agent = config.rollout.agent
+    is_scored = agent.setting is not None and agent.reward == "environment"
+    if (config.rollout.loop is None or is_scored) and (lacks := undefined_step(cls)):
         raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
+    if is_scored and issubclass(cls, MultiAgentEnv):
+        raise ConfigError(
+            f"rollout.agent.reward=environment with env.name={config.env.name}, which has several agents: a final answer is that "
+            "of one; set rollout.agent.reward=function or session"
+        )
     make_lineup(config)
     run_services(config)
-    agent = config.rollout.agent
     if agent.setting is None:
         needs_reward = cls.needs_reward and config.rollout.generate is None
     else:
         from agentrl.gateway.program import check_agent  # its server takes a while to import
 
         check_agent(agent, config.sandbox)
-        needs_reward = agent.reward == "function"
+        needs_reward = cls.needs_reward if is_scored else agent.reward == "function"
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 
 

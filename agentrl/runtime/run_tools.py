@@ -35,8 +35,8 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
 
 def _source_tools(config: Config) -> tuple[str, ...]:
-    if config.rollout.agent.setting is not None:
-        return ()  # the program has its own
+    if config.rollout.agent.setting is not None:  # the program has its own
+        return env_class(config.env.name).tool_names if config.rollout.agent.reward == "environment" else ()
     return required_tools(config.rollout.generate, env_class(config.env.name))
 
 
