@@ -10,9 +10,10 @@ import hashlib
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 import orjson
@@ -22,8 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentrl.core.background import first_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.gateway.agent_session import Session, SessionOverError
 from agentrl.gateway.agent_sessions import AgentSessions
@@ -45,6 +46,8 @@ _HEADER_CHARACTERS = 1000
 _CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 _KEEP_ALIVE = b": waiting\n\n"
+_STREAM = "text/event-stream"
+_STREAM_HEADERS = {"cache-control": "no-cache"}
 
 _PREFIXES = ("/s/{key}/agents/{agent}", "/s/{key}", "/agents/{agent}", "")
 """What may precede a path: the key of the session, and the agent."""
@@ -119,7 +122,7 @@ class Gateway:
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._url = f"http://{host}:{listener.getsockname()[1]}"
 
-    def _make_app(self) -> Starlette:
+    def _make_app(self) -> ASGIApp:
         handlers: list[tuple[str, Handler, list[str]]] = [
             *((dialect.path, partial(self._chat, dialect), ["POST"]) for dialect in DIALECTS),
             (f"{Messages.path}/count_tokens", self._count_tokens, ["POST"]),
@@ -137,7 +140,8 @@ class Gateway:
             Route(f"{prefix}/{{path:path}}", partial(self._handle, self._no_route), methods=every_method)
             for prefix in ("/s/{key}", "")
         ]
-        return Starlette(routes=[*routes, *other_paths])
+        chats = {dialect.path: partial(self._handle, partial(self._chat, dialect)) for dialect in DIALECTS}
+        return _DirectRoutes(chats, Starlette(routes=[*routes, *other_paths]))
 
     async def _handle(self, handler: Handler, http: Request) -> Response:
         """Answer an authenticated request, or return the error in the form of its dialect."""
@@ -219,25 +223,29 @@ class Gateway:
             sessions.refused = error.message
             raise
         answer.waiting += 1
+        disconnect = asyncio.create_task(_wait_for_disconnect(http))
         try:
-            turn = asyncio.wait({answer.task}, timeout=self._keep_alive_s if request.stream else None)
-            async with first_ended(turn, _wait_for_disconnect(http)) as tasks:
-                if tasks[1].done() and not answer.task.done():
-                    return Response(status_code=_CLOSED_REQUEST)
+            timeout_s = self._keep_alive_s if request.stream else None
+            ends: set[asyncio.Task[Any]] = {answer.task, disconnect}
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.task.done():
                 reply = answer.task.result()
+                answer.delivered |= not disconnect.done()
                 if not request.stream:
-                    answer.delivered = True
                     return _reply(dialect.reply(reply), headers=headers)
+                # Whole: each event alone would be a write to the socket.
+                content = b"".join(dialect.events(reply, usage=request.stream_usage))
+                return Response(content, headers=headers | _STREAM_HEADERS, media_type=_STREAM)
+            if disconnect.done():
+                return Response(status_code=_CLOSED_REQUEST)
         except BadRequestError as error:
             sessions.refused = error.message
             raise
         finally:
             answer.waiting -= 1
+            disconnect.cancel()
         events = self._events(dialect, request, answer)
-        return StreamingResponse(
-            events, headers={**headers, "cache-control": "no-cache"}, media_type="text/event-stream"
-        )
+        return StreamingResponse(events, headers=headers | _STREAM_HEADERS, media_type=_STREAM)
 
     def _answer(self, session: Session, request: ChatRequest, http: Request, digest: bytes) -> Answer:
         """Return the answer to a request: that of the request which it repeats, or a new one."""
@@ -262,11 +270,31 @@ class Gateway:
             except (SessionOverError, asyncio.CancelledError) as error:
                 yield dialect.error_event(str(error) or "this episode is over", 503)
             else:
-                for text in dialect.events(reply, usage=request.stream_usage):
-                    yield text
+                yield b"".join(dialect.events(reply, usage=request.stream_usage))
                 answer.delivered = True
         finally:
             answer.waiting -= 1
+
+
+class _DirectRoutes:
+    """ASGI application that hands posts to some paths to their handlers; its router takes longer than they do.
+
+    Args:
+        handlers: by path.
+        otherwise: gets all other requests.
+    """
+
+    def __init__(self, handlers: Mapping[str, Callable[[Request], Awaitable[Response]]], otherwise: ASGIApp) -> None:
+        self._handlers = handlers
+        self._otherwise = otherwise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if handler is None:
+            await self._otherwise(scope, receive, send)
+        else:
+            response = await handler(Request(scope, receive))
+            await response(scope, receive, send)
 
 
 def _named_agent(http: Request) -> str | None:

@@ -6,13 +6,26 @@ import argparse
 from types import ModuleType
 
 from agentrl.obs.console import make_console
-from benchmarks.commands import asynchronous, efficiency, learner, masks, rollout, runners, sandbox, step, view, weights
+from benchmarks.commands import (
+    asynchronous,
+    efficiency,
+    gateway,
+    learner,
+    masks,
+    rollout,
+    runners,
+    sandbox,
+    step,
+    view,
+    weights,
+)
 
 BENCHMARKS: dict[str, ModuleType] = {
     "step": step,
     "rollout": rollout,
     "efficiency": efficiency,
     "runners": runners,
+    "gateway": gateway,
     "weights": weights,
     "learner": learner,
     "async": asynchronous,

@@ -1,10 +1,11 @@
-"""``agentrl bench weights`` and ``bench efficiency`` on a tiny random model and the embedded engine; ``bench runners``."""
+"""``agentrl bench weights`` and ``bench efficiency`` on a tiny random model and the embedded engine; ``runners``, ``gateway``."""
 
 import re
 
 import pytest
 
 from agentrl.cli.main import main
+from benchmarks.gateway import PATHS
 
 
 def rows(text: str, width: int) -> list[list[str]]:
@@ -56,3 +57,17 @@ def test_runners_by_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert min(in_driver[1], in_runner[1]) > 0
     assert in_driver[3] == 0 < in_runner[3], "only a pass with runners has CPU time of theirs"
     assert min(in_driver[5], in_runner[5]) > 0
+
+
+@pytest.mark.long
+def test_turns_of_the_gateway_beside_those_of_the_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--sessions 3 --episodes 4 --turns 2 --new-tokens 8 --prompt-tokens 24 --observation-tokens 8"
+    assert main(["bench", "gateway", *options.split()]) == 0
+    text = capsys.readouterr().out
+    number, after = r"([\d.]+)", r"(?:, first byte ms, median ([\d.]+), p95 [\d.]+)?$"
+    pattern = rf"sessions 3, client (.*), turns 8, CPU ms/turn {number}, of the runner's {number}{after}"
+    passes = re.findall(pattern, text, re.MULTILINE)
+    assert [client for client, *_ in passes] == list(PATHS)
+    assert all(float(cpu) > 0 for _, cpu, _, _ in passes)
+    assert float(passes[0][2]) == 1
+    assert [bool(first_byte) for *_, first_byte in passes] == [False] + [True] * 6, "only clients read a first byte"

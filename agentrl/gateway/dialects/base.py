@@ -22,6 +22,8 @@ Json = dict[str, Any]
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 """Why a reply ended."""
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""As ``json.dumps``, which makes an encoder each time."""
 _MESSAGE_CHARACTERS = 1000
 _CALL_ID = re.compile(r"call_(\d{1,9})_\d{1,9}")
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
@@ -349,7 +351,7 @@ def call_turn(id: str) -> int | None:
 
 def event(data: Json | str, name: str | None = None) -> bytes:
     """Return a server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    text = data if isinstance(data, str) else _encode(data)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 

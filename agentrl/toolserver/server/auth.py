@@ -12,17 +12,18 @@ import os
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-import h11
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.request_limits import TOKEN_VARIABLE
+
+_HEAD_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 OPEN_PATH = "/health"
 """The one path that needs no token."""
@@ -143,13 +144,18 @@ def _host(url: str) -> str:
         return ""
 
 
-class ReceiveTimeout(H11Protocol):
-    """uvicorn's HTTP/1.1, which ends a connection whose request does not arrive within `request_limits.RECEIVE_S`.
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with limits of a request's head and of the time in which it arrives.
 
-    uvicorn itself bounds only headers (``h11_max_incomplete_event_size``) and the time between two requests.
+    A connection is closed whose request does not arrive within `request_limits.RECEIVE_S`, and after
+    `request_limits.HEAD_BYTES` of a head, of trailers, or of a chunk's line, counted in whole reads from the socket. uvicorn
+    itself bounds only the time between two requests.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _unparsed_bytes = 0
+    """Read since the last event of the parser."""
+    _has_event = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set the deadline of the first request."""
@@ -159,29 +165,44 @@ class ReceiveTimeout(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline."""
         super().connection_lost(exc)
-        self._cancel()
+        self._cancel_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Set the deadline of the rest of the request."""
+        """Parse, and close the connection if a head does not end."""
+        self._has_event = False
         super().data_received(data)
+        self._unparsed_bytes = 0 if self._has_event else self._unparsed_bytes + len(data)
+        if self._unparsed_bytes > request_limits.HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_HEAD_TOO_LONG)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Set the deadline of a request."""
+        self._has_event = True
+        super().on_message_begin()
         self._set_deadline()
 
-    def on_response_complete(self) -> None:
-        """Set the deadline of the rest of a request that was answered early; between requests uvicorn has its own limit."""
-        super().on_response_complete()
-        self._set_deadline()
+    def on_headers_complete(self) -> None:
+        """Note the end of a head."""
+        self._has_event = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Note a part of a body."""
+        self._has_event = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Cancel the deadline of a request that has arrived."""
+        self._has_event = True
+        super().on_message_complete()
+        self._cancel_deadline()
 
     def _set_deadline(self) -> None:
-        is_between_requests = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
-        is_arriving = self.conn.their_state is h11.SEND_BODY or (
-            self.conn.their_state is h11.IDLE and not is_between_requests
-        )
-        if self.transport.is_closing() or not is_arriving:
-            self._cancel()
-        elif self._deadline is None:
+        if self._deadline is None:
             self._deadline = self.loop.call_later(request_limits.RECEIVE_S, self.transport.close)
 
-    def _cancel(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -29,7 +29,7 @@ from agentrl.sandbox.registry import make_backend
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.server.app import MCP_PATH, make_app
-from agentrl.toolserver.server.auth import ReceiveTimeout, server_token
+from agentrl.toolserver.server.auth import BoundedHttp, server_token
 from agentrl.toolserver.server.sessions import Sessions
 
 _log = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ UVICORN: dict[str, Any] = {
     "access_log": False,
     "lifespan": "off",
     "ws": "none",
-    "http": ReceiveTimeout,
-    "h11_max_incomplete_event_size": request_limits.HEAD_BYTES,
+    "http": BoundedHttp,
+    "proxy_headers": False,
     "timeout_keep_alive": request_limits.KEEP_ALIVE_S,
     "timeout_graceful_shutdown": 2,
 }
