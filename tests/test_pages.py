@@ -82,7 +82,10 @@ def exists(dotted: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_configuration_keys_exist(page: Path) -> None:
-    for key in set(re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)(?==|`)", page.read_text())):
+    text = page.read_text()
+    if page.parent.name == "coming_from":  # the first column has keys of other frameworks
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    for key in set(re.findall(r"(?<![\w./-])([a-z]+(?:\.[a-z_]+)+)(?==|`)", text)):
         names = key.split(".")
         if names[0] in Config.model_fields and names[-1] not in {"py", "md", "yaml", "json", "jsonl"}:
             assert is_key(names, Config), key
