@@ -1,13 +1,16 @@
-"""Agent programs: what is refused before a run, and sandboxes. `test_examples` trains one."""
+"""Agent programs: what is refused before a run, sandboxes, and a killed run of two agents. `test_examples` trains one."""
 
 import asyncio
 import json
+import signal
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from gateway_episodes import TASK, make_test_renderer
-from shared_runs import here
+from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, gone, here, metrics
 
 from agentrl import Rollout
 from agentrl.config.agent import AgentConfig
@@ -22,6 +25,8 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.program import AgentProgram
+from agentrl.obs.journal import read_journal
+from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.sandbox.registry import backend_class
 from agentrl.testing import ScriptedSampler
 
@@ -90,3 +95,86 @@ def test_a_program_in_bubblewrap_reaches_only_the_gateway(tmp_path: Path) -> Non
     assert rollout.failure is None, rollout.failure
     refusals = {"directly": "ConnectionRefusedError", "elsewhere": "HTTPError", "home": "FileNotFoundError"}
     assert results == [{"reply": "one", **refusals}]
+
+
+TEAM = """
+import http.client, json, os
+from urllib.parse import urlsplit
+
+agents = json.loads(os.environ["AGENTRL_AGENTS"])
+
+def post(agent, path, body):
+    url = urlsplit(agents[agent])
+    connection = http.client.HTTPConnection(url.netloc)
+    connection.request("POST", url.path + path, json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    return json.load(response)
+
+def ask(agent, *messages):
+    return post(agent, "/chat/completions", {"messages": messages})["choices"][0]["message"]
+
+prompt = {"role": "user", "content": os.environ["AGENTRL_PROMPT"]}
+plan = ask("planner", prompt)
+code = ask("coder", {"role": "user", "content": plan["content"][:20] + "?"})
+ask("planner", prompt, plan, {"role": "user", "content": code["content"][:20] + "?"})
+post("planner", "/session/reward", {"reward": len(plan["content"]) % 7 / 7, "metrics": {"length": len(plan["content"])}})
+post("coder", "/session/reward", {"reward": len(code["content"]) % 5 / 5})
+"""
+STEPS = 3
+
+
+def test_an_asynchronous_run_of_two_agents_that_is_killed_trains_each_of_them_once(
+    services: Services, tmp_path: Path
+) -> None:
+    (tmp_path / "team.py").write_text(TEAM)
+    rows = [json.dumps({"prompt": f"Who is {name}?"}) for name in ("Remu", "Sadova", "Vage Fena", "Velo Doda")]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    words = [
+        "train", "--env", "single_turn", "data.path=tasks.jsonl", "data.eval_path=tasks.jsonl", "eval.size=1", "run.dir=run",
+        f"rollout.agent.command={sys.executable} -I -S team.py", "rollout.agent.reward=session",
+        "rollout.agent.agents={planner: {}, coder: {role: worker}}", "algo.advantage.name=seat_grpo", "async.max_staleness=1",
+        "rollout.batch_size=1", "rollout.n_samples_per_prompt=2", "rollout.max_turns=2", "sampler.max_new_tokens=8",
+        f"train.steps={STEPS}", "train.save_every=1", "train.eval_every=2", "train.eval_first=false", "obs.tensorboard=false",
+        "model.path=multihop-warm", *ONE_THREAD,
+    ]  # fmt: skip
+    run = Running(*words, f"sampler.url={services.engine()}", cwd=tmp_path, target=IN_PROCESS_LEARNER)
+    folder = tmp_path / "run"
+    try:
+        run.wait_for((folder / "checkpoints" / "step_000001").exists)
+        children = run.descendants()
+        run.send(signal.SIGKILL)
+        assert run.finish() != 0
+    finally:
+        run.end()
+    assert gone(children) == [], "agent programs"
+    services.engine()  # has no request of the killed run any more
+    run = Running("train", "--resume", "run.dir=run", cwd=tmp_path, target=IN_PROCESS_LEARNER)
+    try:
+        assert run.finish() == 0, run.output()
+    finally:
+        run.end()
+    files = rollout_files(folder / "rollouts")
+    rollouts = [rollout for file in files.values() for rollout in read_rollouts(file)]
+    assert Counter((rollout.agent, rollout.role, rollout.seat) for rollout in rollouts) == {
+        ("planner", "planner", 0): 2 * STEPS,
+        ("coder", "worker", 1): 2 * STEPS,
+    }
+    assert len({rollout.rollout_id for rollout in rollouts}) == 4 * STEPS, "each is trained once"
+    assert all(rollout.seats[0].steps == (0, 2) for rollout in rollouts)
+    assert all(rollout.seat_rewards[rollout.seat] == rollout.reward for rollout in rollouts)
+    steps = [row for row in metrics(folder) if "train/reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert {"train/reward/role=planner", "train/reward/role=worker", "rollout/length/role=planner"} <= set(steps[0])
+    assert [row["step"] for row in metrics(folder) if "eval/reward" in row] == [2, 3]
+    state = read_journal(folder)
+    assert state is not None
+    assert (state.faults(), state.waiting, state.trained) == ([], [], STEPS)
+    audit = here("audit", "run", cwd=tmp_path)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    view = here("view", "run", "--step", "1", cwd=tmp_path)
+    assert view.returncode == 0, view.stderr
+    assert "coder" in view.stdout
+    doctor = here("doctor", "run", cwd=tmp_path)
+    assert doctor.returncode in (0, 1), doctor.stdout + doctor.stderr
+    assert "Traceback" not in doctor.stdout + doctor.stderr

@@ -65,6 +65,7 @@ def test_it_states_the_result_to_expect(name: str) -> None:
         "03_own_tool/registry_env.py:Registry",
         "07_mcp_tools/mcp_env.py:McpEnv",
         "08_own_chats/words_env.py:Words",
+        "09_agent_program/page_env.py:PageEnv",
     ],
 )
 def test_its_environment_keeps_the_contract(reference: str) -> None:

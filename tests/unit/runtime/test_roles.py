@@ -6,10 +6,11 @@ from pydantic import ValidationError
 from agentrl.config.checks import check
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig
-from agentrl.core.errors import ConfigError, ModelError, UnknownNameError
+from agentrl.core.errors import ConfigError, ModelError, UnknownNameError, UserError
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
 from agentrl.models.reference_policy import pin_frozen, resolve_frozen
 from agentrl.runtime.roles import make_lineup
+from agentrl.self_play.opponents import check_self_play, eval_lineups
 
 
 def lineup(name, options=None, **roles):
@@ -151,3 +152,53 @@ def test_self_play_and_roles_both_say_who_plays():
 def test_a_role_has_one_player():
     with pytest.raises(ValidationError, match="a role has one player"):
         EnvConfig.model_validate({"roles": {"a": {"player": "x", "endpoint": {"url": "http://u", "model": "m"}}}})
+
+
+def program(*, reward="session", agents=("white", "black"), **more):
+    agent = {"command": "python arena.py", "reward": reward, "agents": {name: {} for name in agents}}
+    return Config.model_validate({"env": {"name": "single_turn"}, "rollout": {"agent": agent}} | more)
+
+
+def test_agents_of_a_program_are_played_as_those_of_an_environment(tmp_path):
+    assert make_lineup(program()) == Lineup()
+    assert make_lineup(program(agents=())) is None
+    player = tmp_path / "player.py"
+    player.write_text("class Random: ...\n")
+    roles = {"white": {"frozen": "initial"}, "black": {}, "grey": {"player": f"{player}:Random"}}
+    three = program(agents=roles, env={"name": "single_turn", "roles": roles})
+    made = make_lineup(three, {"initial": (engine := object())})
+    assert made.seat("white", "white") == PolicySeat(trained=False, sampler=engine, name="frozen initial")
+    assert made.seat("grey", "grey") == ScriptedSeat(f"{player}:Random")
+    assert made.opponent == f"fixed:frozen+{player}:Random"
+    adapters = {"white": {"policy": "a"}, "black": {"policy": "b"}}
+    env = {"name": "single_turn", "roles": adapters}
+    check(program(env=env, learner={"lora": {}}, weights={"adapters": "only"}))
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"wite": {}}, "Did you mean 'white'"),
+        ({"white": {"player": "random"}}, "random is no player of an agent program"),
+        ({"white": {"train": False}, "black": {"train": False}}, r"trained in no role of rollout\.agent\.command"),
+    ],
+)
+def test_roles_of_a_program_that_do_not_fit_are_refused(roles, message):
+    with pytest.raises(UserError, match=message):
+        make_lineup(program(env={"name": "single_turn", "roles": roles}))
+
+
+def test_agents_of_a_program_are_seats_of_self_play():
+    play = {"mix": {"mirror": 1, "past": 1}, "eval": {"opponents": ["mirror", "fixed:bot.py:Bot"]}}
+    config = program(self_play=play)
+    check(config)
+    check_self_play(config)
+    lineups = eval_lineups(config)
+    assert [lineup.opponent for lineup in lineups["bot.py:Bot"]] == ["fixed:bot.py:Bot"] * 2
+    assert lineups["bot.py:Bot"][1].seat("white", "white") == ScriptedSeat("bot.py:Bot")
+    with pytest.raises(ConfigError, match=r"the rewards of all agents.*set rollout\.agent\.reward=session"):
+        check(program(self_play=play, reward="function"))
+    with pytest.raises(ConfigError, match="whose episodes have one agent"):
+        check(program(self_play=play, agents=()))
+    with pytest.raises(UserError, match=r"player of .*random|random.*self_play\.mix"):
+        check_self_play(program(self_play={"mix": {"fixed:random": 1}}))
