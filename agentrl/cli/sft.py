@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
+from agentrl.api.settings import load_environment
+from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers
 from agentrl.config.layers import CONFIG, Layer, annotate, merge_layers, saved_layers
 from agentrl.core.child_process import exit_with_parent
 from agentrl.core.errors import ConfigError

@@ -6,16 +6,15 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers, load_environment
-from agentrl.config.layers import Layer, annotate, differences, load_layers, merge_layers, saved_layers
+from agentrl.api.loading import Loaded, checked_start, load_fork, load_new, load_resumed, run_dir_setting, run_rules
+from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers
+from agentrl.config.layers import annotate
 from agentrl.config.recorded import recorded_keys
-from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.core.kernel_cache import share_kernels
-from agentrl.obs.console import make_console, print_message
+from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: discard the rollouts that were recorded after the checkpoint, and sample them again",
     )
     parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin a new run with a checkpoint of another one, such as runs/mine@40 or runs/mine@latest, and its configuration",
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         metavar="SAMPLES",
@@ -40,20 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the configuration that would run, and stop")
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The configuration of a run that is started or resumed."""
-
-    layers: list[Layer]
-    config: Config
-    resumed: Path | None = None
-    """Folder of the run that is resumed."""
-    notes: tuple[str, ...] = ()
-    """Lines for the user."""
-
-
 def load_run(arguments: argparse.Namespace) -> Loaded:
-    """Return the configuration of the command line; for ``--resume`` that of the run, with the command line's values on top.
+    """Return the configuration of the command line; for ``--resume`` and ``--fork`` that of the run, with the command line's
+    values on top.
 
     Raises:
         ConfigError, UnknownNameError: the configuration is not valid, there is no run to resume, or it would become another
@@ -61,27 +54,18 @@ def load_run(arguments: argparse.Namespace) -> Loaded:
     """
     if arguments.resample and not arguments.resume:
         raise ConfigError("--resample discards recorded rollouts of a run that is resumed: add --resume")
-    rules = []
-    if arguments.replay is None:
-        from agentrl.weight_sync.registry import transport_faults
-
-        rules.append(transport_faults)
+    if arguments.fork is not None and (arguments.resume or arguments.env):
+        option = "--resume continues a run" if arguments.resume else "--env takes a preset"
+        raise ConfigError(f"--fork {arguments.fork} begins a new run with the configuration of the other; {option}")
+    rules = run_rules(arguments.replay)
+    if arguments.fork is not None:
+        return load_fork(arguments.fork, command_line_layers(arguments), rules)
     if not arguments.resume:
-        layers = config_layers(arguments)
-        return Loaded(layers, load_environment(layers, rules))
+        return load_new(config_layers(arguments), rules)
     from agentrl.runtime.run_dir import folder_to_resume
-    from agentrl.train.resume import check_run_keys
 
-    overriding_layers = command_line_layers(arguments)
-    section = merge_layers(overriding_layers).get("run")
-    run_dir = section.get("dir") if isinstance(section, dict) else None
-    folder = folder_to_resume(None if run_dir is None else str(run_dir), arguments.env)
-    run_layers = saved_layers(folder)
-    layers = [*run_layers, *overriding_layers]
-    saved_config, config = load_layers(run_layers), load_environment(layers, rules)
-    check_run_keys(folder, recorded_keys(config))
-    changed = [str(change) for change in differences(saved_config, config) if change.key != "run.dir"]
-    return Loaded(layers, config, folder, (f"configuration {run_layers[0].origin}", *changed))
+    settings = command_line_layers(arguments)
+    return load_resumed(folder_to_resume(run_dir_setting(settings), arguments.env), settings, rules)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -94,22 +78,10 @@ def run(arguments: argparse.Namespace) -> None:
         lines = [*loaded.notes, *_plan(loaded, arguments)]
         console.print("\n".join(lines), soft_wrap=True)
         return
-    lines, contents = list(loaded.notes), {}
-    if arguments.replay is not None:
-        from agentrl.train.replay import check_replay
+    start = checked_start(loaded, console, arguments.replay, discard=arguments.resample)
+    from agentrl.train.run import run_training
 
-        check_replay(config, arguments.replay)
-    else:
-        from agentrl.train.preflight import check_run
-
-        plan = check_run(config)
-        contents = plan.contents
-        lines += [f"template {plan.template}", *plan.training, *plan.warnings]
-    for line in lines:
-        print_message(console, line, "bold yellow" if line.startswith("warning: ") else "")
-    from agentrl.train.run import RunStart, run_training
-
-    asyncio.run(run_training(config, console, RunStart(loaded.resumed, arguments.replay, contents, arguments.resample)))
+    asyncio.run(run_training(config, console, start))
 
 
 def _plan(loaded: Loaded, arguments: argparse.Namespace) -> list[str]:
@@ -127,6 +99,8 @@ def _plan(loaded: Loaded, arguments: argparse.Namespace) -> list[str]:
 
 def _describe_resume(loaded: Loaded, arguments: argparse.Namespace, contents: Mapping[str, str]) -> list[str]:
     """Return what the run uses again, on one line; nothing for a new run, or without the data to compare."""
+    if loaded.fork is not None:
+        return [str(loaded.fork)]
     if loaded.resumed is None or not (contents or arguments.replay):
         return []
     from agentrl.train.resume import check_resume

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.cli.options import add_config_arguments, config_layers, load_environment
+from agentrl.api.settings import load_environment
+from agentrl.cli.options import add_config_arguments, config_layers
 from agentrl.config.layers import Layer
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError

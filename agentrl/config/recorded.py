@@ -11,7 +11,7 @@ from agentrl.config.layers import Difference, leaf_texts
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import imported_files, is_reference, source_file
+from agentrl.core.imports import imported_files, is_reference, python_source, source_file
 from agentrl.core.registry import ENVS, REWARDS, TASKS, TOOLS, plugin_code
 
 CODE, CONTENT = "code of ", "content of "
@@ -128,7 +128,9 @@ def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             for path in command_files(text):
                 yield from _code_checksums(path)
         elif is_reference(text) and (group is not None or name in _OBJECTS):
-            if (file := source_file(text)) is not None:
+            if source := python_source(text):
+                yield CODE + key, f"{zlib.crc32(source.encode()):08x}"
+            elif (file := source_file(text)) is not None:
                 yield from _code_checksums(file, key)
         elif group is not None:
             version, files = plugin_code(group, text)

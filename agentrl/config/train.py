@@ -51,7 +51,7 @@ class TrainConfig(Section):
     """End the run once an evaluation reaches all of these, such as ``{exact_match: 0.98}``."""
     callbacks: list[str] = Field(default_factory=list)
     """Callbacks, called in this order: subclasses of ``agentrl.Callback``, or instances, as ``path/to/file.py:Class`` or
-    ``module:Class``. docs/python.md."""
+    ``module:Class``. docs/how_to/python.md."""
 
 
 class AsyncConfig(Section):

@@ -8,15 +8,21 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.user_code import describe, is_library, user_code
 
+PYTHON = "python"
+"""What stands for the module in references to objects that only this process has: ``python:reward.function``."""
+_python_objects: dict[str, object] = {}
+"""Such objects by the configuration key that holds them."""
+_importing: list[Path] = []
+"""Files whose code runs now, to be imported."""
 _FILE_MODULES = "agentrl_user_"
 """Prefix of the names of modules that are loaded from files."""
 
@@ -41,6 +47,8 @@ def load_object(reference: str, key: str) -> Any:
     location, colon, name = reference.rpartition(":")
     if not colon or not location or not name:
         raise ConfigError(f"{key}={reference}: write path/to/file.py:name or package.module:name")
+    if location == PYTHON:
+        return _python_object(reference, key, name)
     module = load_module(location, f"{key}={reference}")
     target: Any = module
     for attribute in name.split("."):
@@ -48,6 +56,38 @@ def load_object(reference: str, key: str) -> Any:
             raise ConfigError(f"{key}={reference}: {location} has no {name!r}{_describe_names(module, name)}")
         target = getattr(target, attribute)
     return target
+
+
+@contextmanager
+def python_objects(objects: Mapping[str, object]) -> Iterator[None]:
+    """Let ``python:KEY`` refer to an object of this process in the body, by the configuration key that holds it."""
+    before = dict(_python_objects)
+    _python_objects.update(objects)
+    try:
+        yield
+    finally:
+        _python_objects.clear()
+        _python_objects.update(before)
+
+
+def _python_object(reference: str, key: str, name: str) -> object:
+    if name not in _python_objects:
+        raise ConfigError(
+            f"{key}={reference} is an object of the Python process that began the run, such as a class of a notebook's cell. "
+            f"Only Python can go on with it: agentrl.train(resume=…, …) with the object as {name}"
+        )
+    return _python_objects[name]
+
+
+def python_source(reference: str) -> str:
+    """Return the source text of the object of ``python:KEY``; empty if it has none, or for another reference."""
+    location, _, name = reference.rpartition(":")
+    if location != PYTHON or name not in _python_objects:
+        return ""
+    try:
+        return inspect.getsource(cast("Any", _python_objects[name]))
+    except (OSError, TypeError):
+        return ""
 
 
 def source_file(reference: str) -> Path | None:
@@ -142,6 +182,10 @@ def _load_from_file(file: str, setting: str) -> ModuleType:
 
 
 def _execute_file(path: Path, setting: str) -> ModuleType:
+    main = sys.modules.get("__main__")
+    main_file = getattr(main, "__file__", None)
+    if main is not None and main_file is not None and path == Path(main_file).resolve():
+        return main  # the script that this process runs: once is enough
     name = f"{_FILE_MODULES}{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -149,6 +193,7 @@ def _execute_file(path: Path, setting: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    _importing.append(path)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up while it is being made
     try:
         with user_code(lambda error: ConfigError(f"{setting}: {path} fails: {describe(error)}")):
@@ -156,7 +201,14 @@ def _execute_file(path: Path, setting: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _importing.remove(path)
     return module
+
+
+def importing_file() -> Path | None:
+    """Return the file that agentrl is importing; a script that trains there would begin a run in each process that imports it."""
+    return _importing[-1] if _importing else None
 
 
 def _load_from_module(name: str, setting: str) -> ModuleType:

@@ -220,7 +220,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
-        restore_random(states_from_json(state["random"]))
+        if "random" in state:  # a fork with another seed has none
+            restore_random(states_from_json(state["random"]))
         return state
 
 

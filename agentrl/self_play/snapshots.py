@@ -21,6 +21,9 @@ from agentrl.self_play.league import snapshot_name, snapshot_step
 from agentrl.weight_sync.adapter import load_adapters, write_adapters
 from agentrl.weight_sync.disk import write_weights
 
+SNAPSHOTS = "snapshots"
+"""Folder in the run's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFolder:
@@ -37,7 +40,7 @@ class SnapshotFolder:
     @property
     def path(self) -> Path:
         """Path of the folder."""
-        return self.run_folder / "snapshots"
+        return self.run_folder / SNAPSHOTS
 
     async def write(self, learner: LearnerGroup, step: int) -> None:
         """Write the policy after ``step``.

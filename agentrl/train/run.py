@@ -33,6 +33,7 @@ from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_dir import has_results, run_folder
 from agentrl.train.callbacks import RunCallbacks, load_callbacks
 from agentrl.train.evaluations import Evaluations
+from agentrl.train.fork import Fork
 from agentrl.train.resume import check_resume, resume_command, with_older
 from agentrl.train.rollout_source import RunInputs
 from agentrl.train.run_outputs import draw_curve, open_metrics, open_monitor, print_summary
@@ -49,6 +50,8 @@ class RunStart:
 
     resumed: Path | None = None
     """Folder of the run that is continued, from its newest complete checkpoint."""
+    fork: Fork | None = None
+    """The checkpoint of another run with which a new one begins."""
     replay: Path | None = None
     """A file of rollouts or a run's folder to train on in place of sampling."""
     contents: Mapping[str, str] = field(default_factory=dict)
@@ -155,8 +158,8 @@ async def run_training(
     console: Console,
     start: RunStart = RunStart(),
     extras: RunExtras = RunExtras(),
-) -> None:
-    """Train, and print a summary at the end.
+) -> Path:
+    """Train, print a summary at the end, and return the folder of the run.
 
     Args:
         config: of the run; checked by `check_run` of the preflight, or for a replay by `check_replay`.
@@ -175,6 +178,10 @@ async def run_training(
         keys = {**recorded_keys(config), **start.contents}
         reuse = check_resume(resumed, keys, samples=replay is None, discard=discard)
     with run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
+        if start.fork is not None:
+            await asyncio.to_thread(check_checksums, start.fork.checkpoint)
+            await asyncio.to_thread(start.fork.write, folder, config, recorded_keys(config) | dict(start.contents))
+            print_message(console, str(start.fork))
         checkpoint = latest_checkpoint(folder / "checkpoints")
         origin = f", resuming from {checkpoint.name}" if checkpoint else ", starting at step 0" if resumed else ""
         print_message(console, f"run {folder}{origin}")
@@ -192,7 +199,16 @@ async def run_training(
                 if checkpoint is None and warm is None:
                     await asyncio.to_thread(check_model, model)
                 keys = {**recorded_keys(saved_config), **start.contents}
-                inputs = RunInputs(saved_config, folder, model, state, resumed is not None, keys, discard, warm)
+                inputs = RunInputs(
+                    saved_config,
+                    folder,
+                    model,
+                    state,
+                    checkpoint is not None or resumed is not None,
+                    keys,
+                    discard,
+                    warm,
+                )
                 # Other GPUs may resume the run.
                 config, lines = await asyncio.to_thread(fit_to_gpu, saved_config, inputs.shape, critic=True)
                 inputs = replace(inputs, config=config)
@@ -227,3 +243,4 @@ async def run_training(
                     console, f"engines that are whole stay ({minutes}): agentrl engines lists, and --end ends them"
                 )
         print_summary(console, folder, trainer.step, trainer.evaluations.results, curve)
+    return folder

@@ -161,8 +161,8 @@ async def open_sampling(
     sampling = Sampling(config, services, jobs, weights, records, interrupt, self_play)
     await weights.open()
     exits.push_async_callback(sampling.aclose)
-    if run.state["source"]:
-        jobs.buffer.load_state(run.state["source"]["data"])
+    if (data := run.state["source"].get("data")) is not None:
+        jobs.buffer.load_state(data)
     return sampling
 
 

@@ -84,6 +84,24 @@ def unkilled(recorded: Path) -> Outcome:
     return outcome(recorded)
 
 
+def test_a_fork_without_changes_goes_on_as_the_run_did(recorded: Path, services: Services, tmp_path: Path) -> None:
+    services.engine()
+    run = Running(
+        "train", "--fork", f"{recorded}@2", "run.dir=fork", "train.steps=3", cwd=tmp_path, target=IN_PROCESS_LEARNER
+    )
+    try:
+        assert run.finish() == 0, run.output()
+        assert f"fork of {recorded} after step 2" in run.output()
+        assert f"train.steps: {STEPS} → 3" in run.output()
+    finally:
+        run.end()
+    assert [row["step"] for row in metrics(tmp_path / "fork")] == [1, 2, 3, 3]
+    original, fork = outcome(recorded), outcome(tmp_path / "fork")
+    assert fork.rates == original.rates[:3]
+    assert fork.tasks.items() <= original.tasks.items()
+    assert len(fork.tasks) == 4, "those of step 3"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
     unkilled: Outcome, services: Services, tmp_path: Path, number: signal.Signals

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl.api.loading import Loaded
 from agentrl.cli.main import build_parser, main
-from agentrl.cli.train import Loaded, load_run
+from agentrl.cli.train import load_run
 from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.core.checksums import write_checksums

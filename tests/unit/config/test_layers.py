@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from agentrl.algo.batch_loss import make_objective
+from agentrl.api.settings import has_gpu
 from agentrl.cli.main import build_parser, main
-from agentrl.cli.options import config_layers, has_gpu
+from agentrl.cli.options import config_layers
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.layers import Layer, annotate, differences, load_layers
 from agentrl.config.load import load_config, shipped_folder
