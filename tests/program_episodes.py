@@ -15,6 +15,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program import AgentProgram
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import RecordedRequest, ScriptedSampler
@@ -47,8 +48,37 @@ class RecordingSampler(ScriptedSampler):
         return generation
 
 
+FAKE_HARNESS = """#!/usr/bin/env python3
+import json, os, sys, urllib.request
+
+if sys.argv[1:] == ["--version"]:
+    print("codex-cli VERSION")
+    sys.exit()
+prompt = sys.stdin.read()
+assert sys.argv[1] == "exec" and prompt.endswith("say the name."), (sys.argv, prompt)
+with open(os.environ["HOME"] + "/.codex/config.toml") as file:
+    url = next(line for line in file if line.startswith("base_url")).split('"')[1]
+with open(os.environ["AGENTRL_TASK"]) as file:
+    assert json.load(file)["id"] == "t"
+body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
+request = urllib.request.Request(url + "/chat/completions", body, {"x-api-key": os.environ["OPENAI_API_KEY"]})
+with open("answer.txt", "w") as file:
+    file.write(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+"""
+
+
+def fake_harness(folder: Path, sandbox: str) -> AgentConfig:
+    """Install a program with the name and the version of Codex, which requests a turn and writes it into ``answer.txt``."""
+    program = folder / "bin" / "codex"
+    program.parent.mkdir()
+    program.write_text(FAKE_HARNESS.replace("VERSION", HARNESSES["codex"].tried))
+    program.chmod(0o755)
+    path = f"{program.parent}:/usr/local/bin:/usr/bin:/bin"
+    return AgentConfig(harness="codex", sandbox=sandbox, env={"PATH": path})
+
+
 def play_program(
-    config: AgentConfig, script: Sequence[str], renderer: ChatRenderer
+    config: AgentConfig, script: Sequence[str], renderer: ChatRenderer, sandbox: SandboxConfig | None = None
 ) -> tuple[Rollout, list[Generation]]:
     """Play an episode, and return what the engine sampled in it, too."""
 
@@ -61,7 +91,7 @@ def play_program(
     limits = Limits(max_turns=30, max_tokens=1_000_000, max_seconds=120.0, max_new_tokens=4096)
     context = EpisodeContext(Env, renderer, sampler, {}, limits, SamplingParams(max_new_tokens=4096, seed=5))
     failure = FailureConfig(sampler="drop", agent="drop", max_failed_share=1)
-    settings = EpisodeSettings(context, generate=AgentProgram(config, SandboxConfig()), grader=Grader())
+    settings = EpisodeSettings(context, generate=AgentProgram(config, sandbox or SandboxConfig()), grader=Grader())
     runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(1))
     (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
     return rollout, sampler.generations

@@ -38,14 +38,15 @@ class AgentConfig(Section):
     ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and others, and the task by ``AGENTRL_PROMPT`` and
     ``AGENTRL_TASK``. Its end is that of the episode."""
     harness: HarnessName | None = None
-    """A known agent program in place of ``command``, started by its recipe in ``agentrl/gateway/harnesses``."""
+    """A known agent program in place of ``command``, started by its recipe in ``agentrl/gateway/harnesses``. In a sandbox with an
+    image it is that of the image; in others that of this machine, whose files the sandbox shows."""
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
     files: Path | None = None
     """A folder whose contents are copied into the folder of each episode first."""
     sandbox: str | None = None
     """The sandbox that the program runs in, a name as in ``sandbox.backend``, with the limits of the section ``sandbox``; null:
-    none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts``, through a proxy."""
+    none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts`` through a proxy."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables. Of this process's the program gets only ``PATH``, locale, time zone and those of Python;
     ``HOME`` and ``TMPDIR`` are folders of the episode."""

@@ -85,11 +85,6 @@ def _agent(config: Config) -> Iterator[str]:
         return
     if agent.command is not None and agent.harness is not None:
         yield f"{agent.setting} and rollout.agent.harness={agent.harness} both say what plays the episodes; leave out one"
-    if agent.harness is not None and agent.sandbox is not None:
-        yield (
-            f"rollout.agent.harness={agent.harness} starts a program of this machine, and rollout.agent.sandbox={agent.sandbox} "
-            "has none; leave out the sandbox, or start a program of its image with rollout.agent.command"
-        )
     if generate is not None:
         yield f"{agent.setting} and rollout.generate={generate} both say what plays the episodes; leave out one"
     if agent.files is not None and agent.cwd is not None:

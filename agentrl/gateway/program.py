@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.agent import FILE, AgentConfig, command_words
@@ -18,11 +21,13 @@ from agentrl.episode.env_steps import AnswerScoring
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
 from agentrl.gateway.agent_sessions import AgentSessions
-from agentrl.gateway.harnesses.recipes import HARNESSES
+from agentrl.gateway.harnesses.recipes import installed_harness
 from agentrl.gateway.program_process import ProgramProcess, RunningProgram, read_start
-from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes
+from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes, agent_sandbox
 from agentrl.gateway.server import Gateway
-from agentrl.sandbox.registry import backend_class
+from agentrl.sandbox.shown_folders import check_shown
+
+_log = logging.getLogger(__name__)
 
 KEY = "rollout.agent"
 FOLDER = "agent_folder"
@@ -32,22 +37,30 @@ _SHARE_OF_GRACE = 0.05
 """Share of ``rollout.max_seconds`` that a program has to end after the time limit."""
 
 
-def check_agent(config: AgentConfig, sandbox: SandboxConfig) -> None:
+def check_agent(config: AgentConfig, sandbox: SandboxConfig, private_paths: Mapping[Path, str] | None = None) -> None:
     """Check what can be known of an agent program before it is started.
 
+    Args:
+        config: of the program.
+        sandbox: the ``sandbox`` section of the run.
+        private_paths: files and folders that a program in a sandbox must not read, each with a description.
+
     Raises:
-        ConfigError: the program or a folder does not exist.
+        ConfigError: the program or a folder does not exist, or the sandbox would show what is private.
         MissingError: this machine lacks the harness, or something that the sandbox needs.
     """
     path = config.env.get("PATH")
-    if config.harness is not None:
-        HARNESSES[config.harness].check(config.harness, path)
-    elif config.command is not None:
-        name = command_words(config.command)[0]
-        if config.sandbox is not None:
-            backend_class(config.sandbox).check(sandbox.model_copy(update={"backend": config.sandbox}))
-        elif shutil.which(name, path=path) is None:
-            raise ConfigError(f"{KEY}.command={config.command}: there is no program {name}")
+    words = command_words(config.command) if config.command is not None else []
+    if config.sandbox is not None:
+        own_sandbox = agent_sandbox(config, sandbox)
+        check_shown(own_sandbox, private_paths)
+        if own_sandbox.limits != sandbox.limits:
+            raised = [f"{key}={value}" for key, value in own_sandbox.limits if value != getattr(sandbox.limits, key)]
+            _log.info("%s raises sandbox.limits of its sandboxes: %s", config.setting, ", ".join(raised))
+    elif config.harness is not None:
+        installed_harness(config.harness, path)
+    elif shutil.which(words[0], path=path) is None:
+        raise ConfigError(f"{KEY}.command={config.command}: there is no program {words[0]}")
     for key, folder in (("cwd", config.cwd), ("files", config.files)):
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"{KEY}.{key}={folder} is no folder")
@@ -66,7 +79,7 @@ class AgentProgram:
         self._config = config
         self._sandboxes: EpisodeSandboxes | None = None
         if config.sandbox is not None:
-            self._sandboxes = EpisodeSandboxes(config, sandbox.model_copy(update={"backend": config.sandbox}))
+            self._sandboxes = EpisodeSandboxes(config, sandbox)
         self._gateway = Gateway(LOOPBACK if self._sandboxes is None else GATEWAY_HOST)
 
     async def __call__(self, task: Task, agent: Agent) -> list[Rollout]:
@@ -96,7 +109,7 @@ class AgentProgram:
                 fault = await self._play(program, sessions, agent)
             else:
                 async with self._sandboxes.backend(url) as backend:
-                    program = await self._sandboxes.start(backend, task, agent.episode_id, url, key)
+                    program = await self._sandboxes.start(backend, task, agent.episode_id, key)
                     fault = await self._play(program, sessions, agent)
         if sessions.failure.done():
             raise sessions.failure.result()

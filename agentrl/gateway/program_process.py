@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from string import Template
 from typing import Protocol
 
 from typing_extensions import override
@@ -211,12 +210,12 @@ def _start(
         command = command_words(config.command or "")
     else:
         harness, values = HARNESSES[config.harness], {**env, **variables, "AGENTRL_PROMPT": prompt}
-        command = [Template(word).safe_substitute(values) for word in harness.command]
+        command = harness.words(harness.find(config.env.get("PATH")), values, str(harness.script))
         env |= harness.env
-        for name, text in harness.home_files.items():
+        for name, text in harness.files(values).items():
             file = folder / "home" / name
-            file.parent.mkdir(parents=True)
-            file.write_text(Template(text).safe_substitute(values))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
     (folder / "prompt.txt").write_text(prompt)
     start = {"command": command, "cwd": str(cwd), "env": {**env, **variables}}
     (folder / "start.json").write_text(json.dumps(start))

@@ -6,39 +6,57 @@ import asyncio
 import base64
 import binascii
 import io
+import json
 import shutil
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from typing_extensions import override
 
 from agentrl.config.agent import AgentConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.errors import AgentProgramError, SandboxFailure
+from agentrl.core.errors import AgentProgramError, ConfigError, MissingError, SandboxFailure
 from agentrl.core.task import Task
 from agentrl.core.types import ToolStatus
+from agentrl.gateway.harnesses import installed
+from agentrl.gateway.harnesses.base import program_path
+from agentrl.gateway.harnesses.recipes import HARNESSES, installed_harness
 from agentrl.gateway.program_process import (
     ANSWER_BYTES,
     OUTPUT_LINES,
     RunningProgram,
     describe_exit,
+    program_prompt,
     program_variables,
     task_json,
 )
 from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
-from agentrl.sandbox.registry import make_backend
+from agentrl.sandbox.registry import backend_class, make_backend
+from agentrl.sandbox.shown_folders import environment_folders, is_program
+
+if TYPE_CHECKING:
+    from agentrl.gateway.harnesses.installed import Installation, Program
 
 GATEWAY_HOST = "127.0.0.2"
 """Where the gateway listens for sandboxes. Their own loopback is another, and programs use no proxy for 127.0.0.1."""
 _PROGRAM_S = 86_400.0
 """Wall time of a program, seconds: the episode has its own limit."""
-_PACK = """
-import base64, sys, tarfile
+_CHECK_S = 60.0
+"""Wall time in which a program prints its version in a sandbox."""
+_PACK = '''
+import base64, os, sys, tarfile
+
+device = os.stat(".").st_dev
+
+def own(member):
+    """Leave out folders of the machine that are shown below the working directory."""
+    return member if os.lstat(member.name).st_dev == device else None
 
 class Output:
     unwritten = b""
@@ -51,10 +69,70 @@ class Output:
 
 output = Output()
 with tarfile.open(fileobj=output, mode="w|") as archive:
-    archive.add(".")
+    archive.add(".", filter=own)
 sys.stdout.write(base64.b64encode(output.unwritten).decode())
-"""
+'''
 """Python that prints the files of the working directory."""
+
+
+def agent_sandbox(config: AgentConfig, sandbox: SandboxConfig) -> SandboxConfig:
+    """Return the ``sandbox`` section for agent programs: their backend, and what a harness needs.
+
+    The files of a harness that is installed on this machine are shown, and limits that have their default are raised to those of
+    its recipe.
+
+    Args:
+        config: of the program; it has a sandbox.
+        sandbox: the ``sandbox`` section of the run.
+
+    Raises:
+        MissingError: the harness is not installed, or this machine lacks something that the sandbox needs.
+        ConfigError: the harness is installed where code in the sandbox could read tasks and answers.
+    """
+    assert config.sandbox is not None, "it has a sandbox"
+    backend = backend_class(config.sandbox)
+    sandbox = sandbox.model_copy(update={"backend": config.sandbox})
+    if config.harness is not None:
+        harness = HARNESSES[config.harness]
+        sandbox = sandbox.model_copy(update={"limits": harness.raise_limits(sandbox.limits)})
+        if not backend.has_images:
+            files = shown_files(installed_harness(config.harness, config.env.get("PATH")))
+            check_files(config.harness, files, harness.install)
+            sandbox = sandbox.model_copy(update={"readonly": (*sandbox.readonly, *files)})
+    backend.check(sandbox)
+    return sandbox
+
+
+def shown_files(installation: Installation) -> list[Path]:
+    """Return the files and folders that a program needs, without those of the system and those in another one of them."""
+    paths = sorted({Path(file) for file in installation["files"]})  # a folder comes before what is in it
+    shown: list[Path] = []
+    for path in paths:
+        if not is_program(path) and not any(path.is_relative_to(folder) for folder in shown):
+            shown.append(path)
+    return shown
+
+
+def check_files(name: str, files: list[Path], install: str) -> None:
+    """Check that a program's files are not those of the run.
+
+    Args:
+        name: of the recipe.
+        files: see `shown_files`.
+        install: the command that installs it.
+
+    Raises:
+        ConfigError: they are in the run's own Python environment, or have it in them.
+    """
+    for file in files:
+        for folder in environment_folders():
+            if folder.is_relative_to(file.resolve()) or file.resolve().is_relative_to(folder):
+                raise ConfigError(
+                    f"rollout.agent.harness={name} is installed in this process's Python environment ({folder}), which code in a "
+                    "sandbox must not see: it could read hidden tests and answers there. Make another environment for it "
+                    f"(python3 -m venv /opt/agent; /opt/agent/bin/{install}), and set "
+                    "rollout.agent.env.PATH=/opt/agent/bin:/usr/bin:/bin"
+                )
 
 
 class EpisodeSandboxes:
@@ -62,14 +140,19 @@ class EpisodeSandboxes:
 
     Args:
         config: of the program.
-        sandbox: of the sandboxes; the gateway is added to their hosts.
+        sandbox: the ``sandbox`` section of the run; the gateway is added to its hosts.
     """
 
     def __init__(self, config: AgentConfig, sandbox: SandboxConfig) -> None:
         self._config, self._sandbox = config, sandbox
         self._users = 0
         self._starting: asyncio.Task[SandboxBackend] | None = None
-        self._is_checked = False
+        self._program_sandbox: SandboxConfig | None = None
+        """Once it is checked, the section of the programs' sandboxes; see `agent_sandbox`."""
+        self._url = ""
+        """Address of the gateway in a sandbox."""
+        self._program: Program | None = None
+        """Where the harness is installed in a sandbox."""
 
     @asynccontextmanager
     async def backend(self, url: str) -> AsyncIterator[SandboxBackend]:
@@ -79,7 +162,7 @@ class EpisodeSandboxes:
             url: address of the gateway.
 
         Raises:
-            MissingError, ConfigError: the backend cannot be used on this machine.
+            MissingError, ConfigError: the backend cannot be used on this machine, or has not the harness.
         """
         self._users += 1
         if self._starting is None:
@@ -95,48 +178,108 @@ class EpisodeSandboxes:
                     await (await starting).close()
 
     async def _start_backend(self, url: str) -> SandboxBackend:
-        hosts = (*self._sandbox.hosts, urlsplit(url).netloc)
-        backend = make_backend(self._sandbox.model_copy(update={"hosts": hosts}))
-        await backend.__aenter__()
-        try:
-            if not self._is_checked:
+        gateway = urlsplit(url).netloc
+        if self._program_sandbox is None:
+            sandbox = await asyncio.to_thread(agent_sandbox, self._config, self._sandbox)
+            # Not with the limits of a harness: attempts to exceed them would take much of this machine's memory.
+            async with await self._make_backend(
+                sandbox.model_copy(update={"limits": self._sandbox.limits}), gateway
+            ) as backend:
                 await check_backend(backend)
-                self._is_checked = True
-        except BaseException:
-            await backend.close()
-            raise
+            if self._config.harness is not None:
+                async with await self._make_backend(sandbox, gateway) as backend:
+                    self._program = await self._find_program(self._config.harness, backend)
+            self._program_sandbox = sandbox
+        backend = await self._make_backend(self._program_sandbox, gateway)
+        await backend.__aenter__()
         return backend
 
-    async def start(self, backend: SandboxBackend, task: Task, episode: str, url: str, key: str) -> SandboxedProgram:
+    async def _make_backend(self, sandbox: SandboxConfig, gateway: str) -> SandboxBackend:
+        sandbox = sandbox.model_copy(update={"hosts": (*sandbox.hosts, gateway)})
+        backend = await asyncio.to_thread(make_backend, sandbox)
+        self._url = f"http://{backend.forward(gateway)}"
+        return backend
+
+    def _path(self, backend: SandboxBackend) -> dict[str, str]:
+        """Return the folders of programs in a sandbox, as variables; none: those of its image."""
+        path = self._config.env.get("PATH")
+        return {} if path is None and backend.has_images else {"PATH": program_path(path)}
+
+    async def _find_program(self, name: str, backend: SandboxBackend) -> Program:
+        """Return where a harness is installed in a sandbox, in which it prints its version.
+
+        Raises:
+            MissingError: it is not installed there, or does not start.
+        """
+        harness, where = HARNESSES[name], f"in the sandboxes of rollout.agent.sandbox={backend.config.backend}"
+        if backend.has_images:
+            where += f" with sandbox.image={backend.config.image}"
+        source = Path(installed.__file__).read_text(encoding="utf-8")
+        program: Program | None = None if backend.has_images else harness.find(self._config.env.get("PATH"))
+        query = {"name": harness.command[0], "distribution": harness.distribution, "program": program}
+        async with await backend.open("harness") as sandbox:
+            argv = (backend.config.python, "-I", "-c", source, json.dumps(query))
+            env = {**self._path(backend), **harness.env}
+            outcome = await sandbox.run(Job("harness", argv=argv, env=env, wall_s=_CHECK_S))
+        if outcome.status is not ToolStatus.OK:
+            raise SandboxFailure(f"rollout.agent.harness={name} cannot be looked for: {outcome.stderr}{outcome.detail}")
+        result: tuple[Program, Installation] | None = json.loads(outcome.stdout)
+        program, installation = result or (None, None)
+        hint = f"{where}. Install it in the image with: {harness.install}"
+        installation = harness.check_installation(name, program, installation, hint)
+        assert program is not None, "it was checked"
+        if installation["fault"]:
+            raise MissingError(
+                f"rollout.agent.harness={name}: {program['path']} does not start {where}: {installation['fault']}. Limits are in "
+                "sandbox.limits, further folders that it reads in sandbox.readonly"
+            )
+        return program
+
+    async def start(self, backend: SandboxBackend, task: Task, episode: str, key: str) -> SandboxedProgram:
         """Open a sandbox, copy the files into it, and start the program.
 
         Raises:
             SandboxFailure: the sandbox does not open.
             AgentProgramError: a file cannot be copied, such as for lack of space.
         """
-        sandbox, task_file = await backend.open(episode), f"/tmp/task-{key[-8:]}.json"
+        config = self._config
+        home, prompt = f"/tmp/agentrl-{key[-8:]}", program_prompt(config, task)
+        task_file = f"{home}/task.json"
+        env = program_variables(config, task, self._url, key, task_file)
+        home_files = {task_file: task_json(task)}
+        if config.harness is None:
+            words = command_words(config.command or "", resolve=False)
+        else:
+            harness, values = HARNESSES[config.harness], {**env, "HOME": home, "AGENTRL_PROMPT": prompt}
+            words = harness.words(self._program, values, f"{home}/{harness.script.name}" if harness.script else "")
+            home_files |= {f"{home}/{name}": text for name, text in harness.files(values).items()}
+            if harness.script is not None:
+                home_files[f"{home}/{harness.script.name}"] = harness.script.read_text(encoding="utf-8")
+            env = {**self._path(backend), "HOME": home, **harness.env, **env}
+        sandbox = await backend.open(episode)
         try:
-            await sandbox.write_file(task_file, task_json(task).encode())
-            folder = self._config.files
+            for name, text in home_files.items():
+                await sandbox.write_file(name, text.encode())
+            folder = config.files
             for path in sorted(folder.rglob("*")) if folder is not None else ():
                 if path.is_file():
                     await sandbox.write_file(str(path.relative_to(folder or "")), path.read_bytes())
         except OSError as error:
             await sandbox.close()
-            raise AgentProgramError(f"rollout.agent.files={self._config.files} cannot be copied: {error}") from error
+            raise AgentProgramError(f"rollout.agent.files={config.files} cannot be copied: {error}") from error
         except BaseException:
             await sandbox.close()
             raise
-        variables = program_variables(self._config, task, url, key, task_file)
-        words = command_words(self._config.command or "", resolve=False)
-        job = Job("agent", argv=tuple(words), env=variables, wall_s=_PROGRAM_S)
-        return SandboxedProgram(sandbox, job, self._sandbox)
+        job = Job("agent", argv=tuple(words), stdin=prompt.encode(), env=env, wall_s=_PROGRAM_S)
+        return SandboxedProgram(sandbox, job, backend.config, None if backend.isolated else Path(home))
 
 
 class SandboxedProgram(RunningProgram):
     """A program that runs in a sandbox. Its files are copied to a folder of this machine when it has ended."""
 
-    def __init__(self, sandbox: Sandbox, job: Job, config: SandboxConfig) -> None:
+    def __init__(self, sandbox: Sandbox, job: Job, config: SandboxConfig, home: Path | None) -> None:
+        self._home = home
+        """The program's home on this machine; None if it is gone with the sandbox."""
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-agent-"))
         self.cwd = self._folder / "work"
         self.cwd.mkdir()
@@ -192,7 +335,8 @@ class SandboxedProgram(RunningProgram):
     @override
     async def close(self) -> None:
         await self.kill()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        for folder in filter(None, (self._folder, self._home)):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     @override
     def output(self) -> str:

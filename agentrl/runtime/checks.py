@@ -25,7 +25,7 @@ from agentrl.inference.fleet.sglang_router import require_router
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.rewards.grader import check_reward
 from agentrl.runtime.roles import make_lineup
-from agentrl.runtime.run_tools import run_services
+from agentrl.runtime.run_tools import private_files, run_services
 from agentrl.self_play.opponents import check_self_play
 
 
@@ -63,7 +63,7 @@ def _check_episodes(config: Config) -> None:
     else:
         from agentrl.gateway.program import check_agent  # its server takes a while to import
 
-        check_agent(agent, config.sandbox)
+        check_agent(agent, config.sandbox, private_files(config))
         needs_reward = cls.needs_reward if is_scored else agent.reward == "function"
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 

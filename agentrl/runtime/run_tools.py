@@ -79,10 +79,10 @@ def check_tools(config: Config) -> None:
             service.check(options)
             if service.sandboxed:
                 for source_config in config.by_source().values():
-                    check_shown(config.sandbox, _private_files(source_config))
+                    check_shown(config.sandbox, private_files(source_config))
 
 
-def _private_files(config: Config) -> dict[Path, str]:
+def private_files(config: Config) -> dict[Path, str]:
     """Return the files of a run that code must not read, with what they are."""
     files = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, "run.dir": config.run.dir}
     files |= {f"eval.sets.{name}.path": eval_set.path for name, eval_set in config.eval.sets.items()}

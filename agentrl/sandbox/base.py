@@ -228,6 +228,18 @@ class SandboxBackend(_Closable):
         """Release of the kernel of the machine that sandboxes are on."""
         return os.uname().release
 
+    def forward(self, host: str) -> str:
+        """Let code reach one server of this machine as any client does, without a proxy. Called before `start`.
+
+        Args:
+            host: ``name:port`` of the server; it is also in ``config.hosts``.
+
+        Returns:
+            ``name:port`` by which code reaches it. The default is ``host`` itself, which code reaches by the proxy, if there
+            is one.
+        """
+        return host
+
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
         """Check what is cheap to know before a run: programs, packages, sockets. Starts nothing; the default does nothing.

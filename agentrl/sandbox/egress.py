@@ -3,6 +3,9 @@
 A sandbox has a private network with only a loopback. At its start, before any code of the policy runs, the runner listens
 there on `ADDRESS` and hands the listening socket over to the server, through a Unix socket (`runner/snippet.py`). The
 server accepts connections to it. No process inside forwards them, so none can be killed or taken over.
+
+Requests to the proxy's own address, which clients send that use no proxy for the loopback, are forwarded to one host, if
+`SandboxBackend.forward` has named one.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ HOP_HEADERS = frozenset(
 
 def proxy_environment() -> dict[str, str]:
     """Return the environment variables that tell programs the proxy's address."""
-    url = f"http://{ADDRESS[0]}:{ADDRESS[1]}"
+    url = f"http://{own_address()}"
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     return {**dict.fromkeys(names, url), "no_proxy": "localhost,127.0.0.1,::1", "NO_PROXY": "localhost,127.0.0.1,::1"}
 
@@ -79,10 +82,12 @@ class EgressProxy:
 
     Args:
         hosts: ``name:port`` each; see `SandboxConfig.hosts`.
+        origin: ``name:port`` to which requests to the proxy's own address are forwarded; None: they are refused.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], origin: str | None = None) -> None:
         self._hosts = {_parse_host_and_port(host, None) for host in hosts}
+        self._origin = origin
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,11 +139,19 @@ class EgressProxy:
         except* (OSError, EOFError, asyncio.LimitOverrunError) as error:
             _log.debug("a connection of a sandbox ended: %r", error)
 
+    def _absolute(self, target: str) -> str:
+        """Return the URL of a request, which names the origin if it was sent to the proxy's own address."""
+        own = f"http://{own_address()}/"
+        if self._origin is None or not target.startswith(("/", own)):
+            return target
+        return f"http://{self._origin}/{target.removeprefix(own).removeprefix('/')}"
+
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 method, target, headers = _parse(head)
+                target = self._absolute(target)
                 host, port = _parse_host_and_port(target, None) if method == "CONNECT" else _parse_url_host(target)
                 if (host, port) not in self._hosts:
                     raise _RequestRefused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
@@ -171,6 +184,11 @@ class EgressProxy:
                     await asyncio.gather(upload, return_exceptions=True)
         finally:
             upstream.close()
+
+
+def own_address() -> str:
+    """Return the proxy's address inside, as ``name:port``."""
+    return f"{ADDRESS[0]}:{ADDRESS[1]}"
 
 
 def _parse(head: str) -> tuple[str, str, list[tuple[str, str]]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from gateway_episodes import TASK, make_test_renderer
+from program_episodes import fake_harness, play_program
+from requires import require_bubblewrap
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, gone, here, metrics
 
 from agentrl import Rollout
@@ -17,7 +19,6 @@ from agentrl.config.agent import AgentConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.env import Env
-from agentrl.core.errors import MissingError
 from agentrl.core.types import SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
@@ -27,7 +28,6 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.program import AgentProgram
 from agentrl.obs.journal import read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
-from agentrl.sandbox.registry import backend_class
 from agentrl.testing import ScriptedSampler
 
 
@@ -43,7 +43,7 @@ def test_a_program_that_does_not_exist_is_told_before_anything_starts(tmp_path: 
 
 
 SANDBOXED = """
-import json, os, socket, urllib.error, urllib.request
+import json, os, socket, sys, urllib.error, urllib.request
 from urllib.parse import urlsplit
 
 gateway = urlsplit(os.environ["OPENAI_BASE_URL"])
@@ -56,27 +56,39 @@ def attempt(action):
         return type(error).__name__
 
 
-body = json.dumps({"messages": [{"role": "user", "content": os.environ["AGENTRL_PROMPT"]}]}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+def ask(address, opener):
+    body = json.dumps({"messages": [{"role": "user", "content": sys_prompt}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(f"http://{address}/v1/chat/completions", body, headers)
+    return json.load(opener.open(request))["choices"][0]["message"]["content"]
+
+
+sys_prompt = sys.stdin.read()
+assert sys_prompt == os.environ["AGENTRL_PROMPT"]
+directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+by_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({"http": os.environ["http_proxy"]}))
 results = {
-    "reply": reply,
-    "directly": attempt(lambda: socket.create_connection((gateway.hostname, gateway.port), 5)),
-    "elsewhere": attempt(lambda: urllib.request.urlopen(f"http://{gateway.hostname}:1/")),
+    "reply": ask(gateway.netloc, directly) + ask(gateway.netloc, by_proxy),
+    "directly": attempt(lambda: socket.create_connection(("127.0.0.2", 1), 5)),
+    "elsewhere": attempt(lambda: by_proxy.open("http://127.0.0.2:1/")),
     "home": attempt(lambda: os.listdir(HOME)),
 }
 json.dump(results, open("answer.txt", "w"))
 """
 
 
-def test_a_program_in_bubblewrap_reaches_only_the_gateway(tmp_path: Path) -> None:
+@pytest.fixture(params=["bubblewrap", "docker"])
+def sandbox(request: pytest.FixtureRequest) -> SandboxConfig:
+    if request.param == "docker":
+        dockerd = request.getfixturevalue("dockerd")
+        return SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image)
+    require_bubblewrap()
+    return SandboxConfig()
+
+
+def test_a_program_in_a_sandbox_reaches_only_the_gateway(sandbox: SandboxConfig, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(SANDBOXED.replace("HOME", repr(str(tmp_path))))
     renderer = make_test_renderer()
-    try:
-        backend_class("bubblewrap").check(SandboxConfig())
-    except MissingError as error:
-        pytest.skip(f"bubblewrap: {error}")
     results: list[dict[str, str]] = []
 
     class Reader:
@@ -86,15 +98,15 @@ def test_a_program_in_bubblewrap_reaches_only_the_gateway(tmp_path: Path) -> Non
             for rollout in rollouts:
                 results.append(json.loads(Path(rollout.metadata["agent_folder"], "answer.txt").read_text()))
 
-    config = AgentConfig(command="python3 agent.py", files=tmp_path, sandbox="bubblewrap")
-    sampler = ScriptedSampler(["one"], encode=renderer.encode, end_token_id=renderer.end_token_id)
+    config = AgentConfig(command="python3 agent.py", files=tmp_path, sandbox=sandbox.backend)
+    sampler = ScriptedSampler(["one", "two"], encode=renderer.encode, end_token_id=renderer.end_token_id)
     context = EpisodeContext(Env, renderer, sampler, {}, Limits(4, 4096, 60.0, 64), SamplingParams(seed=5))
-    settings = EpisodeSettings(context, AgentProgram(config, SandboxConfig()), Reader())
+    settings = EpisodeSettings(context, AgentProgram(config, sandbox), Reader())
     runner = EpisodeRunner({"": settings}, FailurePolicy(FailureConfig(max_failed_share=1)), EpisodeSlots(4))
     (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
     assert rollout.failure is None, rollout.failure
     refusals = {"directly": "ConnectionRefusedError", "elsewhere": "HTTPError", "home": "FileNotFoundError"}
-    assert results == [{"reply": "one", **refusals}]
+    assert results == [{"reply": "onetwo", **refusals}]
 
 
 TEAM = """
@@ -178,3 +190,10 @@ def test_an_asynchronous_run_of_two_agents_that_is_killed_trains_each_of_them_on
     doctor = here("doctor", "run", cwd=tmp_path)
     assert doctor.returncode in (0, 1), doctor.stdout + doctor.stderr
     assert "Traceback" not in doctor.stdout + doctor.stderr
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap"], indirect=True)
+def test_a_harness_of_this_machine_runs_in_bubblewrap(sandbox: SandboxConfig, tmp_path: Path) -> None:
+    rollout, _ = play_program(fake_harness(tmp_path, sandbox.backend), ["Remu"], make_test_renderer(), sandbox)
+    assert rollout.failure is None, rollout.failure
+    assert rollout.reward == 1.0

@@ -12,6 +12,7 @@ PLACES = [PACKAGE, *(REPOSITORY / name for name in ("envs", "tools", "tasks"))]
 CONSOLE = PACKAGE / "obs" / "console.py"
 ELSEWHERE = {
     PACKAGE / "sandbox" / "runner",  # runs in a sandbox
+    PACKAGE / "gateway" / "harnesses" / "installed.py",  # runs in a sandbox, too
     PACKAGE / "project_template" / "template",  # a project of the user
     REPOSITORY / "tasks",  # scripts that make the packaged policies print the path of what they have written
 }

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from program_episodes import play_program
+from requires import require_bubblewrap
 
 from agentrl.audit.run import rollout_faults
 from agentrl.batch.provenance import check_rows
 from agentrl.config.agent import AgentConfig, HarnessName
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.types import MaskReason
+from agentrl.gateway.harnesses.recipes import installed_harness
 from agentrl.gateway.program import check_agent
 from agentrl.render.renderer import ChatRenderer
 
@@ -69,6 +71,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("sandbox", [None, "bubblewrap"])
 @pytest.mark.parametrize(
     ("case", "bin_folder"),
     [(case, case.environment) for case in CASES],
@@ -76,9 +79,12 @@ CASES = (
     indirect=["bin_folder"],
 )
 def test_a_program_finishes_a_task_with_the_expected_graph(
-    case: Case, bin_folder: Path, renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+    case: Case, bin_folder: Path, sandbox: str | None, renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = AgentConfig(harness=case.harness, env={"PATH": f"{bin_folder}:{os.environ['PATH']}"})
+    if sandbox is not None:
+        require_bubblewrap()
+    installed_harness.cache_clear()  # the check of the version is made once a process
+    config = AgentConfig(harness=case.harness, sandbox=sandbox, env={"PATH": f"{bin_folder}:{os.environ['PATH']}"})
     with caplog.at_level(logging.WARNING, "agentrl.gateway.harnesses"):
         check_agent(config, SandboxConfig())
     assert not caplog.records

@@ -5,21 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
 
+import yaml
+
+from agentrl.config.sandbox import SandboxLimits
 from agentrl.core.errors import MissingError
+from agentrl.gateway.harnesses.installed import find_program, inspect_program, start_words
+
+if TYPE_CHECKING:
+    from agentrl.gateway.harnesses.installed import Installation, Program
 
 _log = logging.getLogger(__name__)
-
-_VERSION_S = 30.0
-"""Most seconds that a program has to print its version."""
-_VERSION_CODE = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,11 @@ class Harness:
     """How an agent program is started.
 
     Words and files may contain names of the program's variables, such as ``$OPENAI_BASE_URL``, ``$AGENTRL_PROMPT``
-    and ``$HOME``.
+    and ``$HOME``. ``$PROMPT_YAML`` is the prompt as a scalar of YAML.
 
     Example::
 
-        Harness(("mini", "--task=$AGENTRL_PROMPT"), "pip install mini-swe-agent", "2.4.6", "mini-swe-agent")
+        Harness(("mini", "--config=$HOME/task.yaml"), "pip install mini-swe-agent", "2.4.6", "mini-swe-agent")
     """
 
     command: tuple[str, ...]
@@ -42,13 +43,21 @@ class Harness:
     """The version that was tried. A warning is logged for a version whose first two numbers differ."""
     distribution: str | None = None
     """The Python distribution that has the version; None for a program that prints it with ``--version``."""
+    script: Path | None = None
+    """A Python file that the program's interpreter runs in place of the program, with the other words of the command."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables besides those that every program gets."""
     home_files: Mapping[str, str] = field(default_factory=dict)
     """Contents of files by their path in ``$HOME``."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """Limits of a sandbox in which the program finishes a small task."""
 
-    def check(self, name: str, path: str | None) -> None:
-        """Check that the program is installed, and warn if the version is another than the one that was tried.
+    def find(self, path: str | None) -> Program | None:
+        """Return where the program is installed on this machine; None if it is not; see `check`."""
+        return find_program(self.command[0], self.distribution, program_path(path))
+
+    def check(self, name: str, path: str | None) -> Installation:
+        """Return how the program is installed on this machine, and warn if its version is another than the one that was tried.
 
         Args:
             name: of the recipe, for messages.
@@ -57,50 +66,76 @@ class Harness:
         Raises:
             MissingError: it is not installed.
         """
-        folders = os.environ.get("PATH", "") if path is None else path
-        program = shutil.which(self.command[0], path=folders)
-        output = "" if program is None else self._version_output(program, folders)
-        if program is None or (self.distribution is not None and self.distribution in output):
-            missing = f"there is no program {self.command[0]}"
-            if program is not None:
-                missing = f"{program} finds no package {self.distribution}"
+        folders = program_path(path)
+        program = self.find(path)
+        installation = None if program is None else inspect_program(program, self.distribution, folders, self.env)
+        hint = f"in PATH={folders}. Install it with: {self.install}. If it is installed elsewhere, set rollout.agent.env.PATH"
+        return self.check_installation(name, program, installation, hint)
+
+    def check_installation(
+        self, name: str, program: Program | None, installation: Installation | None, hint: str
+    ) -> Installation:
+        """Return how the program is installed, and warn if its version is another than the one that was tried.
+
+        Args:
+            name: of the recipe, for messages.
+            program: None: there is none.
+            installation: None: there is none.
+            hint: where it was looked for, and what to do.
+
+        Raises:
+            MissingError: it is not installed.
+        """
+        if program is None or installation is None:
+            raise MissingError(f"rollout.agent.harness={name}: there is no program {self.command[0]} {hint}")
+        if not installation["has_distribution"]:
             raise MissingError(
-                f"rollout.agent.harness={name}: {missing} in PATH={folders}. Install it with: {self.install}. If it is installed "
-                "elsewhere, set rollout.agent.env.PATH"
+                f"rollout.agent.harness={name}: {program['path']} finds no package {self.distribution} {hint}"
             )
-        version = re.search(r"\d+(\.\d+)+", output)
+        version = re.search(r"\d+(\.\d+)+", installation["version"])
         if version is None or version[0].split(".")[:2] != self.tried.split(".")[:2]:
-            installed = "of unknown version" if version is None else f"of version {version[0]}"
+            fault = f" ({installation['fault']})" if installation["fault"] else ""
+            installed = f"of unknown version{fault}" if version is None else f"of version {version[0]}"
             _log.warning(
-                "rollout.agent.harness=%s: %s is %s; the recipe was tried with %s", name, program, installed, self.tried
-            )
+                "rollout.agent.harness=%s: %s is %s; the recipe was tried with %s",
+                name, program["path"], installed, self.tried,
+            )  # fmt: skip
+        return installation
 
-    def _version_output(self, program: str, folders: str) -> str:
-        """Return what a program prints about its version; the name of its distribution if that is missing."""
-        command = [program, "--version"]
-        if self.distribution is not None:
-            command = [*_interpreter(Path(program)), "-c", _VERSION_CODE, self.distribution]
-        with tempfile.TemporaryDirectory(prefix="agentrl-version-") as home:
-            env = {"PATH": folders, "HOME": home, **self.env}
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=home,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    text=True,
-                    timeout=_VERSION_S,
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                return ""
-        if "PackageNotFoundError" in done.stderr:
-            return self.distribution or ""
-        return done.stdout
+    def words(self, program: Program | None, values: Mapping[str, str], script: str) -> list[str]:
+        """Return the words that start the program.
+
+        Args:
+            program: None: there is none any more.
+            values: of the names in words.
+            script: path of `script`.
+        """
+        words = [Template(word).safe_substitute(values) for word in self.command[1:]]
+        if program is None:
+            return [self.command[0], *words]
+        return [*start_words(program), *words] if self.script is None else [*program["interpreter"], script, *words]
+
+    def files(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Return the contents of `home_files`.
+
+        Args:
+            values: of the names in them.
+        """
+        prompt = yaml.safe_dump(values["AGENTRL_PROMPT"], default_style='"', width=float("inf")).strip()
+        known = {**values, "PROMPT_YAML": prompt}
+        return {name: Template(text).safe_substitute(known) for name, text in self.home_files.items()}
+
+    def raise_limits(self, limits: SandboxLimits) -> SandboxLimits:
+        """Return limits of a sandbox: those of the recipe in place of those that have their default and are lower."""
+        default = SandboxLimits()
+        raised = {
+            key: value
+            for key, value in self.limits
+            if getattr(limits, key) == getattr(default, key) and value > getattr(limits, key)
+        }
+        return limits.model_copy(update=raised)
 
 
-def _interpreter(script: Path) -> list[str]:
-    """Return the words that start the interpreter of a script; a program without ``#!`` is one itself."""
-    with script.open("rb") as file:
-        first = file.readline(4096)
-    return shlex.split(first[2:].decode(errors="replace")) if first.startswith(b"#!") else [str(script)]
+def program_path(path: str | None) -> str:
+    """Return the folders in which a program of this machine is looked for; ``path`` None: those of this process."""
+    return os.environ.get("PATH", "") if path is None else path

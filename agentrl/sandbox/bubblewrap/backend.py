@@ -19,13 +19,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
+from typing_extensions import override
+
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
 from agentrl.core.errors import MissingError, SandboxFailure, SandboxKilledError
 from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.bubblewrap.options import ETC, check_paths, command, find_programs, host_user, server_environment
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, Cgroup, CgroupError, CgroupTree, find_tree
-from agentrl.sandbox.egress import EgressProxy, receive_listener
+from agentrl.sandbox.egress import EgressProxy, own_address, receive_listener
 from agentrl.sandbox.runner_sandbox import RunnerBackend, RunnerSandbox, open_pipes
 from agentrl.sandbox.seccomp import bpf_program
 
@@ -52,12 +54,12 @@ class BubblewrapSandbox(RunnerSandbox):
     egress_channel: socket.socket | None = None
     proxy: EgressProxy | None = None
 
-    async def start_egress(self, hosts: Sequence[str]) -> None:
-        """Start the proxy to ``hosts``, if egress is allowed. The runner must be ready."""
+    async def start_egress(self, hosts: Sequence[str], origin: str | None) -> None:
+        """Start the proxy to ``hosts`` and ``origin``, if egress is allowed. The runner must be ready."""
         if self.egress_channel is not None:
             with self.egress_channel:
                 listener = receive_listener(self.egress_channel)
-            self.proxy = EgressProxy(hosts)
+            self.proxy = EgressProxy(hosts, origin)
             await self.proxy.start(listener)
 
     def _oom_kills(self) -> int:
@@ -110,8 +112,14 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
     def __init__(self, config: SandboxConfig, defences: frozenset[Defence] = ALL_DEFENCES) -> None:
         super().__init__(config, defences)
         self._tree: CgroupTree | None = None
+        self._origin: str | None = None
         self._files: dict[str, int] = {}
         self._user_numbers = itertools.count(secrets.randbits(24))
+
+    @override
+    def forward(self, host: str) -> str:
+        self._origin = host
+        return own_address()
 
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
@@ -183,7 +191,7 @@ class BubblewrapBackend(RunnerBackend[BubblewrapSandbox]):
             if sandbox.process.poll() in KILLED:
                 raise SandboxKilledError(str(error)) from error
             raise
-        await sandbox.start_egress(self.config.hosts)
+        await sandbox.start_egress(self.config.hosts, self._origin)
 
     async def _start_sandbox(self, session_id: str) -> BubblewrapSandbox:
         sandbox_id = f"bubblewrap-{uuid.uuid4().hex[:12]}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,12 +47,23 @@ mount --rbind /dev /dev && mount -o remount,bind,ro,nosuid,noexec /dev || exit 9
 mount -t tmpfs -o "$2" agentrl {MOUNT} || exit 97
 install -d -m 1777 -o "$3" -g "$3" {MOUNT}/work {MOUNT}/tmp {MOUNT}/shm || exit 97
 shift 3
+number=0
+while [ "$1" != -- ]; do
+  shown={MOUNT}/shown/$number
+  if [ -d "$1" ]; then mkdir -p $shown; else mkdir -p {MOUNT}/shown && : > $shown; fi
+  mount --rbind "$1" $shown || exit 97
+  number=$((number + 1))
+  shift
+done
+shift
 exec "$@"
 """
 """Devices are the machine's own: their times would tell all sandboxes what one has set. They can be written to on a read-only
 mount, too.
 
-Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, and the command to execute."""
+Arguments: files of cgroups to join, ``--``, options of the tmpfs, its owner, paths to be mounted in ``MOUNT/shown``, ``--``, and
+the command to execute. Those paths are in folders that only root may enter, such as root's home; bwrap, which is not root, could
+not show them."""
 
 
 def find_programs() -> dict[str, str]:
@@ -131,6 +143,8 @@ def command(
     drop_privileges = user is not None and Defence.PRIVILEGES in defences
     launcher += ["/bin/sh", "-c", LAUNCHER, "sh", *map(str, joins), "--"]
     launcher += [tmpfs_options(config.limits, defences), str(user if drop_privileges else 0)]
+    private = list(filter(_is_private, config.readonly)) if drop_privileges else []
+    launcher += [*map(str, private), "--"]
     if drop_privileges:
         launcher += [programs["setpriv"], f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
     runner = python_command(config.python, config.limits, defences, no_cgroup=not joins, egress=inherited.get("egress"))
@@ -138,10 +152,15 @@ def command(
         *launcher,
         programs["bwrap"],
         *_namespaces(config, defences),
-        *_files(config, defences, inherited),
+        *_files(config, defences, inherited, private),
         "--",
         *runner,
     ]
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether a path is in a folder that other users than its owner may not enter."""
+    return any(not folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
 
 
 def tmpfs_options(limits: SandboxLimits, defences: frozenset[Defence]) -> str:
@@ -178,7 +197,9 @@ def _namespaces(config: SandboxConfig, defences: frozenset[Defence]) -> list[str
     return arguments
 
 
-def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mapping[str, int]) -> list[str]:
+def _files(
+    config: SandboxConfig, defences: frozenset[Defence], inherited: Mapping[str, int], private: Sequence[Path]
+) -> list[str]:
     hidden = hidden_paths() if Defence.FILES in defences else []
     arguments = _programs(hidden) if Defence.FILES in defences else _machine()
     if Defence.FILES in defences:
@@ -193,7 +214,8 @@ def _files(config: SandboxConfig, defences: frozenset[Defence], inherited: Mappi
         arguments += ["--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     arguments += ["--dev", "/dev", "--bind", f"{MOUNT}/shm", "/dev/shm", "--bind", f"{MOUNT}/work", WORK]
     for path in config.readonly:  # after /tmp, which it may be below
-        arguments += ["--ro-bind", str(path), str(path)]
+        source = f"{MOUNT}/shown/{private.index(path)}" if path in private else str(path)
+        arguments += ["--ro-bind", source, str(path)]
     for path in filter(Path.is_dir, hidden):  # after what is shown in them
         arguments += ["--remount-ro", str(path)]
     # No pseudo-terminals: all sandboxes together have a few thousand, and no limit counts those of one.

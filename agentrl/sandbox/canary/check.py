@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -178,7 +179,8 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     if not backend.isolated:
         raise ConfigError(f"sandbox.backend={backend.name} isolates nothing: attempts in it would harm this machine")
     async with await backend.open("canary") as sandbox:
-        findings = await _attempt_escapes(sandbox, None if backend.config.runtime is None else backend.machine_kernel)
+        kernel = None if backend.config.runtime is None else backend.machine_kernel
+        findings = await _attempt_escapes(sandbox, kernel, backend.config.readonly)
     for excesses in (_EXCESSES, _FILLING):
         async with await backend.open("canary") as sandbox:
             for excess in excesses:
@@ -189,12 +191,13 @@ async def try_backend(backend: SandboxBackend) -> list[Finding]:
     return findings
 
 
-async def _attempt_escapes(sandbox: Sandbox, kernel: str | None) -> list[Finding]:
+async def _attempt_escapes(sandbox: Sandbox, kernel: str | None, shown: Sequence[Path]) -> list[Finding]:
     """Attempt to reach what is outside, in one process; listening sockets of this process are among its targets.
 
     Args:
         sandbox: a new one.
         kernel: release of the kernel on which code must not run; None if it may run on any.
+        shown: folders of this machine that code may read.
     """
     with ExitStack() as exits:
         listener = exits.enter_context(socket.socket())
@@ -208,6 +211,7 @@ async def _attempt_escapes(sandbox: Sandbox, kernel: str | None) -> list[Finding
             "abstract": abstract.getsockname().decode(),
             "server_pid": os.getpid(),
             "home": os.path.expanduser("~"),
+            "shown": list(map(str, shown)),
             "kernel": kernel,
         }
         outcome = await sandbox.run(

@@ -64,6 +64,20 @@ def signal_server():
         raise ProcessLookupError(errno.ESRCH, "another process")
     return command
 
+def list_home(folder):
+    """Return a file of the server's home that the sandbox should not show; empty if there is none."""
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        is_shown = path in targets["shown"]
+        leads_to_shown = any(shown.startswith(path + "/") for shown in targets["shown"])
+        private = "" if is_shown else list_home(path) if leads_to_shown else path
+        if private:
+            return private
+    return ""
+
+def nothing():
+    raise OSError(errno.ENOENT, "nothing")
+
 def peek(path):
     with open(path, "rb", buffering=0) as file:
         if path.endswith("mem"):
@@ -82,7 +96,7 @@ runner = os.getppid()
 capabilities = status("CapEff")  # in a user namespace, which an attempt may get, a process has them all
 buffer = ctypes.create_string_buffer(256)
 attempt("files", "read /etc/shadow", lambda: peek("/etc/shadow"))
-attempt("files", "list the server's home", lambda: os.listdir(targets["home"]))
+attempt("files", "list the server's home", lambda: list_home(targets["home"]) or nothing())
 attempt("files", "write to /usr", lambda: write("/usr/agentrl-canary"))
 attempt("files", "write to /", lambda: write("/agentrl-canary"))
 attempt("files", "write to /proc/sys", lambda: open_to_write("/proc/sys/kernel/core_pattern"))

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from typing_extensions import override
 
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import raise_file_limit
@@ -28,7 +29,7 @@ from agentrl.sandbox.base import ALL_DEFENCES, Defence
 from agentrl.sandbox.cgroup import CGROUP_VARIABLE, SOCKETS_FILE, server_gone, server_name, sockets_bytes
 from agentrl.sandbox.docker.container import ContainerReader, MemoryKills, attach, open_stream
 from agentrl.sandbox.docker.options import EGRESS_SOCKET, container_options, with_egress
-from agentrl.sandbox.egress import EgressProxy, receive_listener
+from agentrl.sandbox.egress import EgressProxy, own_address, receive_listener
 from agentrl.sandbox.runner_sandbox import READY_S, RunnerBackend, RunnerSandbox
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
         super().__init__(config, defences)
         self.url = _daemon_url(config)
         self._api: Any = None
+        self._origin: str | None = None
         self._machine_kernel = ""
         self._options: dict[str, Any] = {}
         self._to_remove: set[str] = set()
@@ -116,6 +118,11 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
     def machine_kernel(self) -> str:
         """Release of the kernel of the daemon's machine."""
         return self._machine_kernel
+
+    @override
+    def forward(self, host: str) -> str:
+        self._origin = host
+        return own_address()
 
     @classmethod
     def check(cls, config: SandboxConfig) -> None:
@@ -217,7 +224,7 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
 
     async def _await_ready(self, sandbox: DockerSandbox) -> None:
         if sandbox.egress_listener is not None:
-            sandbox.proxy = EgressProxy(self.config.hosts)
+            sandbox.proxy = EgressProxy(self.config.hosts, self._origin)
             await sandbox.proxy.start(sandbox.egress_listener)
         await sandbox.ready()
 
