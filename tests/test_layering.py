@@ -13,7 +13,7 @@ from tests.structure.layers import LAYERS, PACKAGE, REPOSITORY
 from tests.structure.measure import MANY_METHODS, is_loose
 
 HEAVY = {"torch", "ray", "transformers", "sglang", "megatron"}
-LIGHT_PACKAGES = {"core", "config"}
+LIGHT_PACKAGES = {"core", "config", "clients"}
 PLUGINS = {f"{folder}/agentrl_{folder}": f"agentrl_{folder}" for folder in ("envs", "tools", "tasks")}
 CONTRACTS = {
     "config",  # Section, the base class of a hosted tool's options

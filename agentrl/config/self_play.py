@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Section
-from agentrl.config.tasks import EndpointConfig
+from agentrl.config.services import EndpointConfig
 
 MIRROR, PAST, FIXED, ENDPOINT = "mirror", "past", "fixed:", "endpoint:"
 """Classes of opponents: the policy itself, a snapshot of it, a scripted player of the environment and a model at an

@@ -5,35 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from agentrl.config.base import Seconds, Section
-
-
-class EndpointConfig(Section):
-    """A model that speaks the OpenAI protocol."""
-
-    url: str
-    """Address up to ``/v1``; requests go to ``URL/chat/completions``."""
-    model: str
-    """Name of the model at the endpoint."""
-    api_key: str | None = None
-    """Sent as bearer token."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature."""
-    max_new_tokens: PositiveInt = 256
-    """Most tokens of a turn."""
-    timeout_s: Seconds = 300.0
-    """Seconds until a request counts as lost."""
-    attempts: PositiveInt = 4
-    """Requests for a turn, if the endpoint fails, before the episode fails."""
-
-    @field_validator("url")
-    @classmethod
-    def _has_scheme(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} does not begin with http:// or https://; write http://HOST:PORT/v1")
-        return url
+from agentrl.config.services import EndpointConfig
 
 
 class RoleConfig(Section):

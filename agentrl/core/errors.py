@@ -20,6 +20,8 @@
     │   │   └── SandboxKilledError a sandbox that was killed as it started; another may start
     │   ├── TaskError
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
+    ├── ServiceError               a service that others run gave no usable reply
+    │   └── ServiceRefusedError    it refused the request, and would refuse it again
     ├── EngineError                an engine that does not start, or died
     ├── ToolServerError            a tool server that does not start, or died
     ├── TrialError                 a trial of `agentrl tune` that failed
@@ -140,6 +142,27 @@ class ConversationError(EpisodeError):
     """A conversation that the chat format refuses, or from which it would leave something out."""
 
     kind = FailureKind.TASK
+
+
+class ServiceError(AgentrlError):
+    """A service that others run gave no usable reply after all attempts; the message has its address and the key to change."""
+
+
+class ServiceRefusedError(ServiceError):
+    """A service refused a request, and would refuse it again: a wrong key, model or value.
+
+    Args:
+        message: has the address and the key to change.
+        status: of the reply, if it is an error.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return str(self.args[0])
 
 
 class EngineError(AgentrlError):

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from agentrl.core.chat_endpoint import ChatEndpoint
 from agentrl.core.sampler import Sampler
-from agentrl.core.types import Message
-
-
-class ChatEndpoint(Protocol):
-    """A model that answers conversations, for example over the OpenAI protocol."""
-
-    async def reply(self, messages: Sequence[Message], *, stop: Sequence[str], seed: int) -> str:
-        """Return the next message of a conversation.
-
-        Raises:
-            SamplerError: the endpoint failed.
-        """
-
+from agentrl.core.types import SamplingParams
 
 MAIN = "main"
 """The policy of a run that trains one."""
@@ -57,6 +45,9 @@ class EndpointSeat:
     """A model behind an endpoint. Its tokens are unknown, so it is not trained."""
 
     endpoint: ChatEndpoint
+    """The model."""
+    sampling: SamplingParams
+    """Temperature and most tokens of its turns."""
     name: str = "endpoint"
     """For display: that of the model."""
 

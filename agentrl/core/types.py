@@ -19,6 +19,9 @@ from agentrl.core.experts import Experts
 Role = Literal["system", "user", "assistant", "tool"]
 """Author of a message, as chat templates name it."""
 
+THINK, THINK_END = "<think>", "</think>"
+"""Around the reasoning in the text of a turn."""
+
 Info = dict[str, Any]
 """What an environment returns next to its observation. The key ``metrics`` holds metrics of the episode
 (a ``dict[str, float]``), logged as ``rollout/<key>`` in training and ``eval/<key>`` in evaluation."""
@@ -423,6 +426,20 @@ ANSWER = "agent_answer"
 """Key of `Rollout.metadata` with the final answer of an agent program; without it, it is the last turn."""
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointRecord:
+    """What a model at an endpoint read and said. Its tokens are not known, so it cannot be trained on."""
+
+    model: str
+    """Name of the model."""
+    messages: tuple[Mapping[str, Any], ...]
+    """The conversation in the format of OpenAI's chat completions, its last turn included."""
+    tools: tuple[Mapping[str, Any], ...]
+    """The tools that it offered, in that format."""
+    prompt_tokens: int
+    """Tokens of the prompts of all requests, as the endpoint counts them."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """All rows of one episode, with its reward and stop reason."""
@@ -458,7 +475,9 @@ class Rollout:
     tool_uses: dict[str, ToolUse] = field(default_factory=dict)
     """Tool calls of the episode, by the tool's name; calls of unknown tools are left out."""
     sampled_tokens: int = 0
-    """Tokens that the policy sampled."""
+    """Tokens that the policy sampled; those of a model at an endpoint as the endpoint counts them."""
+    endpoint: EndpointRecord | None = None
+    """The conversation, if a model at an endpoint played; ``rows`` is empty then."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The task's metadata."""
     label: Any = None

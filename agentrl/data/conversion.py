@@ -17,11 +17,10 @@ from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError
 from agentrl.core.imports import load_object
 from agentrl.core.task import Task
-from agentrl.core.types import Message, Role, ToolCall
+from agentrl.core.types import THINK, THINK_END, Message, Role, ToolCall
 from agentrl.core.user_code import calling
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.obs.waiting import waiting
-from agentrl.render.parsers.base import THINK, THINK_END
 
 if TYPE_CHECKING:
     from agentrl.render.renderer import ChatRenderer

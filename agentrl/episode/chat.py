@@ -27,7 +27,8 @@ from agentrl.core.types import (
     ToolResult,
 )
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.conversation import Conversation
+from agentrl.episode.conversation import BaseConversation
+from agentrl.episode.endpoint_conversation import open_conversation
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState, TurnEnd
 from agentrl.episode.tool_calls import ToolRunner
@@ -93,7 +94,7 @@ class Agent:
         first, number = self.state, len(self.chats)
         name = f"{first.rollout_id}.{number}"
         state = EpisodeState(name, first.seed, first.attempt, first.reset_seed) if number else first
-        chat = Chat(self, Conversation(self.context, state, self.context.resolve_tools(tools)), messages)
+        chat = Chat(self, open_conversation(self.context, state, self.context.resolve_tools(tools)), messages)
         self.chats.append(chat)
         return chat
 
@@ -135,10 +136,12 @@ class Agent:
         Raises:
             ConversationError: the chat format refuses the messages.
         """
+        assert self.context.renderer is not None, "an endpoint counts tokens itself"
         return len(self.context.renderer.render(messages, tools).token_ids)
 
     def split_turn(self, end: TurnEnd) -> tuple[str, str]:
         """Return reasoning and text of a sampled turn, without its tool calls; see `Renderer.split_turn`."""
+        assert self.context.renderer is not None, "turns of endpoints have no ends with tokens"
         return self.context.renderer.split_turn(end.message, prompt_ids=end.prompt_end)
 
     @property
@@ -176,11 +179,13 @@ class Agent:
         if self.several_rollouts is not None:
             return self.several_rollouts(failure)
         if not self.chats:
-            empty = Conversation(self.context, self.state)
+            empty = open_conversation(self.context, self.state)
             return [self._as_rollout(empty, reason, failure)]
         return [chat.unfinished_rollout(reason, failure) for chat in self.chats]
 
-    def _as_rollout(self, conversation: Conversation, reason: StopReason, failure: Failure | None = None) -> Rollout:
+    def _as_rollout(
+        self, conversation: BaseConversation, reason: StopReason, failure: Failure | None = None
+    ) -> Rollout:
         """Return one of the conversations as a rollout, with the times of the whole attempt."""
         return conversation.rollout(
             self.task,
@@ -205,7 +210,7 @@ class Chat:
     sampling, and sampled text is never encoded again. Branches may sample concurrently.
     """
 
-    def __init__(self, agent: Agent, conversation: Conversation, messages: Sequence[Message]) -> None:
+    def __init__(self, agent: Agent, conversation: BaseConversation, messages: Sequence[Message]) -> None:
         """Begin with ``messages``; called by `Agent.chat`."""
         self.branches: list[Chat] = []
         """Chats that `branch` returned, in order."""

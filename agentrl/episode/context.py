@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from agentrl.core.chat_endpoint import ChatEndpoint
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.multi_agent_env import MultiAgentEnv
@@ -29,8 +30,10 @@ class EpisodeContext:
     """Resources that all episodes of a task source share."""
 
     env_factory: EnvFactory
-    renderer: Renderer
-    sampler: Sampler
+    renderer: Renderer | None
+    """Chat format of the policy; None with an endpoint."""
+    sampler: Sampler | None
+    """Samples the policy; None with an endpoint."""
     tool_clients: Mapping[str, ToolClient]
     limits: Limits
     sampling: SamplingParams
@@ -40,6 +43,8 @@ class EpisodeContext:
     a time."""
     policy: str = "main"
     """Name of the policy at the sampler."""
+    endpoint: ChatEndpoint | None = None
+    """Plays the policy in place of a sampler."""
     served: Mapping[str, Tool] = field(default_factory=dict)
     """Tools of the run's servers by name, with the run's options."""
     logged: set[tuple[str, int]] = field(default_factory=set)

@@ -11,7 +11,7 @@ from agentrl.core.errors import AgentrlError, EnvironmentFailure
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Observation, Rewrite, StopReason
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.conversation import Conversation
+from agentrl.episode.endpoint_conversation import open_conversation
 from agentrl.episode.env_steps import EnvSteps, observed_messages
 from agentrl.episode.env_threads import ThreadedEnv
 from agentrl.episode.limits import EpisodeClock
@@ -47,7 +47,7 @@ class Episode:
     ) -> None:
         self.state = state
         self._saved = saved
-        self.conversation = Conversation(context, state)
+        self.conversation = open_conversation(context, state)
         """The conversation between policy and environment."""
         self.tools = tools or ToolRunner(context.tool_clients, task, state.episode_id, context.served)
         """Runs the tool calls. Its sessions stay open after `run`, for grading; ``tools.close()`` ends them."""

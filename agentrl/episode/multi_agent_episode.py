@@ -16,13 +16,16 @@ from agentrl.core.types import Failure, Info, Message, Rollout, StopReason
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.env_threads import ThreadedMultiAgentEnv
 from agentrl.episode.limits import EpisodeClock
-from agentrl.episode.participants import EndpointParticipant, Participant, PolicyParticipant, ScriptedParticipant
+from agentrl.episode.participants import Participant, PolicyParticipant, ScriptedParticipant
 from agentrl.episode.seats import SeatTable
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import ROLLOUT, TURN, waiting
 
 _log = logging.getLogger(__name__)
+
+_ANY = 2**31
+"""Limit of the tokens of a model that is not the run's: its endpoint has one."""
 
 
 def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
@@ -144,7 +147,10 @@ class MultiAgentEpisode:
         if isinstance(seat, ScriptedSeat):
             return ScriptedParticipant(agent, state, seat.player, player_factory(env, seat.player), self._env)
         if isinstance(seat, EndpointSeat):
-            return EndpointParticipant(agent, state, seat, env.stop, self._clock)
+            limits = replace(self._context.limits, max_tokens=_ANY, max_new_tokens=seat.sampling.max_new_tokens)
+            sampling = replace(seat.sampling, seed=self._context.sampling.seed)
+            context = replace(self._context, endpoint=seat.endpoint, limits=limits, sampling=sampling)
+            return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
         context = replace(self._context, policy=seat.policy)
         if seat.sampler is not None:  # whose tokens are not trained
             sampling = replace(context.sampling, experts_from=None)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from agentrl.core.errors import EnvironmentFailure
-from agentrl.core.lineup import EndpointSeat
 from agentrl.core.multi_agent_env import MultiAgentEnv, PlayerFactory
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FinishReason, Info, Message, Rewrite, Rollout, StopReason, Turn, json_state
 from agentrl.episode.context import EpisodeContext
-from agentrl.episode.conversation import Conversation
+from agentrl.episode.endpoint_conversation import open_conversation
 from agentrl.episode.env_threads import ThreadedMultiAgentEnv
 from agentrl.episode.limits import EpisodeClock
 from agentrl.episode.state import EpisodeState
@@ -161,35 +160,12 @@ class ScriptedParticipant(Participant):
         return Message("assistant", text)
 
 
-class EndpointParticipant(Participant):
-    """An agent that a model behind an endpoint plays."""
-
-    def __init__(
-        self, agent: str, state: EpisodeState, seat: EndpointSeat, stop: Sequence[str], clock: EpisodeClock
-    ) -> None:
-        super().__init__(agent, state)
-        self._endpoint = seat.endpoint
-        self._stop = stop
-        self._clock = clock
-        self._messages: list[Message] = []
-
-    async def _act(self, info: Info) -> Message | None:
-        if self._rewritten:
-            self._messages.clear()
-        elif self._reply is not None:
-            self._messages.append(self._reply)
-        self._messages.extend(self._take_new())
-        with self._clock.pause():
-            text = await self._endpoint.reply(self._messages, stop=self._stop, seed=self.state.seed)
-        return Message("assistant", text)
-
-
 class PolicyParticipant(Participant):
-    """An agent that a policy plays: its conversation is recorded token by token.
+    """An agent that a policy, or another model, plays: token by token, or at an endpoint.
 
     Args:
         agent: its name in the environment.
-        context: sampler, renderer and limits, with the name of this agent's policy.
+        context: the model and limits, with the name of this agent's policy.
         state: of its conversation.
         task: of the episode.
         env: of the episode.
@@ -208,7 +184,7 @@ class PolicyParticipant(Participant):
         clock: EpisodeClock,
     ) -> None:
         super().__init__(agent, state)
-        self.conversation = Conversation(context, state, context.resolve_tools(env.tools))
+        self.conversation = open_conversation(context, state, context.resolve_tools(env.tools))
         self._task = task
         self._env = env
         self._tools = tools

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentrl.core.chat_endpoint import Usage
 from agentrl.core.types import (
     ForkReason,
     Generation,
@@ -27,6 +28,8 @@ class EpisodeCounters:
     """Turns of the policy, those in progress included."""
     call_ids: set[str] = field(default_factory=set)
     """Ids of all tool calls so far."""
+    usage: Usage = field(default_factory=Usage)
+    """Tokens of all requests to an endpoint so far."""
 
 
 PROMPT_END = 16

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from typing_extensions import override
 
+from agentrl.clients.chat_messages import conversation_to_wire, split_reasoning
 from agentrl.core.errors import EnvironmentFailure, EpisodeError
 from agentrl.core.lineup import EndpointSeat, ScriptedSeat
 from agentrl.core.types import Message, StopReason
@@ -88,7 +89,9 @@ class FixedSession(Session):
         """
         if isinstance(self._seat, EndpointSeat):
             with self.agent.clock.pause():
-                return await self._seat.endpoint.reply(request.messages, stop=request.stop, seed=self.agent.state.seed)
+                params = replace(self._seat.sampling, stop=request.stop, seed=self.agent.state.seed)
+                reply = await self._seat.endpoint.reply(conversation_to_wire(request.messages), (), params)
+                return split_reasoning(reply.message.content)[1]
         messages = _new_messages(request.messages)
         async with self._lock:
             return await asyncio.get_running_loop().run_in_executor(

@@ -16,12 +16,11 @@ from typing_extensions import override
 
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool, validate_call
-from agentrl.core.types import Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.core.types import THINK, Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.models.token_text import byte_level
 from agentrl.render.base import Renderer
 from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, split_thinking
 from agentrl.render.parsers.base import (
-    THINK,
     CallParser,
     OwnText,
     Piece,

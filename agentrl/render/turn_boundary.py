@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Message, ToolCall
 from agentrl.render.formats.sampled_turns import TurnLayout
 from agentrl.render.formats.template_inputs import ASK, SAID, THOUGHT
-from agentrl.render.parsers.base import THINK, THINK_END
 
 Render = Callable[[Sequence[Message], Sequence[Tool], bool], str]
 """``render(messages, tools, opener)``: the template's text; ValueError if it refuses them."""

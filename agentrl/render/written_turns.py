@@ -6,10 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Message
+from agentrl.core.types import THINK, THINK_END, Message
 from agentrl.render.formats.base import Format, split_thinking
 from agentrl.render.formats.template import TemplateFormat
-from agentrl.render.parsers.base import THINK, THINK_END
 
 _THOUGHT_OF_OPENER = re.compile(rf"({THINK}\s*)?({THINK_END}\s*)?\Z")
 _LINE_END = "\n"

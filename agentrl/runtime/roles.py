@@ -8,13 +8,13 @@ from types import MappingProxyType
 from agentrl.config.schema import Config
 from agentrl.config.tasks import EnvConfig, RoleConfig
 from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.lineup import MAIN, EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
+from agentrl.core.lineup import MAIN, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.episode.multi_agent_episode import load_player, player_factory
 from agentrl.episode.seats import agent_roles
-from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
+from agentrl.self_play.opponents import endpoint_seat
 
 
 def make_lineup(config: Config, frozen: Mapping[str, Sampler] = MappingProxyType({})) -> Lineup | None:
@@ -45,7 +45,7 @@ def make_lineup(config: Config, frozen: Mapping[str, Sampler] = MappingProxyType
         elif role.frozen is not None:
             fixed.append("frozen")
     lineup = Lineup(
-        {name: _seat(role, frozen) for name, role in names.items()},
+        {name: _seat(name, role, frozen) for name, role in names.items()},
         f"fixed:{'+'.join(dict.fromkeys(fixed))}" if fixed else "mirror",
     )
     _check_trained(config.env, roles, lineup, episodes)
@@ -85,11 +85,11 @@ def _check_trained(config: EnvConfig, roles: Mapping[str, str], lineup: Lineup, 
             raise ConfigError(f"env.roles: {which} is trained in no role of {episodes} ({known})")
 
 
-def _seat(role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
+def _seat(name: str, role: RoleConfig, frozen: Mapping[str, Sampler]) -> Seat:
     if role.player is not None:
         return ScriptedSeat(role.player)
     if role.frozen is not None:
         return PolicySeat(trained=False, sampler=frozen.get(role.frozen), name=f"frozen {role.frozen}")
     if role.endpoint is not None:
-        return EndpointSeat(OpenAiEndpoint(role.endpoint), role.endpoint.model)
+        return endpoint_seat(role.endpoint, f"env.roles.{name}.endpoint", role.endpoint.model)
     return PolicySeat(role.policy or MAIN, trained=role.train, name=role.policy or "policy")

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agentrl.clients.chat_completions import open_chat_model
 from agentrl.config.schema import Config
 from agentrl.config.self_play import ENDPOINT, FIXED, MIRROR, PAST, SelfPlayConfig, is_fixed, label
+from agentrl.config.services import EndpointConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
 from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
+from agentrl.core.types import SamplingParams
 from agentrl.episode.seats import agent_roles
-from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
 from agentrl.self_play.games import POLICY
 
 _MIX = 0x6D6978
@@ -119,8 +121,20 @@ def fixed_seat(opponent: str, config: SelfPlayConfig) -> Seat:
     """Return who plays the seats of an opponent that does not learn: ``fixed:NAME`` or ``endpoint:NAME``."""
     if opponent.startswith(ENDPOINT):
         name = opponent.removeprefix(ENDPOINT)
-        return EndpointSeat(OpenAiEndpoint(config.endpoints[name]), name)
+        return endpoint_seat(config.endpoints[name], f"self_play.endpoints.{name}", name)
     return ScriptedSeat(opponent.removeprefix(FIXED))
+
+
+def endpoint_seat(config: EndpointConfig, key: str, name: str) -> EndpointSeat:
+    """Return the seat of a model at an endpoint.
+
+    Args:
+        config: of the endpoint.
+        key: its configuration key, for messages.
+        name: of the player.
+    """
+    sampling = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    return EndpointSeat(open_chat_model(config, key), sampling, name)
 
 
 def check_self_play(config: Config) -> None:

@@ -15,7 +15,7 @@ from byte_renderer import byte_renderer
 from conformance.engine import Engine
 
 from agentrl.config.rollout import FailureConfig
-from agentrl.config.tasks import EndpointConfig
+from agentrl.config.services import EndpointConfig
 from agentrl.core.lineup import EndpointSeat, Lineup
 from agentrl.core.types import FailureKind, Rollout, SamplingParams
 from agentrl.data.jobs import Job
@@ -23,7 +23,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.inference.client.openai_endpoint import OpenAiEndpoint
+from agentrl.self_play.opponents import endpoint_seat
 from tests.unit.episode.conftest import CHATML
 
 CHAT_TEMPLATE = CHATML
@@ -60,7 +60,8 @@ async def play(engine: Engine, seats: dict[str, Any]) -> Rollout:
 def endpoint(url: str, **changes: Any) -> EndpointSeat:
     """Return the seat of the model at ``url``."""
     options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8, "attempts": 1} | changes
-    return EndpointSeat(OpenAiEndpoint(EndpointConfig(url=f"{url}/v1", model="model", **options)), "model")
+    config = EndpointConfig(url=f"{url}/v1", model="model", **options)
+    return endpoint_seat(config, "self_play.endpoints.big", "model")
 
 
 class Endpoint:
@@ -87,7 +88,7 @@ class Endpoint:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"timeout_s": 0.001}, "no reply within timeout_s=0.001"),
+            ({"timeout_s": 0.001}, r"no reply within self_play\.endpoints\.big\.timeout_s=0.001"),
             ({"max_new_tokens": 600}, "HTTP 400: .*context length"),
         ],
     )
@@ -98,7 +99,7 @@ class Endpoint:
         with socket.socket() as stored_socket:  # bound, and does not listen
             stored_socket.bind(("127.0.0.1", 0))
             gone = endpoint(f"http://127.0.0.1:{stored_socket.getsockname()[1]}")
-            self.check(asyncio.run(play(engine, {"solver": gone})), "ClientConnectorError")
+            self.check(asyncio.run(play(engine, {"solver": gone})), "no connection")
 
     def test_a_generation_that_the_server_aborts(self, engine: Engine) -> None:
         """The server replies with status 200 and the tokens so far."""

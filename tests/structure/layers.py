@@ -10,7 +10,7 @@ PAGE = REPOSITORY / "docs" / "explanation" / "architecture.md"
 BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages -->"
 
 BOTTOM_TO_TOP = """
-    core config batch algo distributed obs models render rewards data audit episode sandbox learner inference
+    core config clients batch algo distributed obs models render rewards data audit episode sandbox learner inference
     toolserver gateway weight_sync self_play cluster testing project_template runtime doctor planner evaluation sft
     train tune dashboard api cli
 """

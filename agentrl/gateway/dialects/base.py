@@ -13,8 +13,7 @@ import msgspec
 
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
-from agentrl.core.types import Message, ToolCall
-from agentrl.render.parsers.base import THINK, THINK_END
+from agentrl.core.types import THINK, THINK_END, Message, ToolCall
 
 S = TypeVar("S")
 Json = dict[str, Any]

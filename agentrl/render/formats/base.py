@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Fork, ForkReason, Message
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.core.types import THINK, THINK_END, Fork, ForkReason, Message
+from agentrl.render.parsers.base import CallParser
 
 
 class Format(Protocol):

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Fork, ForkReason, Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format, to_json, tool_schema
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP, TYPE, DeepSeekParser
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

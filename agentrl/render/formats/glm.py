@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Fork, ForkReason, Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format, split_thinking, to_json, tool_schema
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.glm import ASSISTANT, CLOSE, KEY, KEY_END, OPEN, VALUE, VALUE_END, Glm4Parser, GlmParser
 
 START = "[gMASK]<sop>"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import Fork, ForkReason, Message
+from agentrl.core.types import THINK, THINK_END, Fork, ForkReason, Message
 from agentrl.render.formats.base import Format, drops_thinking, holds_empty_thought, split_thinking
 from agentrl.render.formats.chatml import END, OPENER, START, call_text, qwen_turn, split_system, tools_text, turn
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.hermes import HermesParser
 
 EMPTY_THOUGHT = f"{THINK}\n\n{THINK_END}\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.core.types import Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Message, ToolCall
 from agentrl.render.formats.template_inputs import (
     ASK,
     CALLS,
@@ -21,7 +21,6 @@ from agentrl.render.formats.template_inputs import (
     shared_prefix,
     try_text,
 )
-from agentrl.render.parsers.base import THINK, THINK_END
 
 _PRIVATE = range(0xE002, 0xF8FF)
 """Characters of the private use area; one that no message contains marks placeholders."""

@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from agentrl.core.errors import ModelError
 from agentrl.core.tool import Tool
-from agentrl.core.types import Fork, ForkReason, Message
+from agentrl.core.types import THINK, Fork, ForkReason, Message
 from agentrl.render.formats.base import Format, tool_schema
 from agentrl.render.formats.sampled_turns import SampledTurn, TurnLayout, find_layout, free_character
 from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs
-from agentrl.render.parsers.base import THINK, CallParser
+from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.registry import parser_of_template
 from agentrl.render.turn_boundary import BoundaryProbe, Reasoning, TurnKind, probe_messages
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.core.types import Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Message, ToolCall
 from agentrl.render.formats.base import split_thinking, to_json
-from agentrl.render.parsers.base import THINK, THINK_END
 
 Fields = dict[str, Any]
 """A message as a chat template reads it."""

@@ -11,9 +11,7 @@ from functools import lru_cache
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from agentrl.core.tool import Tool
-from agentrl.core.types import CallStatus, ToolCall
-
-THINK, THINK_END = "<think>", "</think>"
+from agentrl.core.types import THINK, THINK_END, CallStatus, ToolCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ from enum import StrEnum
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.model import RenderConfig
-from agentrl.core.types import ForkReason
+from agentrl.core.types import THINK, THINK_END, ForkReason
 from agentrl.render.formats.template import TemplateFormat
-from agentrl.render.parsers.base import THINK, THINK_END
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.probes import Arrival, arrivals
 from agentrl.render.registry import choose_format, make_renderer

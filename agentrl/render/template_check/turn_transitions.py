@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import Tool
-from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.formats.template_inputs import shared_prefix
-from agentrl.render.parsers.base import THINK, THINK_END, CallParser
+from agentrl.render.parsers.base import CallParser
 from agentrl.render.probes import TOOLS
 from agentrl.render.renderer import ChatRenderer
 

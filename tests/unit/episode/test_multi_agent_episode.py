@@ -25,6 +25,7 @@ from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.testing import ScriptedSampler
+from tests.scripted_endpoint import ScriptedEndpoint
 
 
 class Chorus(MultiAgentEnv):
@@ -262,21 +263,17 @@ def test_an_environment_that_raises_fails_by_name(renderer):
 
 
 def test_an_endpoint_plays_and_is_not_trained(renderer):
-    class Endpoint:
-        def __init__(self):
-            self.read = []
-
-        async def reply(self, messages, *, stop, seed):
-            self.read.append([(message.role, message.content) for message in messages])
-            return "keep 0 0 0" if len(self.read) == 1 else "accept"
-
-    endpoint = Endpoint()
-    lineup = Lineup({"second": EndpointSeat(endpoint)}, opponent="fixed:model")
+    endpoint = ScriptedEndpoint(["keep 0 0 0", "accept"])
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.5)
+    lineup = Lineup({"second": EndpointSeat(endpoint, sampling)}, opponent="fixed:model")
     runner, _ = runner_of(NegotiationEnv, renderer, ["keep 1 0 0", "keep 0 0 1"], lineup=lineup)
     [rollout] = play(runner, NegotiationEnv)
     assert rollout.agent == "player_0"
     assert rollout.metrics["deal"] == 1.0
-    assert [role for role, _ in endpoint.read[1]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in endpoint.requests[1].messages] == ["user", "assistant", "user"]
+    assert {(request.params.max_new_tokens, request.params.temperature) for request in endpoint.requests} == {(9, 0.5)}
+    assert endpoint.connections == 0
+    assert rollout.endpoint is None
     assert np.isfinite(rollout.seat_rewards).all()
 
 

@@ -11,9 +11,10 @@ from gateway_episodes import TASK, Play, Program, sampled, user
 
 from agentrl.config.agent import AgentConfig
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
-from agentrl.core.types import FailureKind, SeatRecord, StopReason
+from agentrl.core.types import FailureKind, SamplingParams, SeatRecord, StopReason
 from agentrl.gateway.program_process import program_variables
 from agentrl.testing import ScriptedSampler
+from tests.scripted_endpoint import ScriptedEndpoint
 
 TWO = AgentConfig.model_validate({"agents": {"planner": {}, "coder": {"model": "small", "role": "worker"}}})
 
@@ -115,19 +116,13 @@ def test_limits_of_turns_are_those_of_each_agent(play: Play) -> None:
     assert (planner.stop_reason, coder.stop_reason) == (StopReason.MAX_TURNS, StopReason.TERMINATED)
 
 
-class Endpoint:
-    """A model that repeats."""
-
-    async def reply(self, messages: Any, *, stop: Any, seed: int) -> str:
-        return f"heard {messages[-1].content}|rest"
-
-
 def test_frozen_weights_and_an_endpoint_play_and_are_not_trained(play: Play, renderer: Any) -> None:
     frozen = ScriptedSampler(["frozen plan", "frozen end"], encode=renderer.encode, end_token_id=renderer.end_token_id)
+    repeats = ScriptedEndpoint(lambda request: f"heard {request.messages[-1]['content']}|rest")
     three = AgentConfig.model_validate({"agents": {"planner": {}, "coder": {}, "critic": {}}})
     seats = {
         "planner": PolicySeat(trained=False, sampler=frozen, name="step_000020"),
-        "critic": EndpointSeat(Endpoint(), "big"),
+        "critic": EndpointSeat(repeats, SamplingParams(max_new_tokens=9), "big"),
     }
 
     async def talk(program: Program) -> None:

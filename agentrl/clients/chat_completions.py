@@ -1,0 +1,197 @@
+"""Models behind OpenAI's chat completions: opponents in games, and models that are evaluated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import cast
+from weakref import WeakValueDictionary
+
+from agentrl.clients.chat_messages import call_from_wire, reply_to_wire, tool_to_wire, with_reasoning
+from agentrl.clients.http import Json, ServiceClient, UnusableReplyError
+from agentrl.config.services import ChatModelConfig
+from agentrl.core.chat_endpoint import ChatReply, Usage, WireMessage
+from agentrl.core.errors import SamplerError, ServiceError, ServiceRefusedError
+from agentrl.core.tool import Tool
+from agentrl.core.types import FinishReason, Message, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+ROUTE = "/chat/completions"
+_ENDS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "function_call": FinishReason.STOP,
+         "length": FinishReason.LENGTH}  # fmt: skip
+"""``finish_reason`` of a turn. With others, such as SGLang's ``abort``, the server has ended it: its text is no turn."""
+_REASONING = ("reasoning_content", "reasoning")
+_REASONING_FIELDS = (*_REASONING, "reasoning_details", "thinking_blocks")
+"""Fields of a reply that are sent back with ``send_reasoning``."""
+
+
+class ChatCompletions:
+    """Requests turns from ``URL/chat/completions``; implements `agentrl.core.chat_endpoint.ChatEndpoint`.
+
+    `open_chat_model` makes one for each process, so that its limits hold for all episodes of the process.
+
+    Args:
+        config: address, model and limits.
+        key: configuration key of ``config``, for messages.
+        client: sends the requests; by default one for ``config``.
+    """
+
+    def __init__(self, config: ChatModelConfig, key: str, client: ServiceClient | None = None) -> None:
+        self.client = client or ServiceClient(config, key)
+        """Sends the requests, and counts them."""
+        self.usage = Usage()
+        """Tokens of all requests so far."""
+        self._config = config
+        self._key = key
+        self._tokens_field = "max_tokens"
+
+    def __reduce__(self) -> tuple[Callable[..., ChatCompletions], tuple[ChatModelConfig, str]]:
+        """Pickle as the model of another process."""
+        return open_chat_model, (self._config, self._key)
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self._config.model
+
+    def keep_connections(self) -> AbstractAsyncContextManager[object]:
+        """Return a context in which connections stay open between requests."""
+        return self.client
+
+    async def reply(self, messages: Sequence[WireMessage], tools: Sequence[Tool], params: SamplingParams) -> ChatReply:
+        """Return the next turn; see `ChatEndpoint.reply`.
+
+        Raises:
+            SamplerError: the endpoint refused the request, failed at every attempt, or its reply is no turn.
+        """
+        try:
+            return await self.request(messages, tools, params)
+        except ServiceError as error:
+            raise SamplerError(str(error)) from error
+
+    async def request(
+        self, messages: Sequence[WireMessage], tools: Sequence[Tool], params: SamplingParams
+    ) -> ChatReply:
+        """Return the next turn.
+
+        Raises:
+            ServiceError: see `ServiceClient.post`.
+        """
+        field = self._tokens_field
+        try:
+            reply = await self._post(messages, tools, params)
+        except ServiceRefusedError as error:
+            if field != "max_tokens" or "max_completion_tokens" not in str(error):
+                raise
+            # OpenAI's reasoning models: the limit has another name.
+            _log.info("%s takes max_completion_tokens in place of max_tokens", self._config.model)
+            self._tokens_field = "max_completion_tokens"
+            reply = await self._post(messages, tools, params)
+        self.usage += reply.usage
+        return reply
+
+    async def _post(self, messages: Sequence[WireMessage], tools: Sequence[Tool], params: SamplingParams) -> ChatReply:
+        body = self._body(messages, tools, params)
+        about = f", model {self._config.model}"
+        try:
+            return await self.client.post(ROUTE, body, lambda reply: self._read(reply, params), about=about)
+        except ServiceRefusedError as error:
+            if error.status not in (400, 422):
+                raise
+            hint = f"{self._key}.options sets further fields of requests, and with null leaves one out"
+            raise ServiceRefusedError(f"{error}; {hint}", error.status) from None
+
+    def _body(self, messages: Sequence[WireMessage], tools: Sequence[Tool], params: SamplingParams) -> Json:
+        body: Json = {
+            "model": self._config.model,
+            "messages": list(messages),
+            "temperature": params.temperature,
+            self._tokens_field: params.max_new_tokens,
+        }
+        if params.seed is not None:
+            body["seed"] = params.seed
+        if params.top_p < 1:
+            body["top_p"] = params.top_p
+        if params.top_k > 0:
+            body["top_k"] = params.top_k
+        if tools:
+            body["tools"] = [tool_to_wire(tool) for tool in tools]
+        body |= self._config.options
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _read(self, reply: object, params: SamplingParams) -> ChatReply:
+        """Return the turn of a reply.
+
+        Raises:
+            UnusableReplyError: it has none.
+        """
+        shown = f"{reply!r:.200}"
+        try:
+            body = cast("Json", reply)
+            choice = body["choices"][0]
+            wire, end = choice["message"], choice.get("finish_reason")
+            text, calls = wire.get("content"), tuple(map(call_from_wire, wire.get("tool_calls") or ()))
+            usage = _read_usage(body.get("usage"))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UnusableReplyError(f"a reply without a text ({type(error).__name__}: {error}): {shown}") from None
+        if isinstance(text, list):  # content in parts
+            text = "".join(part.get("text") or "" for part in text if isinstance(part, Mapping))
+        reasoning = next((wire[name] for name in _REASONING if isinstance(wire.get(name), str)), "")
+        if end == "content_filter":
+            raise UnusableReplyError(
+                f"the endpoint's filter withheld the reply (finish_reason='content_filter'): {shown}"
+            )
+        if end not in _ENDS:
+            raise UnusableReplyError(f"a reply with finish_reason={end!r}: {shown}", again=True)
+        if not isinstance(text, str) and not (text is None and (calls or reasoning)):
+            raise UnusableReplyError(f"a reply without a text: {shown}")
+        finish = _ENDS[end]
+        if finish is FinishReason.LENGTH and not (text or "").strip() and not calls and not reasoning:
+            limit = params.max_new_tokens
+            raise UnusableReplyError(f"max_new_tokens={limit} ended a reply before it had a text; raise it")
+        text, was_cut = _up_to_stop(text or "", params.stop)
+        if was_cut:
+            calls, finish = (), FinishReason.STOP
+        message = Message("assistant", with_reasoning(reasoning, text), calls)
+        fields = _REASONING_FIELDS if self._config.send_reasoning else ()
+        return ChatReply(message, reply_to_wire(wire, text, calls, fields), finish, usage)
+
+
+_MODELS: WeakValueDictionary[tuple[str, str], ChatCompletions] = WeakValueDictionary()
+
+
+def open_chat_model(config: ChatModelConfig, key: str) -> ChatCompletions:
+    """Return the model of a configuration in this process; the same one as long as it is used.
+
+    Args:
+        config: address, model and limits.
+        key: configuration key of ``config``, for messages.
+    """
+    names = set(ChatModelConfig.model_fields)
+    name = (key, config.model_dump_json(include=names))
+    model = _MODELS.get(name)
+    if model is None:
+        model = _MODELS[name] = ChatCompletions(config, key)
+    return model
+
+
+def _read_usage(usage: object) -> Usage:
+    """Return the usage of a reply; 0 where it has no number."""
+    if not isinstance(usage, Mapping):
+        return Usage()
+    prompt, sampled = (usage.get(f"{name}_tokens_details") or {} for name in ("prompt", "completion"))
+    values = (
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+        prompt.get("cached_tokens"),
+        sampled.get("reasoning_tokens"),
+    )
+    return Usage(*(value if isinstance(value, int) and value > 0 else 0 for value in values))
+
+
+def _up_to_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Return the text up to the first stop string, which stays in it as in a policy's turn: servers would leave it out."""
+    ends = [text.index(string) + len(string) for string in stop if string in text]
+    return (text[: min(ends)], True) if ends else (text, False)
