@@ -1,4 +1,4 @@
-"""The ``rollout.agent`` section: an agent program that plays the episodes through the gateway."""
+"""The ``rollout.agent`` section: agents that play the episodes through the gateway, as programs or from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from agentrl.config.base import Section
+from agentrl.config.base import Seconds, Section
 from agentrl.core.errors import ConfigError
 
 HarnessName = Literal["mini_swe_agent", "claude_code", "codex", "opencode", "openai_agents", "smolagents"]
@@ -30,7 +30,9 @@ class ProgramAgentConfig(Section):
 
 
 class AgentConfig(Section):
-    """An agent program that plays the episodes in place of the environment. docs/agents.md."""
+    """An agent that plays the episodes in place of the environment: a program that the run starts, or one that runs elsewhere.
+    docs/agents.md.
+    """
 
     command: str | None = None
     """Starts the program, once an episode: words as in a shell, but no shell runs them. Words that name a file here are made
@@ -40,6 +42,14 @@ class AgentConfig(Section):
     harness: HarnessName | None = None
     """A known agent program in place of ``command``, started by its recipe in ``agentrl/gateway/harnesses``. In a sandbox with an
     image it is that of the image; in others that of this machine, whose files the sandbox shows."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """In place of ``command``: the agent runs elsewhere, starts a session for each episode at this port, and ends it."""
+    host: str = "127.0.0.1"
+    """The address of this machine at which ``port`` is open. Others than the loopback require a token, which is the environment
+    variable ``AGENTRL_AGENT_TOKEN``."""
+    idle_timeout_s: Seconds | None = None
+    """Seconds without a request, turns in progress not counted, after which an agent that runs elsewhere counts as lost; null:
+    only ``rollout.max_seconds`` holds."""
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
     files: Path | None = None
@@ -102,11 +112,26 @@ class AgentConfig(Section):
         return {agent.model or name: name for name, agent in self.agents.items()}
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the agent runs elsewhere."""
+        return self.port is not None
+
+    @property
+    def url(self) -> str:
+        """Where agents elsewhere start sessions, without ``/v1/sessions``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def settings(self) -> list[str]:
+        """The keys, with their values, of which each says what plays; at most one is allowed."""
+        values = {"command": self.command, "harness": self.harness, "port": self.port}
+        return [f"rollout.agent.{key}={value}" for key, value in values.items() if value is not None]
+
+    @property
     def setting(self) -> str | None:
-        """The key and value that say which program plays; None: none does."""
-        if self.command is not None:
-            return f"rollout.agent.command={self.command}"
-        return None if self.harness is None else f"rollout.agent.harness={self.harness}"
+        """The key and value that say which agent plays; None: none does."""
+        return next(iter(self.settings), None)
 
 
 def command_words(command: str, *, resolve: bool = True) -> list[str]:

@@ -33,6 +33,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
     """
     faults = [
         *run_and_source_faults(config, _task_and_reward),
+        *_agent_address(config),
         *_eval_sets(config.eval, config.sources),
         *_sft(config),
         *_algo(config.algo, config.sampler),
@@ -81,10 +82,16 @@ def _agent(config: Config) -> Iterator[str]:
     agent, generate = config.rollout.agent, config.rollout.generate
     if agent.setting is None:
         if agent != AgentConfig():
-            yield "keys of rollout.agent are set, but no rollout.agent.command or rollout.agent.harness to start a program"
+            yield "keys of rollout.agent are set, but no rollout.agent.command, rollout.agent.harness or rollout.agent.port"
         return
-    if agent.command is not None and agent.harness is not None:
-        yield f"{agent.setting} and rollout.agent.harness={agent.harness} both say what plays the episodes; leave out one"
+    if len(agent.settings) > 1:
+        yield f"{' and '.join(agent.settings)} all say what plays the episodes; leave out all but one"
+    defaults = AgentConfig()
+    idle = ("cwd", "files", "sandbox", "env", "answer") if agent.is_elsewhere else ("host", "idle_timeout_s")
+    for key in idle:
+        if getattr(agent, key) != getattr(defaults, key):
+            kind = "a program that the run starts" if agent.is_elsewhere else "an agent elsewhere (rollout.agent.port)"
+            yield f"rollout.agent.{key}={getattr(agent, key)} is for {kind}, and {agent.setting} is set; leave it out"
     if generate is not None:
         yield f"{agent.setting} and rollout.generate={generate} both say what plays the episodes; leave out one"
     if agent.files is not None and agent.cwd is not None:
@@ -101,6 +108,19 @@ def _agent(config: Config) -> Iterator[str]:
         yield (
             f"rollout.agent.reward=session and reward.function={config.reward.function} both say what the reward is; leave out "
             "one"
+        )
+
+
+def _agent_address(config: Config) -> Iterator[str]:
+    """Rules of agents elsewhere, for the run: its episodes have one port, in the run's own process."""
+    agents = [source.rollout.agent for source in config.by_source().values() if source.rollout.agent.is_elsewhere]
+    addresses = {f"rollout.agent.host={agent.host} rollout.agent.port={agent.port}": None for agent in agents}
+    if len(addresses) > 1:
+        yield f"the sources have {' and '.join(addresses)}; a run has one address for agents elsewhere: set it in rollout.agent"
+    if agents and config.rollout.runners not in ("auto", 0):
+        yield (
+            f"rollout.runners={config.rollout.runners} with rollout.agent.port={agents[0].port}: episodes of agents elsewhere "
+            "run in the run's own process; leave out rollout.runners"
         )
 
 

@@ -93,6 +93,8 @@ TRAINED = (
 
 _UNIMPORTANT = ("url", "port", "start_timeout_s", "max_restarts")
 """Keys of a tool server that do not change its results."""
+_ADDRESS = ("rollout.agent.host", "rollout.agent.idle_timeout_s")
+"""Ends of keys of agents elsewhere that do not change what they sample."""
 _REGISTERED = {"env.name": ENVS, "tasks.name": TASKS, "reward.function": REWARDS}
 """Groups of entry points by the keys that name one of them."""
 _OBJECTS = ("name", "function", "generate", "convert", "player")
@@ -107,9 +109,11 @@ def recorded_keys(config: Config) -> dict[str, str]:
     """
     texts = leaf_texts(redact(config.model_dump(mode="json")))
     keys = {
-        key: text
+        key: "set" if key.endswith("rollout.agent.port") else text  # an agent elsewhere plays; whichever the port is
         for key, text in texts.items()
-        if _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED)) and REDACTED not in text
+        if _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED))
+        and REDACTED not in text
+        and not key.endswith(_ADDRESS)
     }
     keys["sources"] = ", ".join(config.sources) or "none"
     tools = {f"tools.{name}": name for name in config.tools}

@@ -29,7 +29,7 @@ class FailureConfig(Section):
     sandbox: FailureAction = "retry"
     """A sandbox failed, not caused by the code in it."""
     agent: FailureAction = "drop"
-    """The agent program failed, did not end within ``rollout.max_seconds``, or sent no request (``rollout.agent``)."""
+    """The agent failed, did not end within ``rollout.max_seconds``, was lost, or sent no request (``rollout.agent``)."""
     runner: Literal["drop", "retry", "stop"] = "retry"
     """The runner process of the episode ended, such as by a crash in an environment's C code (``rollout.runners``)."""
     task: FailureAction = "drop"
@@ -94,7 +94,7 @@ class RolloutConfig(Section):
     generate: str | None = None
     """A custom multi-turn loop in place of the environment: ``module:function`` or ``file.py:function``."""
     agent: AgentConfig = Field(default_factory=AgentConfig)
-    """An agent program in place of the environment."""
+    """An agent in place of the environment."""
 
     @property
     def loop(self) -> str | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Literal
 
+from agentrl.config.agent import AgentConfig
 from agentrl.config.schema import Config
 
 CORES = 8
@@ -20,8 +21,16 @@ def runner_count(config: Config) -> int:
     """Return the number of runner processes; 0: episodes run in the run's own process."""
     if config.rollout.runners != "auto":
         return config.rollout.runners
+    if agent_elsewhere(config) is not None:
+        return 0  # all of its sessions are started at one port
     count = min(MOST, _cores() // CORES)
     return count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES else 0
+
+
+def agent_elsewhere(config: Config) -> AgentConfig | None:
+    """Return the section ``rollout.agent`` of an agent that runs elsewhere, of the run or of a source; None without one."""
+    agents = (source.rollout.agent for source in config.by_source().values())
+    return next((agent for agent in agents if agent.is_elsewhere), None)
 
 
 def _cores() -> int:

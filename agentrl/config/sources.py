@@ -28,7 +28,7 @@ class SourceRollout(Section):
     generate: str | None = None
     """As ``rollout.generate``; null is the environment, whatever the run has."""
     agent: AgentConfig = Field(default_factory=AgentConfig)
-    """As ``rollout.agent``; ``command`` and ``harness`` null are no program, whatever the run has."""
+    """As ``rollout.agent``; ``command``, ``harness`` and ``port`` null are no agent, whatever the run has."""
 
 
 class SourceAlgo(Section):

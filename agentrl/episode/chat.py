@@ -174,6 +174,10 @@ class Agent:
         """Wall time since the attempt began."""
         return time.monotonic() - self._began
 
+    def begin_time(self) -> None:
+        """Count `seconds` from here: the attempt has waited for an agent, and begins."""
+        self._began = time.monotonic()
+
     def unfinished_rollouts(self, reason: StopReason, failure: Failure | None = None) -> list[Rollout]:
         """Return the rollouts of an attempt that did not finish: one for each chat, or a single empty one."""
         if self.several_rollouts is not None:

@@ -88,6 +88,8 @@ async def evaluate_policy(
 
         async with open_saved(config, tasks, model, Path(folder)) as services:
             count.begin()
+            if services.agents_line:
+                count.print_text(services.agents_line)
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 async with interrupt.guard_episodes(services.check):
                     results = await evaluate(sets, services.runner(), done)

@@ -105,6 +105,8 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
 
             async with open_saved(config, tasks, model, Path(folder)) as services:
                 count.begin()
+                if services.agents_line:
+                    count.print_text(services.agents_line)
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                     for start, step_size in steps:

@@ -72,6 +72,8 @@ class Session(ABC):
         """What the sessions of the episode share."""
         self.reward = 0.0
         """Of the rollout."""
+        self.has_reward = False
+        """Whether `reward` was set."""
         self.metrics: dict[str, float] = {}
         """Of the rollout."""
         self.answers = Answers()
@@ -81,6 +83,7 @@ class Session(ABC):
         self._id = re.sub(r"[^\w-]", "-", agent.episode_id)
         self._turns = 0
         self._turn_tasks = set[asyncio.Task[Reply]]()
+        self._turn_ended_at = time.monotonic()
 
     @property
     def failure(self) -> asyncio.Future[EpisodeError]:
@@ -115,6 +118,11 @@ class Session(ABC):
     def is_sampling(self) -> bool:
         """Whether a turn is in progress."""
         return bool(self._turn_tasks)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last turn has ended; 0 while one is in progress."""
+        return 0.0 if self._turn_tasks else time.monotonic() - self._turn_ended_at
 
     def ignored_fields(self, request: ChatRequest) -> tuple[Ignored, ...]:
         """Return what a request sets that has no effect, such as sampling parameters other than the run's; logged once a run."""
@@ -157,8 +165,12 @@ class Session(ABC):
         """
         task = asyncio.create_task(self._answer(request))
         self._turn_tasks.add(task)
-        task.add_done_callback(self._turn_tasks.discard)
+        task.add_done_callback(self._on_turn_end)
         return task
+
+    def _on_turn_end(self, task: asyncio.Task[Reply]) -> None:
+        self._turn_tasks.discard(task)
+        self._turn_ended_at = time.monotonic()
 
     @abstractmethod
     async def _answer(self, request: ChatRequest) -> Reply:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from agentrl.config.agent import AgentConfig
 from agentrl.core.errors import EpisodeError
@@ -17,6 +20,20 @@ from agentrl.gateway.fixed_session import FixedSession
 
 ONLY = ""
 """The name of the agent of an episode that has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """The end of an episode, as an agent that runs elsewhere reports it."""
+
+    failure: str = ""
+    """What went wrong at the agent; empty if nothing did."""
+    answer: str | None = None
+    """The final answer; None: the policy's last turn."""
+    result: Any = None
+    """What it leaves for the reward function, as JSON."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the rollouts, besides those that were set with rewards."""
 
 
 class AgentSessions:
@@ -41,7 +58,15 @@ class AgentSessions:
         """Whether the program may set rewards."""
         self.refused = ""
         """The last request that was refused, in words."""
+        self.fault = ""
+        """Why the episode has failed, in words; empty if it has not."""
+        self.may_end = False
+        """Whether the agent may end the episode itself: a program ends it by its own end."""
+        self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
+        """How the agent has ended it."""
         self._agent_of = agent_of or {}
+        self.requested_at = time.monotonic()
+        """When the last request came, on `time.monotonic`'s clock."""
 
     @classmethod
     def open(cls, agent: Agent, config: AgentConfig) -> AgentSessions:
@@ -100,12 +125,38 @@ class AgentSessions:
             BadRequestError: there is no such agent.
         """
         for session in self.by_agent.values() if agent is None else (self.choose(agent),):
-            session.reward, session.metrics = reward, dict(metrics)
+            session.reward, session.metrics, session.has_reward = reward, dict(metrics), True
 
     def last_message(self) -> str:
         """Return the text of the turn that was requested last, of all agents; auxiliary turns do not count."""
         turns = (session.last_turn() for session in self.by_agent.values())
         return max((turn for turn in turns if turn is not None), default=(0, ""))[1]
+
+    def end(self, end: AgentEnd, reward: float | None) -> None:
+        """End the episode of an agent that runs elsewhere, with the reward of all rollouts; None: they have theirs."""
+        for session in self.by_agent.values() if reward is not None else ():
+            session.reward, session.has_reward = reward or 0.0, True
+        self.ended.set_result(end)
+
+    @property
+    def unrewarded(self) -> list[str]:
+        """Trained agents whose reward was not set; the only agent's name is empty."""
+        return [
+            name
+            for name, session in self.by_agent.items()
+            if isinstance(session, PolicySession) and not session.has_reward
+        ]
+
+    @property
+    def turns(self) -> int:
+        """Turns so far, those in progress included."""
+        return sum(session.turns for session in self.by_agent.values())
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request, or the end of the last turn; 0 while a turn is in progress."""
+        since_request_s = time.monotonic() - self.requested_at
+        return min(since_request_s, *(session.idle_s for session in self.by_agent.values()))
 
     @property
     def failure(self) -> asyncio.Future[EpisodeError]:

@@ -6,20 +6,20 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from agentrl.config.agent import FILE, AgentConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import AgentProgramError, ConfigError
+from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task
-from agentrl.core.types import ANSWER, Rollout
+from agentrl.core.types import Rollout
 from agentrl.episode.chat import Agent
 from agentrl.episode.env_steps import AnswerScoring
-from agentrl.episode.limits import EpisodeClock
-from agentrl.episode.state import EpisodeState
+from agentrl.gateway.agent_loop import AgentLoop, late, time_left
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import installed_harness
 from agentrl.gateway.program_process import ProgramProcess, RunningProgram, read_start
@@ -32,9 +32,6 @@ _log = logging.getLogger(__name__)
 KEY = "rollout.agent"
 FOLDER = "agent_folder"
 """Key of `Rollout.metadata` with the folder in which the program ran; a reward function finds its files there."""
-
-_SHARE_OF_GRACE = 0.05
-"""Share of ``rollout.max_seconds`` that a program has to end after the time limit."""
 
 
 def check_agent(config: AgentConfig, sandbox: SandboxConfig, private_paths: Mapping[Path, str] | None = None) -> None:
@@ -66,7 +63,7 @@ def check_agent(config: AgentConfig, sandbox: SandboxConfig, private_paths: Mapp
             raise ConfigError(f"{KEY}.{key}={folder} is no folder")
 
 
-class AgentProgram:
+class AgentProgram(AgentLoop):
     """Plays episodes with an agent program; a `agentrl.episode.custom_loop.Generate` function.
 
     Args:
@@ -75,59 +72,29 @@ class AgentProgram:
     """
 
     def __init__(self, config: AgentConfig, sandbox: SandboxConfig) -> None:
-        assert config.setting is not None, "there is a program"
-        self._config = config
+        super().__init__(config)
         self._sandboxes: EpisodeSandboxes | None = None
         if config.sandbox is not None:
             self._sandboxes = EpisodeSandboxes(config, sandbox)
         self._gateway = Gateway(LOOPBACK if self._sandboxes is None else GATEWAY_HOST)
 
-    async def __call__(self, task: Task, agent: Agent) -> list[Rollout]:
-        """Run the program and return the rollouts of what it sampled: one, or one for each trained agent.
-
-        Raises:
-            AgentProgramError: it failed, did not end in time, or sent no request.
-            EpisodeError: the engine failed, or the task's first prompt is too long.
-        """
-        agent.clock.raise_nothing()  # an end at the limit is a failure of the program, which has a message
-        if self._config.reward != "environment":
-            return await self._run(task, agent)
-        first = agent.state
-        state = EpisodeState(first.rollout_id, first.seed, first.attempt, first.reset_seed)
-        scoring = AnswerScoring(agent.context, task, state, agent.tools)
-        try:
-            return await self._run(replace(task, prompt=await scoring.begin()), agent, scoring)
-        finally:
-            await scoring.close()
-
-    async def _run(self, task: Task, agent: Agent, scoring: AnswerScoring | None = None) -> list[Rollout]:
-        """Run the program, and score its final answer."""
-        sessions = AgentSessions.open(agent, self._config)
+    @override
+    async def run(self, task: Task, agent: Agent, scoring: AnswerScoring | None) -> list[Rollout]:
+        sessions = AgentSessions.open(agent, self.config)
         async with self._gateway.serving() as url, self._gateway.open(sessions) as key:
             if self._sandboxes is None:
-                program: RunningProgram = await ProgramProcess.start(self._config, task, url, key)
-                fault = await self._play(program, sessions, agent)
+                program: RunningProgram = await ProgramProcess.start(self.config, task, url, key)
+                sessions.fault = await self._play(program, sessions, agent)
             else:
                 async with self._sandboxes.backend(url) as backend:
                     program = await self._sandboxes.start(backend, task, agent.episode_id, key)
-                    fault = await self._play(program, sessions, agent)
-        if sessions.failure.done():
-            raise sessions.failure.result()
-        if fault or not sessions.has_turns:
-            refused = f" Its last refused request: {sessions.refused}" if sessions.refused else ""
-            fault = fault or "ended without a turn of the policy"
-            raise AgentProgramError(f"{self._config.setting}: it {fault}.{refused}{program.output_end()}")
+                    sessions.fault = await self._play(program, sessions, agent)
+        self.check(sessions, program.output_end())
         answer = self._final_answer(program, sessions)
-        if scoring is not None:
-            reward, metrics = await scoring.score(answer)
-            sessions.set_reward(None, reward, metrics)
-        rollouts = sessions.rollouts(agent)
-        for rollout in rollouts:
-            rollout.metadata |= {FOLDER: str(program.cwd), ANSWER: answer}
-        return rollouts
+        return await self.finish(sessions, agent, scoring, answer, {FOLDER: str(program.cwd)})
 
     def _final_answer(self, program: RunningProgram, sessions: AgentSessions) -> str:
-        kind = self._config.answer
+        kind = self.config.answer
         if kind == "message":
             return sessions.last_message()
         return program.output() if kind == "output" else read_start(program.cwd / kind.removeprefix(FILE))
@@ -136,20 +103,19 @@ class AgentProgram:
         """Wait for the end of a program, or end it; return what is wrong with it, or nothing."""
         agent.tools.on_close(program.close)
         try:
-            return await self._wait(program, sessions, agent.clock)
+            return await self._wait(program, sessions, agent)
         finally:
             await program.kill()
 
-    async def _wait(self, program: RunningProgram, sessions: AgentSessions, clock: EpisodeClock) -> str:
+    async def _wait(self, program: RunningProgram, sessions: AgentSessions, agent: Agent) -> str:
         """Wait for the end of the program or of its time; return what is wrong with it, or nothing."""
-        grace = _SHARE_OF_GRACE * clock.seconds
-        while clock.seconds_left > -grace:
+        while time_left(agent.clock) > 0:
             # The clock stands still while engines sample, so that there may be time left then.
             ends: set[asyncio.Future[Any]] = {program.ended, sessions.failure}
-            timeout_s = max(0.05, clock.seconds_left + grace)
+            timeout_s = max(0.05, time_left(agent.clock))
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if program.ended.done():
                 return "" if sessions.at_limit else program.ended.result()
             if sessions.failure.done():
                 return "was ended"
-        return f"did not end within rollout.max_seconds={clock.seconds:g}"
+        return late(agent.clock)

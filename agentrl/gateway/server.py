@@ -10,8 +10,10 @@ import hashlib
 import logging
 import math
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.core.child_process import LOOPBACK
 from agentrl.gateway.agent_session import Session, SessionOverError
-from agentrl.gateway.agent_sessions import AgentSessions
+from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
 from agentrl.gateway.answers import Answer
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json, convert, read_json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
@@ -42,8 +44,13 @@ BODY_BYTES = 64 * 2**20
 """Bytes of the largest request."""
 KEEP_ALIVE_S = 5.0
 """Seconds after which a stream that waits for its turn begins, and sends a comment each time."""
+END_PATH = "/v1/session/end"
+END_BYTES = 2**20
+"""Bytes of the largest end of a session: its result is recorded with the rollout."""
+SESSIONS_OVER = 1024
+"""Sessions that are over whose keys are remembered, so that their agents read why."""
 _HEADER_CHARACTERS = 1000
-_CLOSED_REQUEST = 499
+CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 _KEEP_ALIVE = b": waiting\n\n"
 _STREAM = "text/event-stream"
@@ -53,6 +60,16 @@ _PREFIXES = ("/s/{key}/agents/{agent}", "/s/{key}", "/agents/{agent}", "")
 """What may precede a path: the key of the session, and the agent."""
 
 Handler = Callable[[Request, AgentSessions], Awaitable[Response]]
+
+
+class _EndBody(msgspec.Struct):
+    """``POST /v1/session/end``."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    failure: str = ""
+    answer: str | None = None
+    result: Any = None
 
 
 class _RewardBody(msgspec.Struct):
@@ -69,18 +86,30 @@ class Gateway:
     Args:
         host: address to listen on.
         port: 0 takes a free one.
+        keys: where address and port are set, for messages.
         keep_alive_s: see `KEEP_ALIVE_S`.
+        routes: further ones, which check keys themselves.
     """
 
-    def __init__(self, host: str = LOOPBACK, port: int = 0, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self,
+        host: str = LOOPBACK,
+        port: int = 0,
+        *,
+        keys: str = "",
+        keep_alive_s: float = KEEP_ALIVE_S,
+        routes: Sequence[Route] = (),
+    ) -> None:
+        self._host, self._port, self._keys = host, port, keys
         self._keep_alive_s = keep_alive_s
+        self._over: dict[str, _SessionOver] = {}
+        """By key, the last sessions that are over."""
         self._sessions: dict[str, AgentSessions] = {}
         self._users = 0  # contexts of `serving`
         self._server: Server | None = None
         self._serving: asyncio.Task[None]
         self._url = ""
-        self.app = self._make_app()
+        self.app = self._make_app(routes)
         """The ASGI application."""
 
     @property
@@ -89,14 +118,23 @@ class Gateway:
         return self._url
 
     @asynccontextmanager
-    async def open(self, sessions: AgentSessions) -> AsyncIterator[str]:
-        """Answer requests to the sessions of an episode, and yield their key; turns in progress are aborted at the end."""
-        key = f"sk-agentrl-{secrets.token_urlsafe(24)}"
+    async def open(self, sessions: AgentSessions, key: str = "") -> AsyncIterator[str]:
+        """Answer requests to the sessions of an episode, and yield their key; turns in progress are aborted at the end.
+
+        Args:
+            sessions: of the episode.
+            key: empty for a new one.
+        """
+        key = key or make_key()
+        self._over.pop(key, None)
         self._sessions[key] = sessions
         try:
             yield key
         finally:
             del self._sessions[key]
+            self._over[key] = _SessionOver.after(sessions)
+            if len(self._over) > SESSIONS_OVER:
+                del self._over[next(iter(self._over))]
             await sessions.close()
 
     @asynccontextmanager
@@ -116,17 +154,18 @@ class Gateway:
 
     def _start(self) -> None:
         """Listen; connections wait until the server accepts them."""
-        listener = listen(self._host, self._port)
+        listener = listen(self._host, self._port, self._keys)
         self._server = Server(uvicorn.Config(self.app, **UVICORN))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")
         host = f"[{self._host}]" if ":" in self._host else self._host
         self._url = f"http://{host}:{listener.getsockname()[1]}"
 
-    def _make_app(self) -> ASGIApp:
+    def _make_app(self, further: Sequence[Route]) -> ASGIApp:
         handlers: list[tuple[str, Handler, list[str]]] = [
             *((dialect.path, partial(self._chat, dialect), ["POST"]) for dialect in DIALECTS),
             (f"{Messages.path}/count_tokens", self._count_tokens, ["POST"]),
             ("/v1/session/reward", self._reward, ["POST"]),
+            (END_PATH, self._end, ["POST"]),
             ("/v1/models", self._models, ["GET"]),
             ("/v1/models/{model:path}", self._models, ["GET"]),
         ]
@@ -141,12 +180,16 @@ class Gateway:
             for prefix in ("/s/{key}", "")
         ]
         chats = {dialect.path: partial(self._handle, partial(self._chat, dialect)) for dialect in DIALECTS}
-        return _DirectRoutes(chats, Starlette(routes=[*routes, *other_paths]))
+        return _DirectRoutes(chats, Starlette(routes=[*further, *routes, *other_paths]))
 
     async def _handle(self, handler: Handler, http: Request) -> Response:
         """Answer an authenticated request, or return the error in the form of its dialect."""
         try:
-            return await handler(http, self._find_sessions(http))
+            sessions = self._find_sessions(http)
+            if isinstance(sessions, _SessionOver):
+                return json_reply({"turns": sessions.turns})
+            sessions.requested_at = time.monotonic()
+            return await handler(http, sessions)
         except BadRequestError as error:
             message, status = error.message, error.status
         except HTTPException as error:
@@ -154,16 +197,16 @@ class Gateway:
         except SessionOverError as error:
             message, status = str(error), 503
         except ClientDisconnect:
-            return Response(status_code=_CLOSED_REQUEST)
+            return Response(status_code=CLOSED_REQUEST)
         # Clients of OpenAI and Anthropic obey the header: an episode that is over answers no retry.
         headers = {"x-should-retry": "false"} if status >= 500 else None
-        return _reply(_dialect(http).error(message, status), status, headers)
+        return json_reply(_dialect(http).error(message, status), status, headers)
 
-    def _find_sessions(self, http: Request) -> AgentSessions:
-        """Return the sessions whose key a request has.
+    def _find_sessions(self, http: Request) -> AgentSessions | _SessionOver:
+        """Return the sessions whose key a request has; those that are over only for the repetition of their end.
 
         Raises:
-            BadRequestError: it has none, or that of no session.
+            BadRequestError: it has no key, or that of no session, or of one that is over.
         """
         scheme, _, token = http.headers.get("authorization", "").partition(" ")
         keys = (
@@ -174,9 +217,12 @@ class Gateway:
         for key in keys:
             if key and (sessions := self._sessions.get(key)) is not None:
                 return sessions
-        raise BadRequestError(
-            "the API key is that of no session: it has ended, or the key is not the one that it was given", 401
-        )
+            if key and (over := self._over.get(key)) is not None:
+                if over.turns is not None and http.url.path.endswith(END_PATH):
+                    return over
+                reason = f": it {over.why}" if over.why else ""
+                raise BadRequestError(f"this session is over{reason}", 410)
+        raise BadRequestError("the API key is that of no session", 401)
 
     async def _no_route(self, http: Request, sessions: AgentSessions) -> Response:
         paths = ", ".join(dialect.path for dialect in DIALECTS)
@@ -190,31 +236,50 @@ class Gateway:
         names = sessions.models if agent is None else [sessions.choose(agent).model]
         if name := http.path_params.get("model"):
             sessions.choose(agent, name)
-            return _reply(_model(name))
+            return json_reply(_model(name))
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return _reply({"object": "list", "data": [_model(name) for name in names], **ends})
+        return json_reply({"object": "list", "data": [_model(name) for name in names], **ends})
 
     async def _reward(self, http: Request, sessions: AgentSessions) -> Response:
         """Set the reward of a rollout, and metrics."""
         if not sessions.may_reward:
             raise BadRequestError("the program does not set the reward: rollout.agent.reward=session allows it", 403)
-        body = convert(_read_object(await _read(http)), _RewardBody)
-        values = {"reward": body.reward, **body.metrics}
-        if faults := [name for name, value in values.items() if not math.isfinite(value)]:
-            raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
+        body = convert(read_object(await read_body(http)), _RewardBody)
+        _check_numbers({"reward": body.reward, **body.metrics})
         agent = _named_agent(http) if body.agent is None else body.agent
         sessions.set_reward(agent, body.reward, body.metrics)
-        return _reply({"reward": body.reward} if agent is None else {"reward": body.reward, "agent": agent})
+        return json_reply({"reward": body.reward} if agent is None else {"reward": body.reward, "agent": agent})
+
+    async def _end(self, http: Request, sessions: AgentSessions) -> Response:
+        """End an episode, once; what a repeated end has is not used."""
+        if not sessions.may_end:
+            raise BadRequestError("the program's own end is that of its session", 403)
+        content = await read_body(http)
+        if len(content) > END_BYTES:
+            raise BadRequestError(f"the end of a session may have {END_BYTES} bytes", 413)
+        body = convert(read_object(content or b"{}"), _EndBody)
+        if not sessions.ended.done():
+            _check_numbers({"reward": body.reward or 0.0, **body.metrics})
+            if body.reward is not None and not sessions.may_reward:
+                raise BadRequestError("the agent does not set the reward: rollout.agent.reward=session allows it", 403)
+            if sessions.may_reward and body.reward is None and sessions.unrewarded and not body.failure:
+                names = f" of {', '.join(sessions.unrewarded)}" if all(sessions.unrewarded) else ""
+                raise BadRequestError(
+                    f'rollout.agent.reward=session, and no reward{names} was given: end it with {{"reward": …}}, or with '
+                    '{"failure": "…"}'
+                )
+            sessions.end(AgentEnd(body.failure, body.answer, body.result, body.metrics), body.reward)
+        return json_reply({"turns": sessions.turns})
 
     async def _count_tokens(self, http: Request, sessions: AgentSessions) -> Response:
-        request = Messages().request(_read_object(await _read(http)))
+        request = Messages().request(read_object(await read_body(http)))
         session = sessions.choose(_named_agent(http), request.model)
-        return _reply({"input_tokens": session.count_tokens(request)})
+        return json_reply({"input_tokens": session.count_tokens(request)})
 
     async def _chat(self, dialect: Dialect, http: Request, sessions: AgentSessions) -> Response:
-        content = await _read(http)
+        content = await read_body(http)
         try:
-            request = dialect.request(_read_object(content))
+            request = dialect.request(read_object(content))
             session = sessions.choose(_named_agent(http), request.model)
             headers = _ignored_header(session.ignored_fields(request))
             digest = hashlib.blake2b(dialect.path.encode() + content).digest()
@@ -223,7 +288,7 @@ class Gateway:
             sessions.refused = error.message
             raise
         answer.waiting += 1
-        disconnect = asyncio.create_task(_wait_for_disconnect(http))
+        disconnect = asyncio.create_task(wait_for_disconnect(http))
         try:
             timeout_s = self._keep_alive_s if request.stream else None
             ends: set[asyncio.Task[Any]] = {answer.task, disconnect}
@@ -232,12 +297,12 @@ class Gateway:
                 reply = answer.task.result()
                 answer.delivered |= not disconnect.done()
                 if not request.stream:
-                    return _reply(dialect.reply(reply), headers=headers)
+                    return json_reply(dialect.reply(reply), headers=headers)
                 # Whole: each event alone would be a write to the socket.
                 content = b"".join(dialect.events(reply, usage=request.stream_usage))
                 return Response(content, headers=headers | _STREAM_HEADERS, media_type=_STREAM)
             if disconnect.done():
-                return Response(status_code=_CLOSED_REQUEST)
+                return Response(status_code=CLOSED_REQUEST)
         except BadRequestError as error:
             sessions.refused = error.message
             raise
@@ -316,6 +381,35 @@ def _model(name: str) -> Json:
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
+@dataclass(frozen=True, slots=True)
+class _SessionOver:
+    """Sessions of an episode that is over."""
+
+    turns: int | None
+    """The answer to a repeated end; None if the agent has not ended it."""
+    why: str
+    """Why its episode has failed; empty if it has not."""
+
+    @classmethod
+    def after(cls, sessions: AgentSessions) -> _SessionOver:
+        return cls(sessions.turns if sessions.ended.done() else None, sessions.fault)
+
+
+def make_key() -> str:
+    """Return the key of a new session."""
+    return f"sk-agentrl-{secrets.token_urlsafe(24)}"
+
+
+def _check_numbers(values: Mapping[str, float]) -> None:
+    """Check that a reward and metrics are finite numbers.
+
+    Raises:
+        BadRequestError: one is not.
+    """
+    if faults := [name for name, value in values.items() if not math.isfinite(value)]:
+        raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
+
+
 def _dialect(http: Request) -> Dialect:
     """Return the dialect of a path, for errors; that of OpenAI if it has none."""
     return next((dialect for dialect in DIALECTS if dialect.path in http.url.path), DIALECTS[0])
@@ -325,7 +419,7 @@ def _has_failed(task: asyncio.Task[object]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
-async def _read(http: Request) -> bytes:
+async def read_body(http: Request) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -347,7 +441,7 @@ async def _read(http: Request) -> bytes:
     return b"".join(chunks)
 
 
-def _read_object(content: bytes) -> Json:
+def read_object(content: bytes) -> Json:
     """Return the JSON object of a body.
 
     Raises:
@@ -359,7 +453,8 @@ def _read_object(content: bytes) -> Json:
     return body
 
 
-async def _wait_for_disconnect(http: Request) -> None:
+async def wait_for_disconnect(http: Request) -> None:
+    """Wait until the client of a request, whose body has been read, has closed the connection."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -372,7 +467,8 @@ def _ignored_header(ignored: Sequence[Ignored]) -> dict[str, str]:
     return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]} if text else {}
 
 
-def _reply(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_reply(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response with a JSON object."""
     with suppress(TypeError, ValueError):
         return Response(orjson.dumps(content), status, headers, media_type="application/json")
     raise AssertionError(f"a reply that is no JSON: {content!r:.1000}")

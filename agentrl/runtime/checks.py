@@ -58,12 +58,18 @@ def _check_episodes(config: Config) -> None:
         )
     make_lineup(config)
     run_services(config)
+    # The gateway's server takes a while to import.
+    if agent.is_elsewhere:
+        from agentrl.gateway.agents_elsewhere import agent_token
+
+        agent_token(agent)
+    elif agent.setting is not None:
+        from agentrl.gateway.program import check_agent
+
+        check_agent(agent, config.sandbox, private_files(config))
     if agent.setting is None:
         needs_reward = cls.needs_reward and config.rollout.generate is None
     else:
-        from agentrl.gateway.program import check_agent  # its server takes a while to import
-
-        check_agent(agent, config.sandbox, private_files(config))
         needs_reward = cls.needs_reward if is_scored else agent.reward == "function"
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
 

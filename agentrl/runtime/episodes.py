@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config.schema import Config
 from agentrl.core.registry import make_any_env
@@ -23,6 +24,9 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
 from agentrl.runtime.roles import make_lineup
 from agentrl.runtime.tool_servers import ToolServers
+
+if TYPE_CHECKING:
+    from agentrl.gateway.agents_elsewhere import AgentsElsewhere
 
 
 def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary]:
@@ -46,6 +50,7 @@ def make_runner(
     tools: ToolServers,
     frozen: Mapping[str, Sampler],
     slots: EpisodeSlots,
+    agents: AgentsElsewhere | None = None,
 ) -> EpisodeRunner:
     """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
 
@@ -56,16 +61,22 @@ def make_runner(
         tools: have the clients of the tools.
         frozen: samplers of weights that never change, by `RoleConfig.frozen`.
         slots: limit the concurrent episodes.
+        agents: the address at which agents that run elsewhere start sessions, if the run has one.
     """
     settings = {
-        name: _settings(name, source_config, renderer, sampler, tools, frozen)
+        name: _settings(name, source_config, load_loop(source_config, name, agents), renderer, sampler, tools, frozen)
         for name, source_config in config.by_source().items()
     }
     return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
 
 
-def load_loop(config: Config) -> Generate | None:
+def load_loop(config: Config, source: str, agents: AgentsElsewhere | None) -> Generate | None:
     """Return what plays the episodes in place of the environment; None if the environment does.
+
+    Args:
+        config: of the source.
+        source: its name; empty in a run with one environment.
+        agents: see `make_runner`.
 
     Raises:
         ConfigError: it cannot be used.
@@ -73,7 +84,13 @@ def load_loop(config: Config) -> Generate | None:
     rollout = config.rollout
     if rollout.agent.setting is None:
         return None if rollout.generate is None else load_generate(rollout.generate)
-    from agentrl.gateway.program import AgentProgram  # its server takes a while to import
+    # The gateway's server takes a while to import.
+    if rollout.agent.is_elsewhere:
+        from agentrl.gateway.agents_elsewhere import AgentElsewhere
+
+        assert agents is not None, "open_services has opened the address"
+        return AgentElsewhere(rollout.agent, source, agents)
+    from agentrl.gateway.program import AgentProgram
 
     return AgentProgram(rollout.agent, config.sandbox)
 
@@ -81,6 +98,7 @@ def load_loop(config: Config) -> Generate | None:
 def _settings(
     source: str,
     config: Config,
+    loop: Generate | None,
     renderer: ChatRenderer,
     sampler: Sampler,
     tools: ToolServers,
@@ -112,7 +130,7 @@ def _settings(
     )
     return EpisodeSettings(
         context,
-        load_loop(config),
+        loop,
         make_grader(config.reward),
         make_lineup(config, frozen),
     )

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.config.runners import runner_count
+from agentrl.config.runners import agent_elsewhere, runner_count
 from agentrl.config.schema import Config
 from agentrl.core.child_process import LOOPBACK, raise_file_limit
 from agentrl.core.sampler import Sampler
@@ -26,6 +27,9 @@ from agentrl.runtime.runners.pool import RunnerPool
 from agentrl.runtime.runners.runner import RemoteRunners
 from agentrl.runtime.tool_servers import ToolServers
 from agentrl.toolserver.request_limits import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from agentrl.gateway.agents_elsewhere import AgentsElsewhere
 
 
 @dataclass(slots=True)
@@ -44,6 +48,8 @@ class Services:
     """Raises if a process of the learner of a training run was lost."""
     pool: RunnerPool | None = None
     """Runner processes; None: episodes run in this process."""
+    agents: AgentsElsewhere | None = None
+    """Where agents that run elsewhere start sessions; None: the run has none."""
 
     def runner(self, *, sampler: Sampler | None = None) -> GroupRunner:
         """Return a runner with the sampling parameters of training; `GroupRunner.with_sampling` changes them.
@@ -57,7 +63,12 @@ class Services:
             return self.pool.runner(fleet)
         frozen = {name: frozen_fleet.sampler for name, frozen_fleet in self.frozen.items()}
         slots = EpisodeSlots(self.config.rollout.concurrency)
-        return make_runner(self.config, self.renderer, sampler, self.tools, frozen, slots)
+        return make_runner(self.config, self.renderer, sampler, self.tools, frozen, slots, self.agents)
+
+    @property
+    def agents_line(self) -> str:
+        """Where agents that run elsewhere start sessions, as a line for the user; empty if the run has none."""
+        return "" if self.agents is None else f"agents start sessions at {self.agents.gateway.url}/v1/sessions"
 
     @property
     def fleets(self) -> list[Fleet]:
@@ -123,6 +134,11 @@ async def open_services(
         for frozen_fleet in frozen.values():
             exits.push_async_callback(frozen_fleet.aclose)
         services = Services(config, fleet, renderer, tools, frozen=frozen)
+        if (agent := agent_elsewhere(config)) is not None:
+            from agentrl.gateway.agents_elsewhere import AgentsElsewhere  # its server takes a while to import
+
+            services.agents = AgentsElsewhere(agent)
+            await exits.enter_async_context(services.agents.serving())
         starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values())]
         if count := runner_count(config):
             pool = RunnerPool(config, count, model, logs, lambda: services.fleets, runners)

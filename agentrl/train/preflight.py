@@ -14,7 +14,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
-from agentrl.config.runners import concurrent_episodes, describe_runners
+from agentrl.config.runners import agent_elsewhere, concurrent_episodes, describe_runners
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.core.errors import ConfigError, MissingError
@@ -387,7 +387,9 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> li
         lines["placement"] = describe_placement(config)
     if rollout.generate is not None and not config.sources:
         lines["generate"] = rollout.generate
-    if rollout.agent.setting is not None and not config.sources:
+    if (agent := agent_elsewhere(config)) is not None:
+        lines["agent"] = f"runs elsewhere, and starts sessions at {agent.url}/v1/sessions"
+    elif rollout.agent.setting is not None and not config.sources:
         lines["agent"] = rollout.agent.command or rollout.agent.harness or ""
     times = ["before the first step"] if plan.eval_first else []
     times += [f"every {plan.eval_every} steps"] if plan.eval_every else []

@@ -73,6 +73,8 @@ async def open_parts(
     learner, critic = await cluster.learner()
     sampling.add_critic(critic)
     sampling.begin()
+    if line := started.services.agents_line:
+        print_message(console, line)
     return RunParts(sampling, evaluator, learner, critic, started.teachers)
 
 

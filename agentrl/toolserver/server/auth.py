@@ -50,7 +50,9 @@ def server_token(config: ServerConfig, host: str) -> str | None:
     return required_token(config.token, host, key="server.token", variable=TOKEN_VARIABLE)
 
 
-def required_token(token: str | None, host: str, *, key: str | None, variable: str) -> str | None:
+def required_token(
+    token: str | None, host: str, *, key: str | None, variable: str, host_option: str = "--host "
+) -> str | None:
     """Return the token that requests need, or None if they need none.
 
     Args:
@@ -58,6 +60,7 @@ def required_token(token: str | None, host: str, *, key: str | None, variable: s
         host: the address that the server listens on.
         key: of the configuration; None if it has none.
         variable: of the environment.
+        host_option: what sets ``host``, for messages.
 
     Raises:
         ConfigError: ``host`` can be reached from other machines and there is no token; or the token can be guessed, or is not
@@ -71,7 +74,7 @@ def required_token(token: str | None, host: str, *, key: str | None, variable: s
         if not is_loopback(host):
             option = f"{key}, or {variable} in the environment," if key else f"{variable} in the environment"
             raise ConfigError(
-                f"--host {host or repr(host)} can be reached from other machines: set {option} to the token that requests "
+                f"{host_option}{host or repr(host)} can be reached from other machines: set {option} to the token that requests "
                 "need; without one a server listens on 127.0.0.1 only"
             )
         return None
@@ -107,8 +110,13 @@ class Guard:
         await (refusal or self._app)(scope, receive, send)
 
 
-def token_required(token: str) -> Refusal:
-    """Return what refuses requests without ``Authorization: Bearer TOKEN`` with 401, but for ``/health``."""
+def token_required(token: str, variable: str = TOKEN_VARIABLE) -> Refusal:
+    """Return what refuses requests without ``Authorization: Bearer TOKEN`` with 401, but for ``/health``.
+
+    Args:
+        token: that they need.
+        variable: of the environment that has it, for the message.
+    """
 
     def refusal(path: str, headers: Headers) -> JSONResponse | None:
         scheme, _, sent_token = headers.get("authorization", "").partition(" ")
@@ -116,7 +124,7 @@ def token_required(token: str) -> Refusal:
         has_token = hmac.compare_digest(sent_token.strip().encode(), token.encode()) and scheme.lower() == "bearer"
         if path == OPEN_PATH or has_token:
             return None
-        error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {TOKEN_VARIABLE}"
+        error = f"this server requires the header 'Authorization: Bearer TOKEN' with the token of {variable}"
         return JSONResponse({"error": error}, 401, headers={"WWW-Authenticate": "Bearer"})
 
     return refusal

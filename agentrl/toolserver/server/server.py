@@ -49,8 +49,13 @@ UVICORN: dict[str, Any] = {
 _NO_MCP = str(not_installed_error("mcp", MCP_PATH))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, keys: str = "--port (tools.NAME.port), --host; port 0 is a free one") -> socket.socket:
     """Return a socket that listens on ``port`` (0: a free one).
+
+    Args:
+        host: address of this machine.
+        port: of TCP.
+        keys: where both are set, for messages.
 
     Raises:
         PortInUseError: another process does.
@@ -66,10 +71,8 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"port {port} on {host} is in use; choose another with --port (tools.NAME.port), 0 takes a free one"
-            ) from None
-        raise ConfigError(f"cannot listen on {host}:{port} (--host, --port): {error}") from None
+            raise PortInUseError(f"port {port} on {host} is in use; choose another: {keys}") from None
+        raise ConfigError(f"cannot listen on {host}:{port} ({keys}): {error}") from None
     return listener
 
 

@@ -83,7 +83,7 @@ def test_results_of_tools_and_texts_of_one_message_are_messages_of_their_own() -
         ("system", "s"), ("user", "a"), ("assistant", ""), ("tool", "r"), ("tool", "r"), ("user", "b\nc"),
     ]  # fmt: skip
     assert [tool.name for tool in request.tools] == ["find"]
-    assert request.unsupported == ("tools=web_search_20250305",)
+    assert [(field.name, field.value) for field in request.unsupported] == [("tools", "web_search_20250305")]
 
 
 def test_tokens_are_counted_without_sampling_and_a_stop_string_is_named(play: Play) -> None:

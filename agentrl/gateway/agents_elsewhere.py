@@ -1,0 +1,301 @@
+"""Agents that run elsewhere: they start a session for each episode over HTTP, play it, and end it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from typing_extensions import override
+
+from agentrl.config.agent import AgentConfig
+from agentrl.core.background import first_ended
+from agentrl.core.task import Task
+from agentrl.core.types import Rollout, json_state
+from agentrl.episode.chat import Agent
+from agentrl.episode.env_steps import AnswerScoring
+from agentrl.gateway.agent_loop import AgentLoop, late, time_left
+from agentrl.gateway.agent_sessions import AgentSessions
+from agentrl.gateway.dialects.base import BadRequestError, Json, OpenAiErrors, convert
+from agentrl.gateway.program_process import program_prompt
+from agentrl.gateway.server import (
+    CLOSED_REQUEST,
+    KEEP_ALIVE_S,
+    Gateway,
+    json_reply,
+    make_key,
+    read_body,
+    read_object,
+    wait_for_disconnect,
+)
+from agentrl.obs.waiting import waiting
+from agentrl.toolserver.server.auth import other_origin, required_token, token_required
+
+KEY = "rollout.agent"
+TOKEN_VARIABLE = "AGENTRL_AGENT_TOKEN"
+"""Environment variable with the bearer token that starts of sessions need; the loopback needs none."""
+SESSIONS_PATH = "/v1/sessions"
+RESULT = "agent_result"
+"""Key of `Rollout.metadata` with what the agent has left for the reward function; see `AgentEnd.result`."""
+MAX_WAIT_S = 60.0
+"""Most seconds that a request waits for an episode."""
+_STARTS = 1024
+"""Starts that are kept for retries."""
+_RETRY_AFTER_S = 1
+_FAILURE_CHARACTERS = 1000
+
+
+class _StartBody(msgspec.Struct):
+    """``POST /v1/sessions``."""
+
+    wait_s: float = 30.0
+    source: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingEpisode:
+    """An episode that waits for an agent."""
+
+    config: AgentConfig
+    task: Task
+    source: str
+    episode_id: str
+    key: str = field(default_factory=make_key)
+    models: list[str] = field(default_factory=list)
+    """Names of the policy, or of the agents, once its sessions are open."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an agent takes it."""
+    opened: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Whether its sessions have been opened; False if the episode was cancelled before."""
+
+
+def agent_token(config: AgentConfig) -> str | None:
+    """Return the token that starts of sessions need; None if they need none.
+
+    Raises:
+        ConfigError: the address can be reached from other machines and there is no token, or it can be guessed.
+    """
+    return required_token(None, config.host, key=None, variable=TOKEN_VARIABLE, host_option=f"{KEY}.host=")
+
+
+class AgentsElsewhere:
+    """The address at which agents start sessions, and the episodes that wait for them; one in a run.
+
+    Args:
+        config: has the address.
+        keep_alive_s: see `KEEP_ALIVE_S`.
+
+    Raises:
+        ConfigError: see `agent_token`.
+    """
+
+    def __init__(self, config: AgentConfig, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
+        assert config.port is not None, "the agent runs elsewhere"
+        token = agent_token(config)
+        self._refuse = (
+            partial(other_origin, setting=TOKEN_VARIABLE) if token is None else token_required(token, TOKEN_VARIABLE)
+        )
+        self.gateway = Gateway(
+            config.host,
+            config.port,
+            keys=f"{KEY}.port, {KEY}.host",
+            keep_alive_s=keep_alive_s,
+            routes=[Route(SESSIONS_PATH, self._handle, methods=["POST"])],
+        )
+        """The endpoints of the sessions."""
+        self._waiting: list[_WaitingEpisode] = []
+        self._changed = asyncio.Event()  # replaced each time that it is set
+        self._is_over = False
+        self._replies: dict[str, Json] = {}  # of starts, by Idempotency-Key
+        self._requests: dict[
+            str, asyncio.Event
+        ] = {}  # starts that wait, by Idempotency-Key: set when another replaces it
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Listen until the end of the context, and yield the address; then agents that wait are told that the run is over.
+
+        Raises:
+            PortInUseError: another process has the port.
+            ConfigError: this machine does not have the address.
+        """
+        async with self.gateway.serving() as url:
+            try:
+                yield url
+            finally:
+                self._is_over = True
+                self._notify()
+
+    @asynccontextmanager
+    async def sessions(
+        self, config: AgentConfig, task: Task, source: str, agent: Agent
+    ) -> AsyncIterator[AgentSessions]:
+        """Wait until an agent takes an episode, and yield its sessions.
+
+        Args:
+            config: of the agent.
+            task: of the episode.
+            source: of the task; empty in a run with one environment.
+            agent: of the episode.
+        """
+        episode = _WaitingEpisode(config, task, source, agent.episode_id)
+        self._waiting.append(episode)
+        self._notify()
+        try:
+            with agent.clock.pause(), waiting("agent", "that starts a session at", self.gateway.url):
+                await episode.taken.wait()
+            agent.begin_time()
+            sessions = AgentSessions.open(agent, config)
+            sessions.may_end = True
+            async with self.gateway.open(sessions, episode.key):
+                episode.models = sessions.models
+                episode.opened.set_result(True)
+                yield sessions
+        finally:
+            if episode in self._waiting:
+                self._waiting.remove(episode)
+            if not episode.opened.done():
+                episode.opened.set_result(False)
+
+    def _notify(self) -> None:
+        """Wake the requests that wait for an episode."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _handle(self, http: Request) -> Response:
+        try:
+            return self._refuse(SESSIONS_PATH, http.headers) or await self._start(http)
+        except BadRequestError as error:
+            headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
+            return json_reply(OpenAiErrors().error(error.message, error.status), error.status, headers)
+        except ClientDisconnect:
+            return Response(status_code=CLOSED_REQUEST)
+
+    async def _start(self, http: Request) -> Response:
+        """Open a session for an episode that waits, the oldest first."""
+        body = convert(read_object(await read_body(http) or b"{}"), _StartBody)
+        if not 0 <= body.wait_s <= MAX_WAIT_S:
+            raise BadRequestError(f"wait_s={body.wait_s} is not within 0 and {MAX_WAIT_S:g}")
+        key, replaced = http.headers.get("idempotency-key", ""), asyncio.Event()
+        if key:
+            if (earlier := self._requests.get(key)) is not None:
+                earlier.set()  # its client has sent it again
+            self._requests[key] = replaced
+        try:
+            reply = self._replies.get(key) or await self._take(body, http, replaced)
+        finally:
+            if self._requests.get(key) is replaced:
+                del self._requests[key]
+        if key:
+            self._replies[key] = reply
+            if len(self._replies) > _STARTS:
+                del self._replies[next(iter(self._replies))]
+        address = str(http.base_url).rstrip("/")
+        urls = {
+            "openai_base_url": f"{address}/v1",
+            "anthropic_base_url": address,
+            "session_url": f"{address}/s/{reply['key']}/v1",
+        }
+        return json_reply({**reply, **urls})
+
+    async def _take(self, body: _StartBody, http: Request, replaced: asyncio.Event) -> Json:
+        """Wait for an episode, and return what its agent must know.
+
+        Raises:
+            BadRequestError: there is none within the time, the run is over, or the request was sent again.
+            ClientDisconnect: nobody waits any more.
+        """
+        disconnect = asyncio.ensure_future(wait_for_disconnect(http))
+        end = asyncio.get_running_loop().time() + body.wait_s
+        try:
+            while True:
+                changed, left_s = self._changed, end - asyncio.get_running_loop().time()
+                if self._is_over:
+                    raise BadRequestError("the run is over", 410)
+                if disconnect.done():
+                    raise ClientDisconnect
+                if replaced.is_set():
+                    raise BadRequestError("this start was sent again with its Idempotency-Key", 409)
+                fits = (episode for episode in self._waiting if body.source in (None, episode.source))
+                if (episode := next(fits, None)) is not None:
+                    self._waiting.remove(episode)
+                    episode.taken.set()
+                    if await episode.opened:
+                        return _describe(episode)
+                elif left_s <= 0:
+                    raise BadRequestError("no episode waits for an agent; ask again", 429)
+                else:
+                    async with first_ended(
+                        changed.wait(), replaced.wait(), asyncio.shield(disconnect), asyncio.sleep(left_s)
+                    ):
+                        pass
+        finally:
+            disconnect.cancel()
+
+
+def _describe(episode: _WaitingEpisode) -> Json:
+    prompt = [{"role": message.role, "content": message.content} for message in episode.task.prompt]
+    task = {"id": episode.task.id, "prompt": prompt, "metadata": json_state(episode.task.metadata)}
+    return {
+        "id": episode.episode_id,
+        "key": episode.key,
+        "task": task,
+        "source": episode.source,
+        "prompt": program_prompt(episode.config, episode.task),
+        "model": episode.models[0],
+        "models": episode.models,
+    }
+
+
+class AgentElsewhere(AgentLoop):
+    """Plays episodes with agents that run elsewhere.
+
+    Args:
+        config: of the agent.
+        source: of the tasks; empty in a run with one environment.
+        agents: has the address.
+    """
+
+    def __init__(self, config: AgentConfig, source: str, agents: AgentsElsewhere) -> None:
+        super().__init__(config)
+        self._source, self._agents = source, agents
+
+    @override
+    async def run(self, task: Task, agent: Agent, scoring: AnswerScoring | None) -> list[Rollout]:
+        async with self._agents.sessions(self.config, task, self._source, agent) as sessions:
+            sessions.fault = await self._wait(sessions, agent)
+        self.check(sessions)
+        end = sessions.ended.result()
+        answer = sessions.last_message() if end.answer is None else end.answer
+        metadata = {} if end.result is None else {RESULT: end.result}
+        rollouts = await self.finish(sessions, agent, scoring, answer, metadata)
+        for rollout in rollouts:
+            rollout.metrics = {**rollout.metrics, **end.metrics}
+        return rollouts
+
+    async def _wait(self, sessions: AgentSessions, agent: Agent) -> str:
+        """Wait for the end of an episode, or of its time; return what is wrong with it, or nothing."""
+        idle_timeout_s = self.config.idle_timeout_s
+        ends: set[asyncio.Future[Any]] = {sessions.ended, sessions.failure}
+        while True:
+            left_s = time_left(agent.clock)
+            if left_s <= 0:
+                return f"{late(agent.clock)}; its last request was {sessions.idle_s:.0f} s before"
+            if idle_timeout_s is not None:
+                if sessions.idle_s >= idle_timeout_s:
+                    return f"sent no request for {KEY}.idle_timeout_s={idle_timeout_s:g}"
+                left_s = min(left_s, idle_timeout_s - sessions.idle_s)
+            # The clock stands still while engines sample, so that there may be time left then.
+            await asyncio.wait(ends, timeout=max(0.05, left_s), return_when=asyncio.FIRST_COMPLETED)
+            if sessions.failure.done():
+                return f"failed: {sessions.failure.result()}"[:_FAILURE_CHARACTERS]
+            if sessions.ended.done():
+                failure = sessions.ended.result().failure[:_FAILURE_CHARACTERS]
+                return f"reported a failure: {failure}" if failure and not sessions.at_limit else ""
