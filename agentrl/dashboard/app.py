@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
@@ -86,8 +87,9 @@ def _reply(content: object, status: int = 200) -> Response:
 class _Api:
     """The routes under ``/api``. They read files, and run in threads."""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, stopping: threading.Event) -> None:
         self._runs = runs
+        self._stopping = stopping
 
     def list_runs(self, request: Request) -> Response:
         return _reply(
@@ -145,7 +147,7 @@ class _Api:
         """Send the names of runs that have changed, of those that a page shows, as server-sent events."""
         names = request.query_params.getlist("run")
         runs = await asyncio.to_thread(self._existing_runs, names)
-        return StreamingResponse(_changes(request, runs), media_type="text/event-stream")
+        return StreamingResponse(_changes(request, runs, self._stopping), media_type="text/event-stream")
 
     def _existing_runs(self, names: list[str]) -> list[DashboardRun]:
         return [run for run in self._runs.all() if run.name in names]
@@ -154,11 +156,11 @@ class _Api:
         return self._runs.run(request.query_params.get("run", ""))
 
 
-async def _changes(request: Request, runs: list[DashboardRun]) -> AsyncIterator[bytes]:
+async def _changes(request: Request, runs: list[DashboardRun], stopping: threading.Event) -> AsyncIterator[bytes]:
     signatures: dict[str, tuple[object, ...]] = {}
     silent_s = 0.0
     yield b": connected\n\n"
-    while not await request.is_disconnected():
+    while not stopping.is_set() and not await request.is_disconnected():
         changed = await asyncio.to_thread(changed_runs, runs, signatures)
         if changed:
             yield b"event: change\ndata: " + orjson.dumps(changed) + b"\n\n"
@@ -246,14 +248,15 @@ async def _error_reply(request: Request, error: Exception) -> Response:
     )  # Starlette logs the traceback
 
 
-def make_app(runs: Runs, token: str | None = None) -> Starlette:
+def make_app(runs: Runs, token: str | None = None, stopping: threading.Event | None = None) -> Starlette:
     """Return the dashboard as an ASGI application.
 
     Args:
         runs: that it shows.
         token: that requests need; None if they need none, and come from pages of this machine.
+        stopping: ends the streams of events when it is set: a server that stops waits for its responses.
     """
-    api, access = _Api(runs), Access(token)
+    api, access = _Api(runs, stopping or threading.Event()), Access(token)
     routes = [
         api.list_runs, api.metrics, api.curves, api.steps, api.trace, api.rollouts, api.groups, api.group, api.tokens,
         api.comparison, api.league, api.cluster, api.log, api.advice, api.events,

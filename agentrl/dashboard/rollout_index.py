@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,8 +21,8 @@ from agentrl.obs.rollout_headers import RolloutHeader, scan_headers
 from agentrl.obs.rollouts import evaluation_files, read_advantages, rollout_files
 from agentrl.obs.viewer.page_data import differences, last_words
 
-BUDGET_S = 0.4
-"""Seconds that a request spends on reading files; the next one goes on."""
+FIRST_BUDGET_S, BUDGET_S = 0.1, 0.4
+"""Seconds that the first request, and each later one, spends on reading files; the next one goes on."""
 PROMPT_CHARACTERS = 2000
 """Of a group's prompt that are kept, from its end: questions are behind instructions."""
 SORTS = ("step", "reward", "advantage", "tokens", "sampled", "turns", "seconds")
@@ -149,9 +149,8 @@ class RolloutIndex:
             order = np.lexsort((groups["place"], -sort_values if query.descending else sort_values))
             page = order[offset : offset + limit].tolist()
             rows = [{name: _plain(values[number]) for name, values in groups.items()} for number in page]
-            prompts = [
-                self._prompts.get((FileKey(query.kind, int(row["step"])), str(row["prompt"])), "") for row in rows
-            ]
+            names = zip(groups["step"][page].tolist(), groups["prompt"][page].tolist(), strict=True)
+            prompts = [self._prompts.get((FileKey(query.kind, step), prompt), "") for step, prompt in names]
             for row, excerpt in zip(rows, differences(prompts), strict=True):
                 row["excerpt"] = excerpt
             head = self._head(columns, places, query.kind, complete=complete)
@@ -197,7 +196,7 @@ class RolloutIndex:
 
     def _select(self, query: Query) -> tuple[bool, Columns, NDArray[np.intp]]:
         """Return whether all was read, the columns, and the places of the rollouts of a query."""
-        deadline = time.monotonic() + BUDGET_S
+        deadline = time.monotonic() + (BUDGET_S if self._version else FIRST_BUDGET_S)
         complete = self._refresh(deadline)
         columns = self._arrays(query.kind)
         chosen = np.ones(len(columns["id"]), bool)
@@ -338,7 +337,7 @@ DAMAGED = "damaged"
 """In place of the stop reason of a rollout that cannot be decoded."""
 
 
-def _cells(header: RolloutHeader) -> dict[str, object]:
+def _cells(header: RolloutHeader) -> Mapping[str, object]:
     rollout = header.rollout
     position = {"start": header.start, "end": header.end, "tokens": header.tokens, "advantage": None}
     if isinstance(rollout, str):

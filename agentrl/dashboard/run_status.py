@@ -7,7 +7,9 @@ import shutil
 import time
 from pathlib import Path
 
+from agentrl.config.secret_values import hide_secrets
 from agentrl.core.errors import AgentrlError, ConfigError, UserError
+from agentrl.core.reading import DECODE_ERRORS
 from agentrl.dashboard.metrics_file import metric_keys
 from agentrl.dashboard.run_summary import flatten
 from agentrl.dashboard.runs import DashboardRun
@@ -130,7 +132,7 @@ def _logs(folder: Path) -> list[dict[str, object]]:
 
 
 def log_tail(run: DashboardRun, name: str) -> str:
-    """Return the end of a log of a run.
+    """Return the end of a log of a run, without what has the form of a secret.
 
     Raises:
         UserError: it has no such log.
@@ -140,7 +142,7 @@ def log_tail(run: DashboardRun, name: str) -> str:
         raise UserError(f"{folder} has no log {name!r}")
     with (folder / name).open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-        return file.read().decode("utf-8", errors="replace")
+        return hide_secrets(file.read().decode("utf-8", errors="replace"))
 
 
 def _journal(folder: Path) -> dict[str, object] | None:
@@ -178,6 +180,8 @@ def advice(run: DashboardRun) -> dict[str, object]:
         findings = diagnose(run.folder)
     except AgentrlError as error:
         return {"findings": [], "error": str(error)}
+    except DECODE_ERRORS as error:  # of metrics that a run of another version lacks, or has otherwise
+        return {"findings": [], "error": f"the run cannot be diagnosed: {type(error).__name__}: {error}"}
     return {
         "findings": [
             {

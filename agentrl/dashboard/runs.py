@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.layers import CONFIG
+from agentrl.config.secret_values import redact
 from agentrl.config.yaml_text import parse_yaml
 from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.reading import reading
@@ -55,7 +56,7 @@ class DashboardRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """``config.yaml``; empty if there is none, or it cannot be read."""
+        """``config.yaml`` without secrets; empty if there is none, or it cannot be read."""
         path = self.folder / CONFIG
         changed_at = _changed_at(path)
         if changed_at != self._config[0]:
@@ -65,7 +66,7 @@ class DashboardRun:
                     config = parse_yaml(path.read_text(encoding="utf-8"), str(path)) if changed_at else {}
             except UserError:
                 pass  # it is being written, or damaged: the advice says so
-            self._config = (changed_at, config if isinstance(config, dict) else {})
+            self._config = (changed_at, redact(config) if isinstance(config, dict) else {})
         return self._config[1]
 
     @property

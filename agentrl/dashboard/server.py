@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import uvicorn
@@ -41,11 +42,12 @@ def serve_dashboard(root: Path, host: str = HOST, port: int = PORT) -> None:
 
 
 async def _serve(runs: Runs, token: str | None, listener: socket.socket) -> None:
-    server = Server(uvicorn.Config(make_app(runs, token), **UVICORN))
+    stopping = threading.Event()
+    server = Server(uvicorn.Config(make_app(runs, token, stopping), **UVICORN))
 
     def stop() -> None:
+        stopping.set()
         server.should_exit = True
-        server.force_exit = True  # pages wait for events, and connect again to the next server
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)

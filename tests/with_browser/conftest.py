@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
+sys.path[:0] = [str(ROOT / "tests" / "integration"), str(ROOT / "tests" / "with_browser")]
 
 from agentrl.core.errors import UserError  # noqa: E402
+from agentrl.models.resolve import resolve_model  # noqa: E402
 from benchmarks.viewer import find_browser  # noqa: E402
 
 
@@ -24,3 +26,9 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """That of the shipped policy."""
+    return Tokenizer.from_file(str(resolve_model("multihop-warm") / "tokenizer.json"))

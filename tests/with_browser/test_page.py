@@ -3,102 +3,24 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
+from run_folders import EVIL, record, rollout
 from shared_runs import here
-from tokenizers import Tokenizer
 
 from agentrl.core.types import (
-    Failure,
-    FailureKind,
     FinishReason,
-    MaskReason,
-    Provenance,
-    Rollout,
-    Row,
     RowKey,
     SeatRecord,
-    StopReason,
     Turn,
 )
-from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.page import build_page, write_page
 from benchmarks.viewer import synthetic_entries, synthetic_texts
 
-EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
 pytestmark = pytest.mark.browser
 
-OBSERVED, SAMPLED = Provenance.OBSERVED, Provenance.SAMPLED
 OPEN_MS = 30_000
 """Generous: the figure is printed, and `agentrl bench view` measures it on a quiet machine."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.from_file(str(resolve_model("multihop-warm") / "tokenizer.json"))
-
-
-def rollout(tokenizer, step, number, words, **changes):
-    """Prompt, then by turns sampled and observed text; groups of 4, the last token of each is stale."""
-    first = changes.get("prompt", f"Question {number // 4}\n")
-    parts = [tokenizer.encode(text, add_special_tokens=False).ids for text in (first, *words)]
-    who = np.concatenate([np.full(len(piece), k % 2, np.uint8) for k, piece in enumerate(parts)])
-    sampled = who == SAMPLED
-    why = np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8)
-    why[-1] = MaskReason.STALE if sampled[-1] and len(parts[-1]) > 1 else why[-1]
-    identity = f"{step}/{number}"
-    row = Row(
-        key=RowKey(f"task-{step}-{number // 4}", identity),
-        token_ids=np.array([token for piece in parts for token in piece], np.int32),
-        provenance=who,
-        mask=(why == MaskReason.NONE).astype(np.uint8),
-        mask_reason=why,
-        logprobs=np.where(sampled, -0.5, 0).astype(np.float32),
-        versions=np.where(sampled, step - 1, -1).astype(np.int32),
-        requests=np.where(sampled, 0, -1).astype(np.int32),
-        request_ids=(f"{identity}/first",),
-    )
-    fields = {
-        "rows": [row],
-        "reward": float(number % 2),
-        "stop_reason": StopReason.TERMINATED,
-        "turns": [Turn(words[0], "", FinishReason.STOP, float(number % 2))],
-        "prompt": f"Question {number // 4}\n",
-        "metrics": {"exact_match": float(number % 2)},
-        "sampled_tokens": int(sampled.sum()),
-    }
-    return Rollout(row.key.prompt_id, identity, **(fields | changes))
-
-
-def record(folder, tokenizer):
-    """Steps 1 to 3 of 8 rollouts in 2 groups; the last step has a hostile one, a snowman, and a failure."""
-    recorder = RolloutRecorder(folder / "rollouts")
-    for step in (1, 2, 3):
-        rollouts = [rollout(tokenizer, step, n, ["<think> yes", "seen", f"say {n % 2}"]) for n in range(8)]
-        rollouts[7].rows.append(dataclasses.replace(rollouts[6].rows[0], key=RowKey("", "", "critic", 1)))
-        if step == 3:
-            rollouts[0] = rollout(
-                tokenizer, 3, 0, [EVIL], label=EVIL, metadata={EVIL: EVIL}, stop_reason=StopReason.MAX_TURNS
-            )
-            rollouts[1] = rollout(tokenizer, 3, 1, ["a snow☃man 🙂 here"])
-            gone = Failure(FailureKind.TOOL, "ToolFailure", f"search is gone {EVIL}")
-            rollouts[2] = rollout(
-                tokenizer, 3, 2, ["x"], rows=[], failure=gone, stop_reason=StopReason.FAILED, dropped=True
-            )
-        recorder.write(step, rollouts)
-        recorder.finish(
-            step,
-            {
-                scored_rollout.rollout_id: scored_rollout.reward - 0.5
-                for scored_rollout in rollouts
-                if scored_rollout.failure is None
-            },
-        )
-    rows = [{"step": step, "train/reward": step / 4, "train/entropy": 0.1} for step in (1, 2, 3)]
-    rows.insert(0, {"step": 0, "eval/reward": 0.25})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.yaml").write_text(json.dumps({"model": {"path": "multihop-warm"}, "env": {"name": "search_r1"}}))
 
 
 @pytest.fixture(scope="module")

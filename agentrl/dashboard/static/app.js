@@ -136,7 +136,10 @@ function toggleHelp() {
 function pressed(event) {
   if (event.key === 'Escape') {
     view?.escape?.();
-    if (document.activeElement?.matches('input, select, textarea')) document.activeElement.blur();
+    if (document.activeElement?.matches('input, select, textarea')) {
+      event.preventDefault();  // a browser would empty the field
+      document.activeElement.blur();
+    }
     return;
   }
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest('input, select, textarea, dialog')) return;

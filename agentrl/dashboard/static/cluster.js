@@ -32,7 +32,8 @@ export function open(main, context) {
   async function refresh() {
     const data = await get('cluster', { run: place.run });
     const { process, end, journal } = data;
-    const metric = (prefix) => Object.entries(data.metrics).filter(([key]) => key.startsWith(prefix)).map(([key, value]) => [key.slice(prefix.length), value]);
+    const metric = (prefix) => Object.entries(data.metrics).filter(([key]) => key.startsWith(prefix))
+      .sort(([a], [b]) => b.endsWith('/total') - a.endsWith('/total')).map(([key, value]) => [key.slice(prefix.length), value]);
     const share = (rows) => rows.map(([name, value]) => [name.replace('_', ' '), `${(100 * value).toFixed(1)} %`]);
     cards.replaceChildren(
       card('Process', facts([['state', data.state], ...(process ? [['process', `${process.pid} on ${process.host}`], ['since', process.since]] : []),

@@ -23,27 +23,29 @@ const reward = (row, column, value) => cell(value === undefined ? '' : num(value
 
 const COLUMNS = {
   rollouts: [
-    { id: 'step', name: 'step', field: 'step', width: 46, sortable: true, formatter: number(0) },
-    { id: 'reward', name: 'reward', field: 'reward', width: 58, sortable: true, formatter: reward },
-    { id: 'advantage', name: 'advantage', field: 'advantage', width: 66, sortable: true, formatter: (row, column, value) => cell(value === null || value === undefined ? '' : signed(value), 'number') },
-    { id: 'turns', name: 'turns', field: 'turns', width: 44, sortable: true, formatter: number(0) },
-    { id: 'tokens', name: 'tokens', field: 'tokens', width: 56, sortable: true, formatter: number(0) },
-    { id: 'seconds', name: 'seconds', field: 'seconds', width: 58, sortable: true, formatter: number(1) },
-    { id: 'stop', name: 'ended', field: 'stop', width: 84, formatter: (row, column, value, definition, item) => cell(item.dropped ? `${value}, dropped` : (value ?? '').replace('_', ' '), item.failure || item.dropped || value === 'damaged' ? 'bad' : '') },
+    { id: 'step', name: 'step', field: 'step', width: 44, minWidth: 44, sortable: true, formatter: number(0) },
+    { id: 'reward', name: 'reward', field: 'reward', width: 58, minWidth: 58, sortable: true, formatter: reward },
+    { id: 'advantage', name: 'adv.', field: 'advantage', width: 72, minWidth: 72, sortable: true, formatter: (row, column, value) => cell(value === null || value === undefined ? '' : signed(value), 'number') },
+    { id: 'turns', name: 'turns', field: 'turns', width: 46, minWidth: 46, sortable: true, formatter: number(0) },
+    { id: 'tokens', name: 'tokens', field: 'tokens', width: 56, minWidth: 56, sortable: true, formatter: number(0) },
+    { id: 'seconds', name: 'seconds', field: 'seconds', width: 60, minWidth: 60, sortable: true, formatter: number(1) },
+    { id: 'stop', name: 'ended', field: 'stop', width: 96, minWidth: 80, formatter: (row, column, value, definition, item) => cell(item.dropped ? `${value}, dropped` : (value ?? '').replace('_', ' '), item.failure || item.dropped || value === 'damaged' ? 'bad' : '') },
     { id: 'id', name: 'rollout', field: 'id', width: 110, formatter: text },
     { id: 'excerpt', name: 'last action', field: 'excerpt', width: 260, formatter: text },
   ],
   groups: [
-    { id: 'step', name: 'step', field: 'step', width: 46, sortable: true, formatter: number(0) },
-    { id: 'reward', name: 'mean reward', field: 'reward', width: 84, sortable: true, formatter: reward },
-    { id: 'deviation', name: 'deviation', field: 'deviation', width: 70, sortable: true, formatter: (row, column, value, definition, item) => cell(value === undefined ? '' : num(value), `number ${value === 0 && item.rollouts > 1 ? 'bad' : ''}`) },
-    { id: 'rollouts', name: 'rollouts', field: 'rollouts', width: 62, sortable: true, formatter: number(0) },
-    { id: 'failed', name: 'failed', field: 'failed', width: 50, formatter: number(0) },
-    { id: 'tokens', name: 'mean tokens', field: 'tokens', width: 84, formatter: number(0) },
+    { id: 'step', name: 'step', field: 'step', width: 44, minWidth: 44, sortable: true, formatter: number(0) },
+    { id: 'reward', name: 'mean reward', field: 'reward', width: 84, minWidth: 84, sortable: true, formatter: reward },
+    { id: 'deviation', name: 'deviation', field: 'deviation', width: 72, minWidth: 72, sortable: true, formatter: (row, column, value, definition, item) => cell(value === undefined ? '' : num(value), `number ${value === 0 && item.rollouts > 1 ? 'bad' : ''}`) },
+    { id: 'rollouts', name: 'rollouts', field: 'rollouts', width: 62, minWidth: 62, sortable: true, formatter: number(0) },
+    { id: 'failed', name: 'failed', field: 'failed', width: 50, minWidth: 50, formatter: number(0) },
+    { id: 'tokens', name: 'mean tokens', field: 'tokens', width: 84, minWidth: 84, formatter: number(0) },
     { id: 'prompt', name: 'prompt', field: 'prompt', width: 130, formatter: text },
     { id: 'excerpt', name: 'question', field: 'excerpt', width: 260, formatter: text },
   ],
 };
+/** Columns on screens that have no room for more. */
+const NARROW = ['step', 'reward', 'tokens', 'stop', 'rollouts', 'excerpt'];
 const SORTS = { rollouts: ['step', 'reward', 'advantage', 'tokens', 'sampled', 'turns', 'seconds'], groups: ['step', 'reward', 'deviation', 'rollouts'] };
 const STOPS = ['terminated', 'truncated', 'max_turns', 'max_tokens', 'max_time', 'aborted', 'failed', 'damaged'];
 const STATUSES = ['whole', 'failed', 'dropped', 'damaged'];
@@ -127,7 +129,7 @@ function open(kind, main, context) {
   words.addEventListener('input', () => { clearTimeout(timer); timer = setTimeout(() => { query.words = words.value.trim(); restart(); }, TYPED_MS); });
 
   const table = new PagedTable(grid, {
-    columns: COLUMNS[kind],
+    columns: innerWidth > 760 ? COLUMNS[kind] : COLUMNS[kind].filter(({ id }) => NARROW.includes(id)),
     label: kind === 'rollouts' ? 'Rollouts' : 'Groups',
     request: (offset, limit) => get(kind, { run: place.run, ...query, offset, limit }),
     changed: showCount,
@@ -137,7 +139,7 @@ function open(kind, main, context) {
 
   async function start() {
     search.words = query.words.toLowerCase();
-    if (MODES.some(({ key }) => key === place.color)) await setMode(place.color);
+    if (MODES.some(({ key }) => key === place.color)) state.mode = document.body.dataset.mode = place.color;
     await table.refresh();
     const [, step, prompt] = (place.g ?? '').match(/^(\d+):(.*)$/s) ?? [];
     if (step) openRow({ step: Number(step), prompt, id: place.r ?? '' }, ['group', 'agents'].includes(place.show) ? place.show : 'rollout');

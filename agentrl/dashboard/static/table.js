@@ -48,6 +48,7 @@ export class PagedTable {
   choose(number) {
     this.grid.scrollRowIntoView(number, false);
     this.grid.setActiveCell(number, 0);
+    this.grid.focus();
   }
 
   /** The query changed: forget all rows, and go to the first. */

@@ -163,6 +163,7 @@ class Index:
             "sampled": rollout.sampled_tokens,
             "turns": len(rollout.turns),
             "seconds": round(rollout.seconds, 3),
+            "tool_seconds": round(rollout.tool_seconds, 3),
             "logprob": _mean_logprob(rollout),
             "excerpt": last_words(rollout),
             "bar": _bar(rollout),
@@ -192,7 +193,7 @@ class Index:
 
 
 _COLUMNS = (
-    "id", "group", "reward", "advantage", "stop", "failure", "dropped", "tokens", "sampled", "turns", "seconds",
+    "id", "group", "reward", "advantage", "stop", "failure", "dropped", "tokens", "sampled", "turns", "seconds", "tool_seconds",
     "logprob", "excerpt", "bar", "packed", "episode", "seat", "opponent",
 )  # fmt: skip
 

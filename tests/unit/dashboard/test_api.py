@@ -347,3 +347,18 @@ def test_off_the_loopback_a_token_is_needed(root: Path, monkeypatch: pytest.Monk
         assert token is not None
         assert token not in cookie
         assert client.get("/api/list_runs").status_code == 200
+
+
+def test_secrets_are_shown_nowhere(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    config = "sampler: {api_key: a-secret-key}\ntools: {search: {url: 'http://me:a-secret-word@machine'}}\n"
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    (tmp_path / "run" / "logs").mkdir()
+    (tmp_path / "run" / "logs" / "engine-0.log").write_text("started with --api-key a-secret-key\n")
+    with TestClient(make_app(Runs(tmp_path)), base_url=HERE) as client:
+        texts = [client.get("/api/cluster", params={"run": "run"}).text]
+        texts.append(client.get("/api/comparison", params={"run": "run", "other": "run"}).text)
+        texts.append(client.get("/api/log", params={"run": "run", "name": "engine-0.log"}).text)
+    assert "sampler.api_key" in texts[0]
+    assert "started with" in texts[2]
+    assert not [text for text in texts if "a-secret" in text]

@@ -11,7 +11,8 @@ function head(i, rollout) {
   const stop = INDEX.stops[R.stop[i]];
   const facts = [
     `step ${R.step[i]}`, stop.replace('_', ' '), plural(R.turns[i], 'turn'),
-    `${plural(R.tokens[i], 'token')}, ${num(R.sampled[i])} sampled`, `${num(R.seconds[i], 1)} s`,
+    `${plural(R.tokens[i], 'token')}, ${num(R.sampled[i])} sampled`,
+    `${num(R.seconds[i], 1)} s${R.tool_seconds[i] ? `, ${num(R.tool_seconds[i], 1)} s in tools` : ''}`,
   ];
   const tab = (view, title) => h('button', { type: 'button', role: 'tab', 'aria-selected': state.view === view ? 'true' : 'false',
     onclick: () => page.show(i, { view }) }, title);
