@@ -166,7 +166,8 @@ class ProgramProcess(RunningProgram):
         text = os.read(self._status_fd, 64)
         asyncio.get_running_loop().remove_reader(self._status_fd)
         os.close(self._status_fd)
-        # Without a status the supervisor itself has been killed.
+        if not text:  # the supervisor itself has been killed
+            _kill_strays(self._folder)
         self.ended.set_result(describe_exit(int(text) if text else -signal.SIGKILL))
 
     @override
@@ -192,6 +193,26 @@ class ProgramProcess(RunningProgram):
         lines = file.read_text(errors="replace").splitlines()[-OUTPUT_LINES:] if file.is_file() else []
         text = "\n".join([*lines, self._child.log_tail(OUTPUT_LINES)]).strip()
         return f" The end of its output:\n{text}" if text else ""
+
+
+def _kill_strays(folder: Path) -> None:
+    """Kill the processes that have ``folder`` in their environment."""
+    marker, killed = b"=" + os.fsencode(folder) + b"/", set[str]()
+    while strays := _with_environment(marker) - killed:
+        killed |= strays
+        for name in strays:
+            with suppress(ProcessLookupError):
+                os.kill(int(name), signal.SIGKILL)
+
+
+def _with_environment(text: bytes) -> set[str]:
+    """Return the ids of this user's processes that have ``text`` in their environment."""
+    names = set[str]()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if text in Path("/proc", name, "environ").read_bytes():
+                names.add(name)
+    return names
 
 
 def _start(

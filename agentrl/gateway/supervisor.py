@@ -17,6 +17,7 @@ import signal
 import sys
 from contextlib import suppress
 
+_DEATH_SIGNAL = 1
 _SUBREAPER = 36
 _NOT_STARTED = 127
 
@@ -58,11 +59,16 @@ def _start(folder: str) -> int:
     """Start the program and return its process id."""
     with open(os.path.join(folder, "start.json"), encoding="utf-8") as file:
         start = json.load(file)
+    supervisor = os.getpid()
     process = os.fork()
     if process:
         return process
     try:
         os.setsid()
+        # The program itself does not outlive a supervisor that is killed.
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(_NOT_STARTED)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.path.join(folder, "prompt.txt"), os.O_RDONLY), 0)

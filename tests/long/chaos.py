@@ -32,7 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos_audit import audit
-from chaos_processes import KINDS, RunProcesses, left_in_cgroups
+from chaos_processes import KINDS, VARIABLE, RunProcesses, left_in_cgroups
 
 BATCH, SAMPLES = 2, 2
 STALL_S = 120.0
@@ -72,6 +72,25 @@ class Case:
     keys: tuple[str, ...]
 
 
+AGENT_FOLDER = Path(__file__).parents[2] / "examples" / "09_agent_program"
+AGENT = (
+    f"data.path={AGENT_FOLDER}/train.jsonl",
+    f"data.eval_path={AGENT_FOLDER}/eval.jsonl",
+    "data.label_key=answer",
+    "data.metadata_key=facts",
+    f"reward.function={AGENT_FOLDER}/page_rewards.py:score",
+    "reward.key=score",
+    "model.path=multihop-warm",
+    "sampler.backend=embedded",
+    "sampler.max_new_tokens=32",
+    "rollout.max_turns=4",
+    "rollout.max_tokens=512",
+    f"rollout.agent.command={sys.executable} {AGENT_FOLDER}/agent.py",
+    f"rollout.agent.env={{{VARIABLE}: '@RUN@'}}",
+    "rollout.failure.agent=retry",
+    "rollout.failure.max_retries=20",
+)
+"""An agent program, each attempt of which may be killed; its processes inherit no variable of the run."""
 ASYNC = ("async.max_staleness=1", "algo.old_logprobs=sampler")
 CASES = (
     Case("search, synchronous", "search_r1", ()),
@@ -81,6 +100,9 @@ CASES = (
     Case("python, synchronous, two engines", "python_math", ("sampler.engines=2",)),
     Case("search, asynchronous, two runners", "search_r1", (*ASYNC, "rollout.runners=2")),
     # A group has about 250 tokens.
+    # The gateway is in the main process, and in runners.
+    Case("agent program, synchronous", "single_turn", (*AGENT, "rollout.runners=0")),
+    Case("agent program, asynchronous, two runners", "single_turn", (*AGENT, *ASYNC, "rollout.runners=2")),
     Case("search, streaming", "search_r1", ("async.streaming=true", "batch.tokens_per_micro=200")),
 )
 
@@ -148,7 +170,8 @@ class ChaosRun:
         self._case, self._folder, self._steps, self._totals = case, folder, steps, totals
         self._rng = random.Random(seed)
         self._most_kills = most_kills
-        self._keys = [*COMMON, *case.keys, f"train.steps={steps}", f"run.seed={seed}"]
+        keys = [key.replace("@RUN@", str(folder)) for key in case.keys]
+        self._keys = [*COMMON, *keys, f"train.steps={steps}", f"run.seed={seed}"]
         self._keys += [f"sandbox.backend={sandbox}"]
         self._processes = RunProcesses(f"{folder}")
         self._open: list[Kill] = []

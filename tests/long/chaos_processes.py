@@ -19,6 +19,8 @@ KINDS = (
     "learner rank",
     "tool server",
     "sandbox",
+    "agent program",
+    "agent supervisor",
     "engine host",
     "ray worker",
     "ray agent",
@@ -28,6 +30,8 @@ KINDS = (
 """What is killed."""
 
 _BY_WORDS = (
+    ("09_agent_program/agent.py", "agent program"),
+    ("gateway/supervisor.py", "agent supervisor"),
     ("raylet/raylet ", "raylet"),
     ("gcs/gcs_server ", "gcs"),
     ("agentrl.inference.embedded", "engine"),

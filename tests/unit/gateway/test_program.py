@@ -186,6 +186,20 @@ def test_nothing_of_a_program_is_left_after_its_end(renderer: ChatRenderer, tmp_
     assert not processes_with("1234.5")
 
 
+def test_nothing_of_a_program_is_left_after_a_kill_of_its_supervisor(renderer: ChatRenderer, tmp_path: Path) -> None:
+    code = """
+        import signal
+        ask(prompt)
+        os.posix_spawn("/bin/sleep", ["sleep", "2345.6"], os.environ, setsid=True)
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    """
+    (rollout,) = run_program(renderer, tmp_path, code, ["a"])
+    assert rollout.failure is not None
+    assert "was ended by SIGKILL" in rollout.failure.message
+    assert not processes_with("2345.6")
+
+
 def processes_with(text: str) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
