@@ -11,6 +11,11 @@ from agentrl.render.renderer import ChatRenderer
 
 def byte_renderer(template: str) -> ChatRenderer:
     """Return the renderer of a chat template with one token a byte."""
+    return make_renderer(byte_tokenizer(template))
+
+
+def byte_tokenizer(template: str) -> Any:
+    """Return a tokenizer with one token a byte."""
     vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     base = Tokenizer(models.BPE(vocabulary, []))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -19,4 +24,4 @@ def byte_renderer(template: str) -> ChatRenderer:
     tokenizer = tokenizer_class(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)
     tokenizer.chat_template = template
-    return make_renderer(tokenizer)
+    return tokenizer

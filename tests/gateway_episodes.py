@@ -15,7 +15,7 @@ from agentrl.config.agent import AgentConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.lineup import Lineup
-from agentrl.core.types import SamplingParams
+from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
@@ -24,8 +24,9 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.agent_session import Session
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.server import Gateway
+from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.render.renderer import ChatRenderer
-from agentrl.testing import ScriptedSampler
+from agentrl.testing import RecordedRequest, ScriptedSampler
 
 TASK = Task("t", (Message("user", "Where does it lie?"),), answer="Remu")
 CHATML = (
@@ -90,12 +91,43 @@ def answer(call: dict[str, Any], text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
+class EngineSampler:
+    """Samples one episode with an engine, whose prefix cache is empty at the beginning, and records the requests."""
+
+    def __init__(self, url: str) -> None:
+        self.requests: list[RecordedRequest] = []
+        self._url = url
+        self._client: SGLangClient | None = None
+        self._opening = asyncio.Lock()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        self.requests.append(RecordedRequest(prompt, params, session_id, request_id, len(self.requests), policy))
+        async with self._opening:
+            if self._client is None:
+                self._client = SGLangClient(self._url, timeout_s=300)
+                await self._client.flush()
+        return await self._client.generate(prompt, params, session_id=session_id, request_id=request_id, policy=policy)
+
+    async def abort(self, request_id: str) -> None:
+        if self._client is not None:
+            await self._client.abort(request_id)
+
+    async def close_session(self, session_id: str) -> None:
+        """Do nothing: the next episode begins with an empty cache."""
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+
 @dataclass
 class Played:
     """An episode that has ended."""
 
     rollouts: list[Rollout]
-    sampler: ScriptedSampler
+    sampler: ScriptedSampler | EngineSampler
     replies: list[httpx.Response]
     renderer: ChatRenderer
 
@@ -127,10 +159,20 @@ def play_with(
     is_loop: bool = False,
     config: AgentConfig | None = None,
     lineup: Lineup | None = None,
+    env: Callable[[], Env] | None = None,
+    temperature: float = 1.0,
     **limits: Any,
 ) -> Played:
-    """Play an episode with a coroutine in place of an agent program; a loop is a function for ``rollout.generate``."""
-    sampler = ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate)
+    """Play an episode with a coroutine in place of an agent program.
+
+    A loop is a function for ``rollout.generate``. The script may be an `EngineSampler`. ``env`` plays the episode in
+    place of the coroutine.
+    """
+    sampler = script
+    if not isinstance(script, EngineSampler):
+        sampler = ScriptedSampler(
+            script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate
+        )
     replies: list[httpx.Response] = []
     config = config or AgentConfig()
 
@@ -148,20 +190,25 @@ def play_with(
 
     bounds = {"max_turns": 20, "max_tokens": 8192, "max_seconds": 30.0, "max_new_tokens": 256} | limits
     context = EpisodeContext(
-        env_factory=Env,
+        env_factory=env or Env,
         renderer=renderer,
         sampler=sampler,
         tool_clients={},
         limits=Limits(**bounds),
-        sampling=SamplingParams(max_new_tokens=bounds["max_new_tokens"], seed=5),
+        sampling=SamplingParams(max_new_tokens=bounds["max_new_tokens"], seed=5, temperature=temperature),
     )
     policy = FailurePolicy(FailureConfig(sampler="drop", max_failed_share=1))
-    settings = EpisodeSettings(context, generate=talk if is_loop else generate, lineup=lineup)
+    loop = None if env is not None else talk if is_loop else generate
+    settings = EpisodeSettings(context, generate=loop, lineup=lineup)
     runner = EpisodeRunner({"": settings}, policy, EpisodeSlots(4))
     rollouts: list[Rollout] = []
 
     async def run() -> None:
-        rollouts.extend(await runner.run_many([Job(TASK, 1, "e")]))
+        try:
+            rollouts.extend(await runner.run_many([Job(TASK, 1, "e")]))
+        finally:
+            if isinstance(sampler, EngineSampler):
+                await sampler.aclose()
 
     asyncio.run(run())  # it would print what the coroutine returns, with all arrays, to look for a signal of that name
     for rollout in rollouts:

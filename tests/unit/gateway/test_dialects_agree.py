@@ -1,252 +1,39 @@
-"""The same episode through every dialect, streaming or not, and through a loop of agentrl gives the same rollout.
+"""The same episode through every dialect, streaming or not, a loop of agentrl, and an environment gives the same rollout.
 
-An episode is a list of steps, which are drawn: continue a turn, branch, sample in parallel, compact, request a subagent or a
-title, retry, lose the connection. Clients write arguments of calls anew. The policy is a function of the prompt's ids.
+The policy is a function of the prompt's ids; `tests/long/test_dialects_agree.py` and `tests/with_sglang` have engines.
 """
 
-import asyncio
-import dataclasses
-import hashlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
-from deadlines import until
-from gateway_clients import SCHEMA, ChatClient, Client, MessagesClient, ResponsesClient, Rewrite, Said, Text
-from gateway_episodes import Program, play_with
+from dialect_episodes import LIMITS, STEPS, TEXTS, Step, TalkEnv, as_loop, check_dialects, plain, speak
+from gateway_episodes import Played, play_with
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import Agent, Message, Rollout, Task
-from agentrl.core.tool import Tool
-from agentrl.core.types import ForkReason, MaskReason
-from agentrl.episode.chat import Chat
-from agentrl.episode.state import TurnEnd
 from agentrl.render.renderer import ChatRenderer
-from agentrl.testing import RecordedRequest
-
-TOOLS = ("find", "count")
-SYSTEM, SUBAGENT, TITLE = "Be brief. Né 🎈", "You are a subagent.", "Write a title."
-WORDS = ("x", "Süß 🎈", 'quo"te\\', "новое", "a\nb", "<tool_call>", "")
-
-
-def speak(request: RecordedRequest) -> str:
-    """Answer as a function of the prompt and the number of the request."""
-    ids = np.array(request.prompt.token_ids, np.int32).tobytes()
-    number = int.from_bytes(hashlib.blake2b(ids, digest_size=4).digest(), "big")
-    word = json.dumps(WORDS[number % 5], ensure_ascii=False)
-    space = " " * (number % 3)
-    call = f'<tool_call>{space}{{"name": "find", "arguments": {{"word":{space}{word}, "n": {request.turn}.0}}}}</tool_call>'
-    other = f'<tool_call>{{"arguments": {{"n": {request.turn}}}, "name":{space}"count"}}</tool_call>'
-    text = f"{WORDS[number // 7 % 4]} {request.turn}"
-    turns = (
-        text,
-        f"<think>\nhm {word}\n</think>\n\n{text}",
-        call,
-        f"<think>\nhm\n</think>\n\n{text}{call}",
-        call + other,
-        call[:-9],
-    )
-    return turns[number // 64 % len(turns)]
-
-
-@dataclass
-class Turn:
-    """A finished turn: what was said before it, and it."""
-
-    talk: tuple[Said | Text, ...]
-    said: Said
-    tools: tuple[str, ...]
-    chat: Any = None
-    end: TurnEnd | None = None
-    is_continued: bool = False
-
-
-Step = tuple[str, int, str]
-"""What is done, the turn that it is done with (modulo the number of turns), and a text."""
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["continue"] * 5 + ["branch", "parallel", "compact", "subagent", "title", "retry", "lost"]),
-        st.integers(0, 7),
-        st.sampled_from(["go on", "Né? 🎈", " white ", "«»", "a\r\nb"]),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-class Speaker:
-    """Requests turns; subclasses do it over HTTP or with chats."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-
-    async def request(
-        self, talk: tuple[Said | Text, ...], tools: tuple[str, ...], parent: Turn | None, how: str
-    ) -> Turn:
-        raise NotImplementedError
-
-    async def run(self, steps: list[Step]) -> None:
-        self.turns.append(await self.request((Text("system", SYSTEM), Text("user", "begin")), TOOLS, None, "first"))
-        for how, number, text in steps:
-            turn = self.turns[number % len(self.turns)] if how == "branch" else self.turns[-1]
-            if how in ("compact", "subagent", "title"):
-                count = len(self.turns)
-                system = {"compact": SYSTEM, "subagent": f"{SUBAGENT}{count}", "title": TITLE}[how]
-                tools = {"compact": TOOLS, "subagent": TOOLS[:1], "title": ()}[how]
-                talk = (Text("system", system), Text("user", f"{text} {count}"))
-                turn = await self.request(talk, tools, None, how)
-                if how != "title":
-                    self.turns.append(turn)
-                continue
-            talks = [self.continued(turn, text)]
-            if how == "parallel":
-                talks += [self.continued(turn, f"{text} {again}") for again in range(2)]
-            self.turns += await asyncio.gather(*(self.request(talk, turn.tools, turn, how) for talk in talks))
-
-    @staticmethod
-    def continued(turn: Turn, text: str) -> tuple[Said | Text, ...]:
-        results = [Text("tool", f"{text} {name}", id) for id, name, _ in turn.said.calls]
-        more = [] if results and len(text) % 2 else [Text("user", text)]
-        return (*turn.talk, turn.said, *results, *more)
-
-
-@dataclass
-class HttpSpeaker(Speaker):
-    program: Program
-    client: Client
-    stream: bool
-    rewrite: Rewrite
-    gate: asyncio.Event
-    turns: list[Turn] = field(default_factory=list)
-
-    async def request(
-        self, talk: tuple[Said | Text, ...], tools: tuple[str, ...], parent: Turn | None, how: str
-    ) -> Turn:
-        body = {"model": "m", "stream": self.stream, **self.client.body(talk, tools, self.rewrite)}
-
-        async def post(**headers: str) -> Said:
-            response = await self.program.post(self.client.path, body, **headers)
-            assert response.status_code == 200, response.text
-            return self.client.read_stream(response.text) if self.stream else self.client.read(response.json())
-
-        if how == "lost":
-            before = self.program.session.turns
-            self.gate.clear()
-            lost = asyncio.create_task(post())
-            await until(lambda: self.program.session.turns > before)
-            lost.cancel()
-            await asyncio.wait({lost})
-            self.gate.set()
-        said = await post(**({"idempotency-key": str(len(self.program.replies))} if how == "parallel" else {}))
-        if how == "retry":
-            assert await post(**{"x-stainless-retry-count": "1"}) == said
-        return Turn(talk, said, tools)
-
-
-@dataclass
-class ChatSpeaker(Speaker):
-    """The same with the chats of a custom loop."""
-
-    agent: Agent
-    turns: list[Turn] = field(default_factory=list)
-    ids: dict[str, str] = field(default_factory=dict)
-    titles: set[str] = field(default_factory=set)
-    """Requests for a title: another one under the same system prompt cannot be told from a compaction."""
-
-    async def request(
-        self, talk: tuple[Said | Text, ...], tools: tuple[str, ...], parent: Turn | None, how: str
-    ) -> Turn:
-        size = 0 if parent is None else len(parent.talk) + 1
-        new = [
-            Message(entry.role, entry.text, tool_call_id=self.ids.get(entry.call_id))  # type: ignore[arg-type]
-            for entry in talk[size:]
-            if isinstance(entry, Text)
-        ]
-        offered = tuple(Tool(name, "Use it.", SCHEMA) for name in tools)
-        chat = self.open_chat(new, offered, parent, how)
-        message = await chat.sample()
-        end = chat.last_turn
-        assert message is not None
-        assert end is not None
-        calls = [call for call in message.tool_calls if call.is_readable]
-        names = [f"{end.generation.request_id}-{number}" for number in range(len(calls))]
-        self.ids |= dict(zip(names, (call.id for call in calls), strict=True))
-        shown = tuple((name, call.name, call.arguments) for name, call in zip(names, calls, strict=True))
-        return Turn(talk, Said("", "", shown), tools, chat, end)
-
-    def open_chat(self, new: list[Message], tools: tuple[Tool, ...], parent: Turn | None, how: str) -> Chat:
-        if how == "first":
-            return self.agent.chat(new, tools=tools)
-        if parent is None:
-            text = new[-1].content
-            is_context = how == "compact" or bool(how == "title" and self.titles and text not in self.titles)
-            fork = ForkReason.CONTEXT if is_context else ForkReason.BRANCH
-            chat = self.agent.chats[0].branch(new, tools=tools, fork=fork)
-            if how == "title":
-                self.titles.add(text)
-                chat.mask(MaskReason.AUXILIARY)
-            return chat
-        chat = parent.chat.branch(end=parent.end) if parent.is_continued else parent.chat
-        parent.is_continued = True
-        chat.add(*new)
-        return chat
-
-
-def plain(rollout: Rollout) -> dict[str, Any]:
-    """All of a rollout but its wall time, comparable."""
-    rows = [
-        {
-            field.name: value.tobytes() if isinstance(value := getattr(row, field.name), np.ndarray) else value
-            for field in dataclasses.fields(row)
-        }
-        for row in rollout.rows
-    ]
-    return dataclasses.asdict(dataclasses.replace(rollout, rows=[], seconds=0.0, tool_seconds=0.0, tool_uses={})) | {
-        "rows": rows
-    }
-
-
-def as_loop(steps: list[Step]) -> Any:
-    async def generate(task: Task, agent: Agent) -> Rollout:
-        await ChatSpeaker(agent).run(steps)
-        return agent.chats[0].rollout(len(steps) / 8)
-
-    return generate
-
-
-def rewritten(arguments: Any) -> Any:
-    """Return arguments as another program may write them."""
-    numbers = {name: int(value) if isinstance(value, float) else value for name, value in arguments.items()}
-    return dict(reversed(numbers.items()))
-
-
-LIMITS = {"max_turns": 100, "max_tokens": 50_000}
-CLIENTS: tuple[Client, ...] = (ChatClient(), ResponsesClient(), MessagesClient())
 
 
 @given(steps=STEPS)
 def test_an_episode_is_the_same_bit_for_bit_in_every_dialect(renderer: ChatRenderer, steps: list[Step]) -> None:
-    expected = play_with(renderer, speak, as_loop(steps), is_loop=True, **LIMITS)
-    assert expected.rollout.failure is None, expected.rollout.failure
-    for client in CLIENTS:
-        for stream in (False, True):
-            gate = asyncio.Event()
-            gate.set()
+    check_dialects(partial(play_with, renderer, speak, **LIMITS), steps)
 
-            def speaker(
-                program: Program, client: Client = client, stream: bool = stream, gate: asyncio.Event = gate
-            ) -> Speaker:
-                return HttpSpeaker(program, client, stream, rewritten if stream else lambda arguments: arguments, gate)
 
-            async def talk(program: Program, make: Callable[[Program], Speaker] = speaker) -> None:
-                await make(program).run(steps)
-                program.sessions.may_reward = True
-                assert (await program.post("/v1/session/reward", {"reward": len(steps) / 8})).status_code == 200
+@given(steps=st.lists(st.tuples(st.sampled_from(["continue", "continue", "compact"]), st.just(0), TEXTS), max_size=6))
+def test_an_environment_is_the_same_bit_for_bit(renderer: ChatRenderer, steps: list[Step]) -> None:
+    """But for the names of a compaction: in an environment the conversation goes on, at the gateway there is another."""
+    play = partial(play_with, renderer, speak, **LIMITS)
+    expected = play(as_loop(steps), is_loop=True)
+    played = play(None, env=partial(TalkEnv, steps))
+    assert played.rollout.failure is None, played.rollout.failure
+    if "compact" in {how for how, _, _ in steps}:
+        assert tokens(played) == tokens(expected)
+    else:
+        assert plain(played.rollout) == plain(expected.rollout)
+        assert played.sampler.requests == expected.sampler.requests
 
-            played = play_with(renderer, speak, talk, gate=gate, **LIMITS)
-            assert played.rollout.failure is None, played.rollout.failure
-            assert plain(played.rollout) == plain(expected.rollout), client.path
-            assert played.sampler.requests == expected.sampler.requests
+
+def tokens(played: Played) -> Any:
+    """Return what is trained."""
+    rows = [(row.token_ids.tolist(), row.mask.tolist(), row.logprobs.tobytes()) for row in played.rollout.rows]
+    return rows, played.rollout.reward, [turn.action for turn in played.rollout.turns]
