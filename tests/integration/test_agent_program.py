@@ -109,7 +109,7 @@ def test_a_program_in_a_sandbox_reaches_only_the_gateway(sandbox: SandboxConfig,
     assert results == [{"reply": "onetwo", **refusals}]
 
 
-TEAM = """
+CLIENT = """
 import http.client, json, os
 from urllib.parse import urlsplit
 
@@ -125,7 +125,8 @@ def post(agent, path, body):
 
 def ask(agent, *messages):
     return post(agent, "/chat/completions", {"messages": messages})["choices"][0]["message"]
-
+"""
+TEAM = """
 prompt = {"role": "user", "content": os.environ["AGENTRL_PROMPT"]}
 plan = ask("planner", prompt)
 code = ask("coder", {"role": "user", "content": plan["content"][:20] + "?"})
@@ -139,7 +140,7 @@ STEPS = 3
 def test_an_asynchronous_run_of_two_agents_that_is_killed_trains_each_of_them_once(
     services: Services, tmp_path: Path
 ) -> None:
-    (tmp_path / "team.py").write_text(TEAM)
+    (tmp_path / "team.py").write_text(CLIENT + TEAM)
     rows = [json.dumps({"prompt": f"Who is {name}?"}) for name in ("Remu", "Sadova", "Vage Fena", "Velo Doda")]
     (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
     words = [
@@ -197,3 +198,37 @@ def test_a_harness_of_this_machine_runs_in_bubblewrap(sandbox: SandboxConfig, tm
     rollout, _ = play_program(fake_harness(tmp_path, sandbox.backend), ["Remu"], make_test_renderer(), sandbox)
     assert rollout.failure is None, rollout.failure
     assert rollout.reward == 1.0
+
+
+ARENA = """
+moves = [ask(agent, {"role": "user", "content": "Go."})["content"] for agent in ("white", "black")]
+won = (len(moves[0]) > len(moves[1])) - (len(moves[0]) < len(moves[1]))
+post("white", "/session/reward", {"reward": won})
+post("black", "/session/reward", {"reward": -won})
+"""
+
+
+@pytest.mark.long
+def test_agents_of_a_program_play_snapshots_of_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "arena.py").write_text(CLIENT + ARENA)
+    (tmp_path / "games.jsonl").write_text("\n".join(json.dumps({"prompt": f"Game {game}"}) for game in range(8)))
+    run = Running(
+        "train", "--env", "single_turn", "data.path=games.jsonl", "run.dir=run", "model.path=multihop-warm",
+        f"rollout.agent.command={sys.executable} -I -S arena.py", "rollout.agent.reward=session",
+        "rollout.agent.agents={white: {}, black: {}}", "self_play={mix: {past: 1}, pool: {snapshot_every: 1}}",
+        "algo.advantage.name=rae", "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "sampler.max_new_tokens=8",
+        "train.steps=2", "obs.tensorboard=false", *ONE_THREAD, cwd=tmp_path, target=IN_PROCESS_LEARNER,
+    )  # fmt: skip
+    try:
+        assert run.finish() == 0, run.output()
+    finally:
+        run.end()
+    rollouts = [rollout for file in rollout_files(tmp_path / "run").values() for rollout in read_rollouts(file)]
+    assert [rollout.opponent for rollout in rollouts] == ["past"] * 8, "one of each game"
+    assert Counter(rollout.agent for rollout in rollouts) == {"white": 4, "black": 4}, "each seat in turn"
+    opponents = [seat for rollout in rollouts for seat in rollout.seats if not seat.trained]
+    assert {seat.player for seat in opponents} == {"step_000000", "step_000001"}
+    assert all(len(seat.moves) == 1 for seat in opponents)
+    assert here("audit", "run", cwd=tmp_path).returncode == 0
+    league = here("league", "run", cwd=tmp_path)
+    assert "step_000001" in league.stdout, league.stderr

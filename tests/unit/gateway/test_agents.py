@@ -10,7 +10,7 @@ from deadlines import until
 from gateway_episodes import TASK, Play, Program, sampled, user
 
 from agentrl.config.agent import AgentConfig
-from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat
+from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.types import FailureKind, SamplingParams, SeatRecord, StopReason
 from agentrl.gateway.program_process import program_variables
 from agentrl.testing import ScriptedSampler
@@ -120,7 +120,7 @@ def test_frozen_weights_and_an_endpoint_play_and_are_not_trained(play: Play, ren
     frozen = ScriptedSampler(["frozen plan", "frozen end"], encode=renderer.encode, end_token_id=renderer.end_token_id)
     repeats = ScriptedEndpoint(lambda request: f"heard {request.messages[-1]['content']}|rest")
     three = AgentConfig.model_validate({"agents": {"planner": {}, "coder": {}, "critic": {}}})
-    seats = {
+    seats: dict[str, Seat] = {
         "planner": PolicySeat(trained=False, sampler=frozen, name="step_000020"),
         "critic": EndpointSeat(repeats, SamplingParams(max_new_tokens=9), "big"),
     }
