@@ -18,7 +18,7 @@ from tests.test_commands import TUTORIALS, blocks
 PAGES = sorted(TUTORIALS.glob("*.md"))
 LEFT_OUT = re.compile(
     r"(sudo |pip |ray |~/|python3 -m venv|agentrl tools serve|agentrl (tune|bench|models get) )"
-    r"|.*(smollm2_1gpu|_4nodes|runs/large)(?!.*--dry-run)"
+    r"|agentrl view .*--serve|.*(smollm2_1gpu|_4nodes|runs/large)(?!.*--dry-run)"
 )
 """Installation, a Ray cluster of the machine, servers that run until Ctrl-C, and runs on GPUs."""
 
