@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "sft": "fine-tune a policy on a taskset's demonstrations",
     "rollout": "sample rollouts to a file without training",
     "eval": "evaluate a policy",
+    "gateway": "serve a policy to agents at endpoints of OpenAI and Anthropic",
     "export": "write the policy of a checkpoint as a Hugging Face folder",
     "audit": "check saved rollouts: ids, masks, forks and provenance",
     "view": "look at runs: rollouts in the terminal or as an HTML page, or a live dashboard",

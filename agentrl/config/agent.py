@@ -42,8 +42,9 @@ class AgentConfig(Section):
     harness: HarnessName | None = None
     """A known agent program in place of ``command``, started by its recipe in ``agentrl/gateway/harnesses``. In a sandbox with an
     image it is that of the image; in others that of this machine, whose files the sandbox shows."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """In place of ``command``: the agent runs elsewhere, starts a session for each episode at this port, and ends it."""
+    port: int | None = Field(default=None, ge=0, le=65535)
+    """In place of ``command``: the agent runs elsewhere, starts a session for each episode at this port, and ends it. 0 takes a
+    free port, which the run prints."""
     host: str = "127.0.0.1"
     """The address of this machine at which ``port`` is open. Others than the loopback require a token, which is the environment
     variable ``AGENTRL_AGENT_TOKEN``."""

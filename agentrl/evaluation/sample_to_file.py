@@ -47,13 +47,12 @@ class SamplePlan:
     """How many of them, in the order of training; of each ``rollout.n_samples_per_prompt`` episodes."""
 
 
-def check_plan(config: Config, plan: SamplePlan) -> None:
-    """Check everything that needs no server.
+def check_samples_file(out: Path) -> None:
+    """Check the option ``--out``, a file of samples that is written.
 
     Raises:
-        UserError: with the value and the key or option to change.
+        ConfigError: it exists, its folder does not, or its name gives no format.
     """
-    out = plan.out
     if out.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--out {out}: the format follows from the name; end it in .jsonl or .parquet")
     for path in (out, out.with_suffix(".jsonl")):  # the lines that a parquet file is made of
@@ -61,6 +60,15 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
             raise ConfigError(f"--out {out}: {path} exists; delete it or choose another name")
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+
+
+def check_plan(config: Config, plan: SamplePlan) -> None:
+    """Check everything that needs no server.
+
+    Raises:
+        UserError: with the value and the key or option to change.
+    """
+    check_samples_file(plan.out)
     check_episodes(config)
     check_tools(config)
     check_engine(config)
@@ -117,7 +125,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
     finally:
         episodes.close()
-        _finish(config.model, file, done)
+        finish_samples(config.model, file, len(done))
     by_source = {
         name: [rollout for rollout in done if task_source_name(rollout.prompt_id) == name] for name in config.sources
     }
@@ -126,10 +134,10 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
-def _finish(model: ModelConfig, file: RolloutFile, done: Sequence[Rollout]) -> None:
+def finish_samples(model: ModelConfig, file: RolloutFile, count: int) -> None:
     """Convert the finished rollouts to the requested file, and name their model next to it; without any, write nothing."""
     path = file.finish()
-    if not done:
+    if not count:
         path.unlink()
         return
     section = {"path": model.path, "trust_remote_code": model.trust_remote_code}

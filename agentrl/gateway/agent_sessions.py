@@ -64,6 +64,10 @@ class AgentSessions:
         """Whether the agent may end the episode itself: a program ends it by its own end."""
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         """How the agent has ended it."""
+        self.needs_reward = False
+        """Whether it cannot be ended without a reward."""
+        self.over = asyncio.Event()
+        """Set when an episode that the agent may end is over."""
         self._agent_of = agent_of or {}
         self.requested_at = time.monotonic()
         """When the last request came, on `time.monotonic`'s clock."""

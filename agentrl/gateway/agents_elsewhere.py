@@ -17,12 +17,13 @@ from typing_extensions import override
 
 from agentrl.config.agent import AgentConfig
 from agentrl.core.background import first_ended
+from agentrl.core.errors import AgentProgramError
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout, json_state
 from agentrl.episode.chat import Agent
 from agentrl.episode.env_steps import AnswerScoring
 from agentrl.gateway.agent_loop import AgentLoop, late, time_left
-from agentrl.gateway.agent_sessions import AgentSessions
+from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
 from agentrl.gateway.dialects.base import BadRequestError, Json, OpenAiErrors, convert
 from agentrl.gateway.program_process import program_prompt
 from agentrl.gateway.server import (
@@ -70,8 +71,8 @@ class _WaitingEpisode:
     key: str = field(default_factory=make_key)
     models: list[str] = field(default_factory=list)
     """Names of the policy, or of the agents, once its sessions are open."""
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an agent takes it."""
+    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when an agent takes it."""
     opened: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Whether its sessions have been opened; False if the episode was cancelled before."""
 
@@ -105,13 +106,19 @@ class AgentsElsewhere:
         self.gateway = Gateway(
             config.host,
             config.port,
-            keys=f"{KEY}.port, {KEY}.host",
+            keys=f"{KEY}.port (--port of agentrl gateway), {KEY}.host (--host)",
             keep_alive_s=keep_alive_s,
             routes=[Route(SESSIONS_PATH, self._handle, methods=["POST"])],
         )
         """The endpoints of the sessions."""
         self._waiting: list[_WaitingEpisode] = []
         self._changed = asyncio.Event()  # replaced each time that it is set
+        self.standing_key = ""
+        """With it an episode is always open, without a start: when that has ended, the next one takes its place."""
+        self.needs_reward = True
+        """Whether, with ``rollout.agent.reward=session``, an episode without a reward cannot be ended."""
+        self._standing: _WaitingEpisode | None = None  # has the standing key
+        self._open: set[AgentSessions] = set()
         self._is_over = False
         self._replies: dict[str, Json] = {}  # of starts, by Idempotency-Key
         self._requests: dict[
@@ -144,17 +151,24 @@ class AgentsElsewhere:
             task: of the episode.
             source: of the task; empty in a run with one environment.
             agent: of the episode.
+
+        Raises:
+            AgentProgramError: `end_all` was called before an agent took it.
         """
         episode = _WaitingEpisode(config, task, source, agent.episode_id)
         self._waiting.append(episode)
+        self._give_standing_key()
         self._notify()
+        sessions: AgentSessions | None = None
         try:
             with agent.clock.pause(), waiting("agent", "that starts a session at", self.gateway.url):
-                await episode.taken.wait()
+                await episode.taken
             agent.begin_time()
             sessions = AgentSessions.open(agent, config)
             sessions.may_end = True
+            sessions.needs_reward = sessions.may_reward and self.needs_reward
             async with self.gateway.open(sessions, episode.key):
+                self._open.add(sessions)
                 episode.models = sessions.models
                 episode.opened.set_result(True)
                 yield sessions
@@ -163,6 +177,30 @@ class AgentsElsewhere:
                 self._waiting.remove(episode)
             if not episode.opened.done():
                 episode.opened.set_result(False)
+            if episode is self._standing:
+                self._standing = None
+                if (following := self._give_standing_key()) is not None:
+                    await following.opened
+            if sessions is not None:
+                self._open.discard(sessions)
+                sessions.over.set()
+
+    def end_all(self) -> None:
+        """End all open episodes, as their agents would; those that wait for an agent fail."""
+        for sessions in self._open:
+            if not sessions.ended.done():
+                sessions.end(AgentEnd(), None)
+        for episode in self._waiting:
+            episode.taken.set_exception(AgentProgramError("no agent has taken it"))
+
+    def _give_standing_key(self) -> _WaitingEpisode | None:
+        """Give the standing key, if no episode has it, to one that waits, and return that."""
+        if not self.standing_key or self._standing is not None or not self._waiting:
+            return None
+        self._standing = episode = self._waiting.pop(0)
+        episode.key = self.standing_key
+        episode.taken.set_result(None)
+        return episode
 
     def _notify(self) -> None:
         """Wake the requests that wait for an episode."""
@@ -226,7 +264,7 @@ class AgentsElsewhere:
                 fits = (episode for episode in self._waiting if body.source in (None, episode.source))
                 if (episode := next(fits, None)) is not None:
                     self._waiting.remove(episode)
-                    episode.taken.set()
+                    episode.taken.set_result(None)
                     if await episode.opened:
                         return _describe(episode)
                 elif left_s <= 0:

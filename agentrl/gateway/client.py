@@ -22,6 +22,8 @@ from typing import Any
 
 import httpx
 
+from agentrl.gateway.variables import session_variables
+
 TOKEN_VARIABLE = "AGENTRL_AGENT_TOKEN"
 """Environment variable with the token that a run requires at addresses other than the loopback."""
 _WAIT_S = 30.0
@@ -130,17 +132,7 @@ class AgentSession:
     @property
     def env(self) -> dict[str, str]:
         """Environment variables by which programs on the SDKs of OpenAI and Anthropic find the policy."""
-        return {
-            "OPENAI_BASE_URL": self.openai_base_url,
-            "OPENAI_API_BASE": self.openai_base_url,
-            "OPENAI_API_KEY": self.key,
-            "OPENAI_MODEL": self.model,
-            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
-            "ANTHROPIC_API_KEY": self.key,
-            "ANTHROPIC_AUTH_TOKEN": self.key,
-            "ANTHROPIC_MODEL": self.model,
-            "AGENTRL_SESSION_URL": self.session_url,
-        }
+        return session_variables(self.anthropic_base_url, self.key, self.model)
 
     def reward(self, reward: float, metrics: Mapping[str, float] | None = None, *, agent: str | None = None) -> None:
         """Set the reward, with ``rollout.agent.reward=session``; the last one counts.

@@ -23,6 +23,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import json_state
 from agentrl.gateway import supervisor
 from agentrl.gateway.harnesses.recipes import HARNESSES
+from agentrl.gateway.variables import session_variables
 
 _INHERITED = (
     "PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "USER", "SHELL", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -73,18 +74,7 @@ def program_variables(config: AgentConfig, task: Task, url: str, key: str, task_
         task_file: where the program reads `task_json`.
     """
     model = next(iter(config.models), config.model)
-    variables = {
-        "OPENAI_BASE_URL": f"{url}/v1",
-        "OPENAI_API_BASE": f"{url}/v1",
-        "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": model,
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_AUTH_TOKEN": key,
-        "ANTHROPIC_MODEL": model,
-        "AGENTRL_SESSION_URL": f"{url}/s/{key}/v1",
-        "AGENTRL_TASK": task_file,
-    }
+    variables = {**session_variables(url, key, model), "AGENTRL_TASK": task_file}
     if config.agents:
         urls = {agent: f"{url}/s/{key}/agents/{agent}/v1" for agent in config.agents}
         variables["AGENTRL_AGENTS"] = json.dumps(urls)

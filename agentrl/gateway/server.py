@@ -262,13 +262,14 @@ class Gateway:
             _check_numbers({"reward": body.reward or 0.0, **body.metrics})
             if body.reward is not None and not sessions.may_reward:
                 raise BadRequestError("the agent does not set the reward: rollout.agent.reward=session allows it", 403)
-            if sessions.may_reward and body.reward is None and sessions.unrewarded and not body.failure:
+            if sessions.needs_reward and body.reward is None and sessions.unrewarded and not body.failure:
                 names = f" of {', '.join(sessions.unrewarded)}" if all(sessions.unrewarded) else ""
                 raise BadRequestError(
                     f'rollout.agent.reward=session, and no reward{names} was given: end it with {{"reward": …}}, or with '
                     '{"failure": "…"}'
                 )
             sessions.end(AgentEnd(body.failure, body.answer, body.result, body.metrics), body.reward)
+        await sessions.over.wait()
         return json_reply({"turns": sessions.turns})
 
     async def _count_tokens(self, http: Request, sessions: AgentSessions) -> Response:
