@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from deadlines import until
-from gateway_episodes import TASK, Play, Program, sampled, user
+from gateway_episodes import ADD, TASK, Play, Program, answer, sampled, user
 
 from agentrl.config.agent import AgentConfig
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
-from agentrl.core.types import FailureKind, SamplingParams, SeatRecord, StopReason
+from agentrl.core.types import FailureKind, SamplingParams, SeatRecord, StopReason, ToolCall
 from agentrl.gateway.program_process import program_variables
 from agentrl.testing import ScriptedSampler
 from tests.scripted_endpoint import ScriptedEndpoint
@@ -118,7 +118,10 @@ def test_limits_of_turns_are_those_of_each_agent(play: Play) -> None:
 
 def test_frozen_weights_and_an_endpoint_play_and_are_not_trained(play: Play, renderer: Any) -> None:
     frozen = ScriptedSampler(["frozen plan", "frozen end"], encode=renderer.encode, end_token_id=renderer.end_token_id)
-    repeats = ScriptedEndpoint(lambda request: f"heard {request.messages[-1]['content']}|rest")
+    add = ToolCall("c", "add", {"a": 1, "b": 2})
+    repeats = ScriptedEndpoint(
+        lambda request: ("", [add]) if request.tools else f"heard {request.messages[-1]['content']}|rest"
+    )
     three = AgentConfig.model_validate({"agents": {"planner": {}, "coder": {}, "critic": {}}})
     seats: dict[str, Seat] = {
         "planner": PolicySeat(trained=False, sampler=frozen, name="step_000020"),
@@ -131,12 +134,10 @@ def test_frozen_weights_and_an_endpoint_play_and_are_not_trained(play: Play, ren
         await program.chat(user("code"), model="coder")
         heard = await program.chat(user("code"), model="critic", stop=["|"])
         assert heard["content"] == "heard code"
-        tools = [{"type": "function", "function": {"name": "f"}}]
-        refused = await program.post(
-            "/v1/chat/completions", {"model": "critic", "messages": [user("a")], "tools": tools}
-        )
-        assert refused.status_code == 400
-        assert "played by big" in refused.json()["error"]["message"]
+        called = await program.chat(user("add"), model="critic", tools=[ADD])
+        assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+        heard = await program.chat(user("add"), called, answer(called["tool_calls"][0], "3"), model="critic")
+        assert heard["content"] == "heard 3|rest"
         await program.post("/v1/session/reward", {"agent": "critic", "reward": -1.0})
 
     played = play({"e.coder": ["code"]}, talk, config=three, lineup=Lineup(seats, opponent="past"))
@@ -145,7 +146,7 @@ def test_frozen_weights_and_an_endpoint_play_and_are_not_trained(play: Play, ren
     assert coder.seats == (
         SeatRecord("planner", "planner", "step_000020", False, (0,), ("frozen plan",)),
         SeatRecord("coder", "coder", "policy", True, (1,)),
-        SeatRecord("critic", "critic", "big", False, (2,), ("heard code|rest",)),
+        SeatRecord("critic", "critic", "big", False, (2, 3, 4), ("heard code|rest", "", "heard 3|rest")),
     )
     assert [request.session_id for request in frozen.requests] == ["e.planner"]
     assert frozen.closed == ["e.planner"]
@@ -165,6 +166,11 @@ def test_a_scripted_player_reads_what_is_new(play: Play, tmp_path: Path) -> None
         first = await program.chat(user("a"), user("b"), model="small")
         second = await program.chat(user("a"), user("b"), first, user("c"), model="small")
         assert [first["content"], second["content"]] == ["1: a/b", "2: c"]
+        refused = await program.post(
+            "/v1/chat/completions", {"model": "small", "messages": [user("a")], "tools": [ADD]}
+        )
+        assert refused.status_code == 400
+        assert "which calls none" in refused.json()["error"]["message"]
         failed = await program.post("/v1/chat/completions", {"model": "small", "messages": [user("d")]})
         assert failed.status_code == 503
 
