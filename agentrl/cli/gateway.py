@@ -6,7 +6,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers, hardware_layer
+from agentrl.api.settings import hardware_layer
+from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
