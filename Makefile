@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-browser browser libraries lint policies docs site clean
+.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -138,6 +138,11 @@ policies: install
 	$(BIN)/agentrl sft --config code_contest/sft_warm model.path=runs/contest_init sft.out=runs/contest_warm
 	$(BIN)/python -m agentrl_tasks.game_positions.make_policy runs/tictactoe_init
 	$(BIN)/agentrl sft --config self_play/sft_tictactoe model.path=runs/tictactoe_init sft.out=runs/tictactoe_warm
+
+# The versions that the tests pass with, of one Python on a CPU; docs/start/install.md says how to use them.
+constraints: install
+	@{ echo "# Versions with which the tests pass. Written by \`make constraints\`, with $$($(BIN)/python --version)."; \
+	$(BIN)/pip freeze --exclude-editable | grep -v ' @ ' | sed 's/+cpu$$//'; } > constraints.txt
 
 docs: install
 	$(BIN)/python docs/make_configuration.py

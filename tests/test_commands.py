@@ -49,6 +49,8 @@ FILES = {
     "lr.yaml": "learner: {optimizer: {lr: 1.0e-5}}\n",
     "base.yaml": "tasks: {name: multihop}\nrollout: {max_tokens: 640}\n",
     "small.yaml": "train: {steps: 2}\n",
+    "hosts.txt": "me@node1\nme@node2\n",
+    "my.sbatch.j2": "#SBATCH --job-name={{ name }} --partition={{ settings.partition }}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
 LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "rollout.agent.harness"}
@@ -56,7 +58,7 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "ro
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 TUTORIALS = ROOT / "docs" / "tutorials"
-RUN_HERE = {"doctor", "init", "env", "template", "models", "plan"}
+RUN_HERE = {"doctor", "init", "env", "template", "models", "plan", "launch"}
 """Commands that only read or write files."""
 
 

@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
 from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent
@@ -111,3 +113,31 @@ def test_the_page_for_a_package_index_links_nowhere_but_to_addresses() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (named,) = re.findall(r"^Extras: (.+?)$", text, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", named)) == {*extras} - {"dev", "docs", "router", "megatron"}
+
+
+def test_the_constraints_fit_what_the_package_requires() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    project = SETUP_FILE["project"]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *(text for name, texts in extras.items() if name != "sglang" for text in texts)]
+    for requirement in map(Requirement, texts):
+        if requirement.name != project["name"]:
+            version = versions[re.sub(r"[-_.]+", "-", requirement.name).lower()]
+            assert requirement.specifier.contains(version), f"{requirement}: make constraints"
+
+
+def test_a_release_has_the_section_of_its_version() -> None:
+    """`.github/workflows/release.yml` runs this for a tag."""
+    namespace = {"__file__": str(ROOT / ".github" / "release_notes.py"), "__name__": "release_notes"}
+    exec((ROOT / ".github" / "release_notes.py").read_text(), namespace)
+    notes, project = namespace["release_notes"], '[project]\nversion = "1.2.3"\n'
+    changelog = (
+        "# Changelog\n\n## [Unreleased]\n\n- c\n\n## [1.2.3] - 2026-12-01\n\n### Added\n\n- b\n\n## [1.2.2]\n\n- a\n"
+    )
+    assert notes("1.2.3", changelog, project) == "### Added\n\n- b\n"
+    with pytest.raises(ValueError, match=r"the tag is v1\.2\.2, and pyproject\.toml has version 1\.2\.3"):
+        notes("1.2.2", changelog, project)
+    with pytest.raises(ValueError, match=r"no section ## \[1\.2\.3\]"):
+        notes("1.2.3", changelog.replace("1.2.3", "1.2.4"), project)

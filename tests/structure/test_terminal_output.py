@@ -67,9 +67,9 @@ def test_text_is_printed_by_the_console_only() -> None:
     faults_by_file = {str(path.relative_to(REPOSITORY)): faults(path.read_text(encoding="utf-8")) for path in files()}
     assert len(faults_by_file) > 300
     wrote = {path: names for path, names in faults_by_file.items() if names}
-    # The configuration as YAML, whose writer escapes controls.
-    yaml = ["agentrl/cli/sft.py", "agentrl/cli/train.py"]
-    assert wrote == {path: ["sys.stdout.write"] for path in yaml}
+    # The configuration as YAML, whose writer escapes controls, and a template of agentrl's, or the user's own, for a file.
+    verbatim = ["agentrl/cli/launch.py", "agentrl/cli/sft.py", "agentrl/cli/train.py"]
+    assert wrote == {path: ["sys.stdout.write"] for path in verbatim}
 
 
 @pytest.mark.parametrize(
