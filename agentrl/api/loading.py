@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from agentrl.api.settings import load_environment
-from agentrl.config.checks import Rule
+from agentrl.config.checks import Rule, endpoint_faults
 from agentrl.config.layers import Layer, differences, load_layers, merge_layers, saved_layers
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
@@ -38,10 +38,10 @@ class Loaded:
 def run_rules(replay: Path | None) -> list[Rule]:
     """Return the rules of a run beside those of its configuration: recorded rollouts need no weight sync."""
     if replay is not None:
-        return []
+        return [endpoint_faults]
     from agentrl.weight_sync.registry import transport_faults
 
-    return [transport_faults]
+    return [endpoint_faults, transport_faults]
 
 
 def load_new(layers: list[Layer], rules: Sequence[Rule]) -> Loaded:

@@ -69,6 +69,8 @@ class Report:
     """Counts and violations of all checked rollouts."""
 
     rollouts: int = 0
+    endpoints: int = 0
+    """Rollouts of models at endpoints: they have no token ids, and cannot be trained on."""
     rows: int = 0
     tokens: int = 0
     """Over all rows; shared tokens count in each."""
@@ -98,8 +100,10 @@ def report_table(report: Report, no_tokenizer: str = "") -> Table:
     table.add_column(style="bold")
     table.add_column()
     forks = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.forks.items())) or "none"
+    no_tokens = {"not trainable": f"{report.endpoints:,} of models at endpoints, without token ids"}
     for name, value in {
         "rollouts": f"{report.rollouts:,}",
+        **(no_tokens if report.endpoints else {}),
         "rows": f"{report.rows:,}",
         "tokens": f"{report.tokens:,}",
         "sampled tokens": f"{report.sampled:,}",

@@ -63,6 +63,9 @@ def _lost(path: Path, prompts: Mapping[str, str]) -> Iterator[Fault]:
 
 def rollout_faults(rollout: Rollout, texts: Texts | None = None) -> list[Fault]:
     """Return the faults of a rollout. Rows are compared with each other if none has a fault."""
+    if rollout.endpoint is not None:
+        words = f"it has rows, and {rollout.endpoint.model} played at an endpoint, whose tokens are not known"
+        return [Fault(words)] if rollout.rows else []
     faults = [fault for row in rollout.rows for fault in row_faults(row)]
     if not faults:
         faults = [*graph_faults(rollout), *_learner_faults(rollout)]
@@ -81,11 +84,12 @@ def _learner_faults(rollout: Rollout) -> Iterator[Fault]:
 
 def _count(report: Report, rollout: Rollout, texts: Texts | None, *, sound: bool) -> None:
     report.rollouts += 1
+    report.endpoints += rollout.endpoint is not None
     report.rows += len(rollout.rows)
     report.tokens += sum(len(row.token_ids) for row in rollout.rows)
     report.trained += sum(int(row.mask.sum()) for row in rollout.rows)
     report.forks.update(row.fork.value for row in rollout.rows if row.fork is not None)
-    if sound:
+    if sound and rollout.endpoint is None:
         report.sampled += rollout.sampled_tokens
         if texts is not None:
             texts.measure(rollout, sampled_turns(rollout), report)

@@ -57,6 +57,8 @@ def _texts(tokenizer: str | None, model: object) -> Texts | str:
 
     if tokenizer is not None:
         return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
+    if isinstance(model, dict) and model.get("endpoint") is not None:
+        return "not measured: a model at an endpoint played, whose tokens are not known"
     if not isinstance(model, dict) or model.get("path") is None:
         return "not measured: no config.yaml next to the rollouts names a model; give --tokenizer DIR"
     try:

@@ -17,41 +17,55 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
 
+_OPENAI = "https://api.openai.com/"
+"""The address to which a key in ``OPENAI_API_KEY`` is sent: it is for no other."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    add_checkpoint_arguments(parser)
+    add_policy_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics to this file too")
     parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
 
 
-def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a configuration, and ``--checkpoint``; see `checkpoint_config`."""
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a configuration, ``--checkpoint``, and those of a model at an endpoint; see `policy_config`."""
     add_config_arguments(parser)
     parser.add_argument(
         "--checkpoint",
         help="a run's folder, a checkpoint, or a model folder; default model.path. "
         "Without --env and --config the configuration is that of the run",
     )
+    parser.add_argument(
+        "--url",
+        help="in place of a policy: a model that others serve with OpenAI's chat completions, the address up to /v1",
+    )
+    parser.add_argument("--model", metavar="NAME", help="name of the model at --url")
+    parser.add_argument(
+        "--api-key-env", metavar="VARIABLE",
+        help="environment variable with the key of --url; default OPENAI_API_KEY for https://api.openai.com",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate a policy and print its metrics."""
     from agentrl.evaluation.evaluate import flat_metrics, report
     from agentrl.evaluation.evaluate_policy import evaluate_policy
-    from agentrl.evaluation.table import results_table
+    from agentrl.evaluation.table import failure_lines, results_table
 
     console = make_console()
-    config = checkpoint_config(arguments, console)
+    config = policy_config(arguments, console)
     _check_files(arguments)
     results, metrics = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
-    console.print(results_table(results, f"{config.label}: {config.model.path}"))
+    console.print(results_table(results, f"{config.label}: {config.model.label}"))
+    for line in failure_lines(results):
+        console.print(line, highlight=False, soft_wrap=True)
     if metrics:
-        console.print("  ".join(f"{key.removeprefix('eval/')} {value:.3f}" for key, value in metrics.items()))
+        console.print("  ".join(f"{key.removeprefix('eval/')} {_figure(value)}" for key, value in metrics.items()))
     if arguments.json:
         content = {
             "env": config.label,
-            "model": config.model.path,
+            "model": config.model.label,
             **flat_metrics(results),
             **metrics,
             "sets": report(results),
@@ -60,6 +74,33 @@ def run(arguments: argparse.Namespace) -> None:
     for path in (arguments.json, arguments.rollouts):
         if path is not None:
             console.print(f"written {path}", soft_wrap=True)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() else f"{value:.3f}"
+
+
+def policy_config(arguments: argparse.Namespace, console: Console) -> Config:
+    """Return the configuration of the command line, with the checkpoint or the model at an endpoint as the policy."""
+    url, name, variable = arguments.url, arguments.model, arguments.api_key_env
+    if url is None:
+        for option, value in (("--model", name), ("--api-key-env", variable)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value} without --url: it is of a model that others serve. A model of yours is model.path=…, or "
+                    "--checkpoint"
+                )
+        return checkpoint_config(arguments, console)
+    if arguments.checkpoint:
+        raise ConfigError(f"--url {url} with --checkpoint {arguments.checkpoint}: two policies; leave out one")
+    if name is None:
+        raise ConfigError(
+            f"--url {url} without --model NAME: a server may have several models; {url}/models lists them"
+        )
+    if variable is None and url.startswith(_OPENAI):
+        variable = "OPENAI_API_KEY"
+    endpoint = {"url": url, "model": name} | ({} if variable is None else {"api_key_env": variable})
+    return resolve_config(arguments, {"model": {"endpoint": endpoint}})
 
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:

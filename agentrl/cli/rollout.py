@@ -6,13 +6,13 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from agentrl.cli.eval import add_checkpoint_arguments, checkpoint_config
+from agentrl.cli.eval import add_policy_arguments, policy_config
 from agentrl.obs.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    add_checkpoint_arguments(parser)
+    add_policy_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="samples.jsonl or samples.parquet")
     parser.add_argument("--split", choices=("train", "eval"), default="train", help="which tasks; default train")
     parser.add_argument("--tasks", type=int, metavar="N", help="how many tasks; default rollout.batch_size")
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample_to_file
 
     console = make_console()
-    config = checkpoint_config(arguments, console)
+    config = policy_config(arguments, console)
     tasks = config.rollout.batch_size if arguments.tasks is None else arguments.tasks
     plan = SamplePlan(arguments.out, arguments.split, tasks)
     check_plan(config, plan)

@@ -118,7 +118,7 @@ def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, 
     if not entries:
         raise UserError(f"no rollout of {files.folder} fits {' '.join(filters.words())}")
     decode = load_decode(files)
-    if isinstance(decode, str):
+    if isinstance(decode, str) and any(entry.rollout.rows for entry in entries):
         print_error(console, "The text of tokens is not known", decode, "yellow")
     draw: Callable[..., object] = tokens_table if arguments.tokens else rollout_view
     for entry in entries:

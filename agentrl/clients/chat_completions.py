@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import cast
+from typing import TypeVar, cast
 from weakref import WeakValueDictionary
 
 from agentrl.clients.chat_messages import call_from_wire, reply_to_wire, tool_to_wire, with_reasoning
 from agentrl.clients.http import Json, ServiceClient, UnusableReplyError
 from agentrl.config.services import ChatModelConfig
 from agentrl.core.chat_endpoint import ChatReply, Usage, WireMessage
-from agentrl.core.errors import SamplerError, ServiceError, ServiceRefusedError
+from agentrl.core.errors import ConfigError, SamplerError, ServiceError, ServiceRefusedError
 from agentrl.core.tool import Tool
 from agentrl.core.types import FinishReason, Message, SamplingParams
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ROUTE = "/chat/completions"
 _ENDS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "function_call": FinishReason.STOP,
@@ -79,24 +81,48 @@ class ChatCompletions:
         Raises:
             ServiceError: see `ServiceClient.post`.
         """
-        field = self._tokens_field
-        try:
-            reply = await self._post(messages, tools, params)
-        except ServiceRefusedError as error:
-            if field != "max_tokens" or "max_completion_tokens" not in str(error):
-                raise
-            # OpenAI's reasoning models: the limit has another name.
-            _log.info("%s takes max_completion_tokens in place of max_tokens", self._config.model)
-            self._tokens_field = "max_completion_tokens"
-            reply = await self._post(messages, tools, params)
+        reply = await self._post(messages, tools, params, lambda reply: self._read(reply, params))
         self.usage += reply.usage
         return reply
 
-    async def _post(self, messages: Sequence[WireMessage], tools: Sequence[Tool], params: SamplingParams) -> ChatReply:
-        body = self._body(messages, tools, params)
-        about = f", model {self._config.model}"
+    async def check(self, samplings: Iterable[tuple[float, float, int]]) -> None:
+        """Request one token, to find out whether address, key, model and sampling parameters are right.
+
+        Args:
+            samplings: temperature, top-p and top-k of requests to come.
+
+        Raises:
+            ConfigError: the endpoint refuses the request, or does not answer; the message has the key to change.
+        """
+        for temperature, top_p, top_k in dict.fromkeys(samplings):
+            params = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, seed=0)
+            try:
+                await self._post(({"role": "user", "content": "Say yes."},), (), params, _check_choices)
+            except ServiceError as error:
+                raise ConfigError(str(error)) from error
+
+    async def _post(
+        self,
+        messages: Sequence[WireMessage],
+        tools: Sequence[Tool],
+        params: SamplingParams,
+        read: Callable[[object], T],
+    ) -> T:
+        """Send a request, again with another name of its limit if the endpoint wants that."""
+        field = self._tokens_field
         try:
-            return await self.client.post(ROUTE, body, lambda reply: self._read(reply, params), about=about)
+            return await self._post_body(self._body(messages, tools, params), read)
+        except ServiceRefusedError as error:
+            if field != "max_tokens" or "max_completion_tokens" not in str(error):
+                raise
+        # OpenAI's reasoning models.
+        _log.info("%s takes max_completion_tokens in place of max_tokens", self._config.model)
+        self._tokens_field = "max_completion_tokens"
+        return await self._post_body(self._body(messages, tools, params), read)
+
+    async def _post_body(self, body: Json, read: Callable[[object], T]) -> T:
+        try:
+            return await self.client.post(ROUTE, body, read, about=f", model {self._config.model}")
         except ServiceRefusedError as error:
             if error.status not in (400, 422):
                 raise
@@ -175,6 +201,16 @@ def open_chat_model(config: ChatModelConfig, key: str) -> ChatCompletions:
     if model is None:
         model = _MODELS[name] = ChatCompletions(config, key)
     return model
+
+
+def _check_choices(reply: object) -> None:
+    """Check that a reply is one of chat completions.
+
+    Raises:
+        UnusableReplyError: it is not.
+    """
+    if not isinstance(reply, Mapping) or not isinstance(reply.get("choices"), list):
+        raise UnusableReplyError(f"a reply without choices: {reply!r:.200}")
 
 
 def _read_usage(usage: object) -> Usage:

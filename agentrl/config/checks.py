@@ -50,6 +50,16 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
         raise ConfigError("\n".join(faults))
 
 
+def endpoint_faults(config: Config) -> Iterator[str]:
+    """Rule of commands that train: a model at an endpoint has no tokens to train on."""
+    endpoint = config.model.endpoint
+    if endpoint is not None:
+        yield (
+            f"model.endpoint.url={endpoint.url}: a model at an endpoint can be evaluated (agentrl eval, agentrl rollout), and "
+            "not trained; leave out model.endpoint and set model.path"
+        )
+
+
 def run_and_source_faults(config: Config, rule: Rule) -> list[str]:
     """Return the faults of the run by a rule, and those of its sources that the run does not have."""
     faults = [*rule(config)]

@@ -8,10 +8,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agentrl.config.base import Section
+from agentrl.config.secret_values import hide_secrets
+from agentrl.config.services import ChatModelConfig
 
 
 class ModelConfig(Section):
     """The policy."""
+
+    endpoint: ChatModelConfig | None = None
+    """A model that others serve, in place of ``path``, for ``agentrl eval`` and ``agentrl rollout``; ``--url`` and ``--model``
+    set it. Its tokens are not known, so it cannot be trained."""
 
     path: str = "multihop-warm"
     """A local Hugging Face folder, a shipped model's name, or a hub id."""
@@ -25,6 +31,11 @@ class ModelConfig(Section):
     ``sampler.sglang.mem_fraction_static`` of a GPU that both use need more than nine tenths of it."""
     warm_start_options: dict[str, Any] = Field(default_factory=dict)
     """Merged over that configuration, such as ``{sft: {minutes: 1}}``. Model, chat format and folders are the run's."""
+
+    @property
+    def label(self) -> str:
+        """The policy for display: its path, or the name of the model at an endpoint and the address."""
+        return self.path if self.endpoint is None else f"{self.endpoint.model} at {hide_secrets(self.endpoint.url)}"
 
 
 FormatName = Literal[

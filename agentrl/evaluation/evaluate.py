@@ -84,9 +84,7 @@ async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDo
         plan = eval_set.plan
         change = SamplingChange(plan.temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
         rollouts = await runner.with_sampling(change).run_many(make_jobs(eval_set), on_done)
-        games = bool(eval_set.lineups)
-        metrics = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
-        return SetResult(eval_set, metrics, rollouts)
+        return _result(eval_set, rollouts)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -94,3 +92,29 @@ async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDo
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first ended the others
     return [task.result() for task in running]
+
+
+def finished_results(sets: Sequence[EvalTasks], rollouts: Sequence[Rollout]) -> list[SetResult]:
+    """Return the results of an evaluation that was interrupted, of the sets that have finished rollouts.
+
+    Args:
+        sets: of the evaluation.
+        rollouts: those that have ended.
+    """
+    results = []
+    for eval_set in sets:
+        ids = {job.rollout_id for job in make_jobs(eval_set)}
+        of_set = [rollout for rollout in rollouts if {_episode(rollout), _episode(rollout).rpartition(".")[0]} & ids]
+        results += [_result(eval_set, of_set)] if of_set else []
+    return results
+
+
+def _episode(rollout: Rollout) -> str:
+    """Return the id of an episode, to which a loop of the user may have added a number."""
+    return rollout.episode or rollout.rollout_id
+
+
+def _result(eval_set: EvalTasks, rollouts: Sequence[Rollout]) -> SetResult:
+    plan, games = eval_set.plan, bool(eval_set.lineups)
+    metrics = compute_metrics(rollouts, pass_reward=plan.pass_reward, group_by=plan.group_by, games=games)
+    return SetResult(eval_set, metrics, rollouts)

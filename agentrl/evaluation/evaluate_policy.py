@@ -5,23 +5,26 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
-from agentrl.evaluation.evaluate import SetResult, evaluate
+from agentrl.evaluation.evaluate import SetResult, evaluate, finished_results
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
+from agentrl.evaluation.table import results_table
 from agentrl.inference.base import EngineControl
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes
+from agentrl.runtime.endpoint_services import EndpointServices, check_endpoint, open_endpoint
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_tools import check_tools
 from agentrl.runtime.services import Services, open_services
@@ -58,14 +61,28 @@ async def open_saved(config: Config, tasks: TaskSources, model: Path, folder: Pa
         yield services
 
 
+def open_policy(
+    config: Config, tasks: TaskSources, folder: Path
+) -> AbstractAsyncContextManager[Services | EndpointServices]:
+    """Start what the episodes of a policy need: the services of ``model.path``, or a model at ``model.endpoint``.
+
+    Raises:
+        AgentrlError: see `open_saved` and `open_endpoint`.
+    """
+    if config.model.endpoint is not None:
+        return open_endpoint(config, tasks, folder)
+    return open_saved(config, tasks, resolve_model(config.model.path), folder)
+
+
 async def evaluate_policy(
     config: Config, console: Console, samples: Path | None = None
 ) -> tuple[list[SetResult], dict[str, float]]:
-    """Start engines and tool servers, evaluate, and return the results by set, and the exploitability in a game with a tree.
+    """Start engines and tool servers, evaluate, and return the results by set, and further metrics: the exploitability in a game
+    with a tree, requests and tokens of a model at an endpoint.
 
     Args:
         config: of the evaluation.
-        console: progress is printed to it.
+        console: progress is printed to it, and what an interrupted evaluation has.
         samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. Each is written when it ends, so that an interrupted
             evaluation leaves the finished ones, as JSON lines.
 
@@ -76,30 +93,43 @@ async def evaluate_policy(
     """
     tasks = open_eval_tasks(config)
     sets = await asyncio.to_thread(check_eval, config, tasks)
-    model = resolve_model(config.model.path)
     episodes = sum(eval_set.episodes for eval_set in sets)
     file = RolloutFile(samples) if samples is not None else None
+    finished: list[Rollout] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
 
         def done(rollout: Rollout) -> None:
             count.add()
+            finished.append(rollout)
             if file is not None:
                 file.write(rollout)
 
-        async with open_saved(config, tasks, model, Path(folder)) as services:
+        async with open_policy(config, tasks, Path(folder)) as services:
             count.begin()
             if services.agents_line:
                 count.print_text(services.agents_line)
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
-                async with interrupt.guard_episodes(services.check):
-                    results = await evaluate(sets, services.runner(), done)
-                    scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
-                    exploitability = (
-                        {} if scores is None else scores.metrics(await scores.score_strategy(services.fleet))
-                    )
+                try:
+                    async with interrupt.guard_episodes(services.check):
+                        results = await evaluate(sets, services.runner(), done)
+                        metrics = await _further_metrics(services)
+                except RunStopped as stop:
+                    if finished:
+                        title = f"{config.label}: {config.model.label}, {len(finished)} of {episodes} rollouts"
+                        console.print(results_table(finished_results(sets, finished), title))
+                    kept = "" if file is None else f"; they are in {file.lines}"
+                    raise RunStopped(f"{stop}. {len(finished)} of {episodes} rollouts were finished{kept}") from stop
     if file is not None:
         file.finish()
-    return results, exploitability
+    return results, metrics
+
+
+async def _further_metrics(services: Services | EndpointServices) -> dict[str, float]:
+    if isinstance(services, EndpointServices):
+        counters, usage = services.endpoint.client.counters, services.endpoint.usage
+        return {f"eval/endpoint/{name}": float(value) for name, value in (asdict(counters) | asdict(usage)).items()}
+    scores = open_game_scores(services.config, services.renderer, services.fleet.vocabulary.size)
+    return {} if scores is None else scores.metrics(await scores.score_strategy(services.fleet))
 
 
 def open_eval_tasks(config: Config) -> TaskSources:
@@ -118,8 +148,20 @@ def check_eval(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     """
     check_episodes(config)
     check_tools(config)
-    check_engine(config)
+    check_policy(config)
     sets = load_eval_tasks(config, tasks)
     if not sets:
         raise ConfigError("there is nothing to evaluate on: set data.eval_path, eval.path, eval.split or eval.sets")
     return sets
+
+
+def check_policy(config: Config) -> None:
+    """Check that the policy can be sampled here: by an engine, or at an endpoint.
+
+    Raises:
+        UserError: it cannot; the message has the value and the key to change.
+    """
+    if config.model.endpoint is not None:
+        check_endpoint(config)
+    else:
+        check_engine(config)

@@ -26,9 +26,11 @@ class SetMetrics:
     episodes: int
     """Rollouts, including failed ones."""
     failed: float
-    """Share of rollouts that failed. Their reward counts as it is, mostly 0."""
+    """Share of rollouts that failed."""
+    dropped: float
+    """Share of rollouts that the failure policy dropped. They are in no mean: what failed is not the policy's fault."""
     turns: float
-    """Mean number of turns."""
+    """Mean number of turns, dropped rollouts included."""
     tokens: float
     """Mean number of sampled tokens."""
     means: dict[str, Estimate]
@@ -59,8 +61,10 @@ def compute_metrics(
 
 
 def _metrics(rollouts: Sequence[Rollout], pass_reward: float, games: bool) -> SetMetrics:
-    prompts = _by_prompt(rollouts)
-    means = {"reward": estimate([[rollout.reward for rollout in samples] for samples in prompts])}
+    prompts = _by_prompt([rollout for rollout in rollouts if not rollout.dropped])
+    means = (
+        {} if not prompts else {"reward": estimate([[rollout.reward for rollout in samples] for samples in prompts])}
+    )
     metrics_by_prompt = [
         [rollout.metrics | (game_metrics(rollout) if games else {}) for rollout in samples] for samples in prompts
     ]
@@ -77,9 +81,10 @@ def _metrics(rollouts: Sequence[Rollout], pass_reward: float, games: bool) -> Se
         means[f"pass@{k}"] = estimate([[pass_at_k(count, passes, k)] for count, passes in passed])
     stops = Counter(rollout.stop_reason.value for rollout in rollouts)
     return SetMetrics(
-        prompts=len(prompts),
+        prompts=len({rollout.prompt_id for rollout in rollouts}),
         episodes=len(rollouts),
         failed=mean([float(rollout.failure is not None) for rollout in rollouts]),
+        dropped=mean([float(rollout.dropped) for rollout in rollouts]),
         turns=mean([float(len(rollout.turns)) for rollout in rollouts]),
         tokens=mean([float(rollout.sampled_tokens) for rollout in rollouts]),
         means=means,
@@ -116,7 +121,7 @@ def flat(metrics: SetMetrics, prefix: str) -> dict[str, float]:
     row |= {f"{prefix}{key}/ci95": metric.ci95 for key, metric in metrics.means.items() if metric.ci95 is not None}
     for value, group in metrics.groups.items():
         row |= {f"{prefix}{key}/{value}": metric.value for key, metric in group.means.items()}
-    counts = {key: float(getattr(metrics, key)) for key in ("episodes", "failed", "turns", "tokens")}
+    counts = {key: float(getattr(metrics, key)) for key in ("episodes", "failed", "dropped", "turns", "tokens")}
     return row | {f"{prefix}{key}": value for key, value in counts.items()}
 
 
@@ -126,6 +131,7 @@ def metrics_to_dict(metrics: SetMetrics) -> dict[str, object]:
         "prompts": metrics.prompts,
         "episodes": metrics.episodes,
         "failed": metrics.failed,
+        "dropped": metrics.dropped,
         "turns": metrics.turns,
         "tokens": metrics.tokens,
         "means": {

@@ -14,6 +14,7 @@ from rich.console import Console
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.model import ModelConfig
 from agentrl.config.schema import Config
+from agentrl.config.secret_values import hide_secrets
 from agentrl.config.yaml_text import dump_yaml
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
@@ -22,15 +23,14 @@ from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import MixedOrder, Split, make_order, open_tasks, read_splits, split_size
 from agentrl.evaluation.evaluate import SetResult
-from agentrl.evaluation.evaluate_policy import open_saved
+from agentrl.evaluation.evaluate_policy import check_policy, open_policy
 from agentrl.evaluation.metrics import compute_metrics
 from agentrl.evaluation.sets import EvalTasks
-from agentrl.evaluation.table import results_table
-from agentrl.models.resolve import resolve_model
+from agentrl.evaluation.table import failure_lines, results_table
 from agentrl.obs.progress import EpisodeProgress
 from agentrl.obs.rollouts import RolloutFile, sampled_with
 from agentrl.obs.watchdog import Watchdog
-from agentrl.runtime.checks import check_engine, check_episodes
+from agentrl.runtime.checks import check_episodes
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_tools import check_tools
 
@@ -71,7 +71,7 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     check_samples_file(plan.out)
     check_episodes(config)
     check_tools(config)
-    check_engine(config)
+    check_policy(config)
     splits = read_splits(config, open_tasks(config), plan.split)
     _check_number(plan, splits, make_order(config, splits))
 
@@ -95,7 +95,6 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         RunStopped: Ctrl-C or the failure policy ended it; what it had is written.
         AgentrlError: the engine or a tool server does not start, or died; what it had is written.
     """
-    model = resolve_model(config.model.path)
     tasks = open_tasks(config)
     episodes = TaskJobs(config, make_order(config, read_splits(config, tasks, plan.split)))
     size = config.rollout.batch_size
@@ -111,7 +110,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                 done.append(rollout)
                 count.add()
 
-            async with open_saved(config, tasks, model, Path(folder)) as services:
+            async with open_policy(config, tasks, Path(folder)) as services:
                 count.begin()
                 if services.agents_line:
                     count.print_text(services.agents_line)
@@ -130,7 +129,9 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
         name: [rollout for rollout in done if task_source_name(rollout.prompt_id) == name] for name in config.sources
     }
     summaries = [_summary(config, plan, name, rollouts) for name, rollouts in (by_source or {"samples": done}).items()]
-    console.print(results_table(summaries, f"{config.label}: {config.model.path}"))
+    console.print(results_table(summaries, f"{config.label}: {config.model.label}"))
+    for line in failure_lines(summaries):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
 
 
@@ -140,7 +141,9 @@ def finish_samples(model: ModelConfig, file: RolloutFile, count: int) -> None:
     if not count:
         path.unlink()
         return
-    section = {"path": model.path, "trust_remote_code": model.trust_remote_code}
+    section: Mapping[str, object] = {"path": model.path, "trust_remote_code": model.trust_remote_code}
+    if model.endpoint is not None:
+        section = {"endpoint": {"url": hide_secrets(model.endpoint.url), "model": model.endpoint.model}}
     sampled_with(path).write_text(dump_yaml({"model": section}), encoding="utf-8")
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.core.types import FinishReason
+from agentrl.episode.failure_policy import describe_failure
 from agentrl.evaluation.evaluate import SetResult
 from agentrl.evaluation.intervals import Estimate
 from agentrl.evaluation.metrics import SetMetrics
+
+_FAILURES = 5
+"""Causes of failures that are printed."""
+_SHOWN = 400
+"""Characters of a failure's message in a line."""
+_CUT = 0.02
+"""Share of turns that their limit ended, above which a line says so."""
 
 
 def results_table(results: Sequence[SetResult], title: str) -> Table:
@@ -28,7 +38,7 @@ def results_table(results: Sequence[SetResult], title: str) -> Table:
                 groups = [result.metrics.groups.get(value) for result in results]
                 table.add_row(Text(f"  {value}"), *(_cell(group, key) for group in groups), style="dim")
     table.add_section()
-    for name, form in (("turns", "{:.2f}"), ("tokens", "{:.1f}"), ("failed", "{:.1%}")):
+    for name, form in (("turns", "{:.2f}"), ("tokens", "{:.1f}"), ("failed", "{:.1%}"), ("dropped", "{:.1%}")):
         table.add_row(name, *(form.format(getattr(result.metrics, name)) for result in results))
     for reason in _merge_unique([list(result.metrics.stops) for result in results]):
         cells = [f"{result.metrics.stops.get(reason, 0.0):.1%}" for result in results]
@@ -61,6 +71,32 @@ def format_estimate(estimate: Estimate) -> str:
     if abs(above - below) < 0.001:
         return f"{estimate.value:.3f} ±{estimate.ci95:.3f}"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def failure_lines(results: Sequence[SetResult]) -> list[str]:
+    """Return what failed in the episodes of an evaluation, the most frequent first, and how many turns a limit cut."""
+    lines = []
+    for result in results:
+        rollouts, label = result.rollouts, result.eval_set.label
+        failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+        if failures:
+            dropped = sum(rollout.dropped for rollout in rollouts)
+            lines.append(
+                f"{label}: {len(failures)} of {len(rollouts)} episodes failed, {dropped} of them are in no mean "
+                "(rollout.failure):"
+            )
+            common = Counter(map(describe_failure, failures)).most_common()
+            lines += [f"  {times} x {text[:_SHOWN]}" for text, times in common[:_FAILURES]]
+            others = sum(times for _, times in common[_FAILURES:])
+            lines += [f"  and {others} others"] if others else []
+        turns = [turn for rollout in rollouts for turn in rollout.turns]
+        cut = sum(turn.finish_reason is FinishReason.LENGTH for turn in turns)
+        if any(rollout.endpoint is not None for rollout in rollouts) and cut > _CUT * len(turns):
+            lines.append(
+                f"{label}: {cut} of {len(turns)} turns ended at the limit of their tokens; raise eval.max_new_tokens "
+                "(sampler.max_new_tokens) and rollout.max_tokens"
+            )
+    return lines
 
 
 def results_lines(results: Sequence[SetResult]) -> list[str]:

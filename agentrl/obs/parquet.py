@@ -22,8 +22,10 @@ AS_JSON = ("label", "metadata", "tool_uses")
 """Columns of arbitrary structure, stored as JSON text."""
 SMALL = ("agent_id", "row", "request_ids", "turns", "fork", "temperature", "crc32")
 """Fields of a row besides its arrays."""
-OPTIONAL = ("player", "filtered")
-"""Columns that only some rollouts have: those of multi-agent episodes, and of filtered groups."""
+ENDPOINT = ("endpoint", "messages", "tools")
+"""Columns that only rollouts of a model at an endpoint have, stored as JSON text."""
+OPTIONAL = ("player", "filtered", *ENDPOINT)
+"""Columns that only some rollouts have: those of multi-agent episodes, of filtered groups, and of models at endpoints."""
 ROW_GROUP = 512
 """Rollouts per parquet row group."""
 
@@ -145,6 +147,7 @@ def _schema() -> Any:
             ("tool_uses", text),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
+            *((name, text) for name in ENDPOINT),
             ("player", player),
             ("number", pa.int64()),
             ("checksum", pa.int64()),
@@ -156,11 +159,13 @@ def _schema() -> Any:
 def _to_line(rollout: Rollout, number: int) -> dict[str, Any]:
     line = rollout_to_dict(rollout, number)
     line["metrics"] = list(line["metrics"].items())
-    return line | {name: json.dumps(line[name]) for name in AS_JSON}
+    present = [*AS_JSON, *(name for name in ENDPOINT if name in line)]
+    return line | {name: json.dumps(line[name]) for name in present}
 
 
 def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    line = line | {name: json.loads(line[name]) for name in AS_JSON}
+    present = [*AS_JSON, *(name for name in ENDPOINT if line.get(name) is not None)]
+    line = line | {name: json.loads(line[name]) for name in present}
     return line | {"metrics": dict(line["metrics"]), "rows": rows}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from agentrl.core.types import (
+    EndpointRecord,
     Failure,
     FailureKind,
     FinishReason,
@@ -110,6 +111,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "sampled_tokens": rollout.sampled_tokens,
         "metadata": json_state(rollout.metadata),
         **({"filtered": rollout.filtered} if rollout.filtered else {}),
+        **({} if rollout.endpoint is None else _endpoint_to_dict(rollout.endpoint)),
         **({"player": player_to_dict(rollout)} if rollout.episode else {}),
     }
 
@@ -135,8 +137,20 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         sampled_tokens=data["sampled_tokens"],
         metadata=data["metadata"],
         label=data.get("label"),
+        endpoint=None
+        if data.get("endpoint") is None
+        else EndpointRecord(messages=tuple(data["messages"]), tools=tuple(data["tools"]), **data["endpoint"]),
         **_player_from_dict(data.get("player")),
     )
+
+
+def _endpoint_to_dict(record: EndpointRecord) -> dict[str, object]:
+    """Return what a model at an endpoint read and said; ``messages`` and ``tools`` are as supervised fine-tuning reads them."""
+    return {
+        "endpoint": {"model": record.model, "prompt_tokens": record.prompt_tokens},
+        "messages": record.messages,
+        "tools": record.tools,
+    }
 
 
 def player_to_dict(rollout: Rollout) -> dict[str, Any]:

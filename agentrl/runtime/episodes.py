@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import Config
+from agentrl.core.chat_endpoint import ChatEndpoint
 from agentrl.core.registry import make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
@@ -45,28 +47,33 @@ def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary
 
 def make_runner(
     config: Config,
-    renderer: ChatRenderer,
-    sampler: Sampler,
+    renderer: ChatRenderer | None,
+    sampler: Sampler | None,
     tools: ToolServers,
     frozen: Mapping[str, Sampler],
     slots: EpisodeSlots,
     agents: AgentsElsewhere | None = None,
+    *,
+    endpoint: ChatEndpoint | None = None,
 ) -> EpisodeRunner:
     """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them.
 
     Args:
         config: of the run.
-        renderer: of the policy's chat format.
-        sampler: samples the policy.
+        renderer: of the policy's chat format; None with an endpoint.
+        sampler: samples the policy; None with an endpoint.
         tools: have the clients of the tools.
         frozen: samplers of weights that never change, by `RoleConfig.frozen`.
         slots: limit the concurrent episodes.
         agents: the address at which agents that run elsewhere start sessions, if the run has one.
+        endpoint: plays the policy in place of a sampler.
     """
-    settings = {
-        name: _settings(name, source_config, load_loop(source_config, name, agents), renderer, sampler, tools, frozen)
-        for name, source_config in config.by_source().items()
-    }
+    settings = {}
+    for name, source_config in config.by_source().items():
+        loop = load_loop(source_config, name, agents)
+        source_settings = _settings(name, source_config, loop, renderer, sampler, tools, frozen)
+        context = replace(source_settings.context, endpoint=endpoint)
+        settings[name] = replace(source_settings, context=context)
     return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
 
 
@@ -99,8 +106,8 @@ def _settings(
     source: str,
     config: Config,
     loop: Generate | None,
-    renderer: ChatRenderer,
-    sampler: Sampler,
+    renderer: ChatRenderer | None,
+    sampler: Sampler | None,
     tools: ToolServers,
     frozen: Mapping[str, Sampler],
 ) -> EpisodeSettings:

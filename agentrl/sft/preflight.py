@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.config.algo import AlgoConfig
+from agentrl.config.checks import endpoint_faults
 from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
@@ -67,6 +68,8 @@ def check_sft(config: Config) -> None:
     Raises:
         UserError: with the value and the key to change.
     """
+    if faults := [*endpoint_faults(config)]:
+        raise ConfigError(faults[0])
     if config.sources:
         raise ConfigError(
             f"sources={', '.join(config.sources)}: demonstrations are of one environment; leave out sources, and set env and "

@@ -1,0 +1,75 @@
+"""`agentrl eval --url`: a model that is known only by its address scores as the same policy does directly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served_policy import serve_policy
+from shared_runs import Services, here
+
+from agentrl.config.schema import Config
+from agentrl.inference.client.sglang_client import SGLangClient
+from agentrl.models.resolve import resolve_model
+from agentrl.obs.rollouts import read_rollouts
+from agentrl.runtime.episodes import open_renderer
+
+ENV = '''
+import zlib
+
+from agentrl import Env, Message
+
+
+class Talk(Env):
+    """Three turns; the reward depends on every word of them. Endpoints return all reasoning of a turn before its text."""
+
+    def reset(self, *, seed=None, options=None):
+        self.said = []
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        words = action.content.replace("<think>", " ").replace("</think>", " ").split()
+        self.said.append(" ".join(sorted(words)))
+        over = len(self.said) == 3
+        score = zlib.crc32("|".join(self.said).encode()) % 1000 / 1000
+        return (Message("user", f"And the employer of the {len(self.said)}th author?"),), score * over, over, False, {}
+'''
+
+
+@pytest.fixture(scope="module")
+def served(services: Services) -> Iterator[tuple[str, str, str]]:
+    engine = services.engine()
+    renderer, _ = open_renderer(Config(), resolve_model("multihop-warm"))
+    with serve_policy(renderer, lambda: SGLangClient(engine, timeout_s=60), 1024) as (url, key):
+        yield engine, url, key
+
+
+def test_the_shipped_policy_scores_the_same_by_its_address_as_directly(
+    served: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, url, key = served
+    (tmp_path / "talk.py").write_text(ENV)
+    monkeypatch.setenv("POLICY_KEY", key)
+    words = [
+        "eval", "--env", "talk.py:Talk", "tasks.name=multihop", "eval.size=12", "eval.temperature=0", "eval.split=validation",
+        "sampler.max_new_tokens=24", "rollout.max_tokens=512",
+    ]  # fmt: skip
+    direct = here(*words, f"sampler.url={engine}", "--json", "a.json", "--rollouts", "a.jsonl", cwd=tmp_path)
+    assert direct.returncode == 0, direct.stdout + direct.stderr
+    address = ["--url", url, "--model", "policy", "--api-key-env", "POLICY_KEY"]
+    remote = here(*words, *address, "--json", "b.json", "--rollouts", "b.jsonl", cwd=tmp_path)
+    assert remote.returncode == 0, remote.stdout + remote.stderr
+    rollouts = {name: {r.rollout_id: r for r in read_rollouts(tmp_path / f"{name}.jsonl")} for name in "ab"}
+    assert len(rollouts["a"]) == 12
+    for name, rollout in rollouts["a"].items():
+        other = rollouts["b"][name]
+        assert (rollout.reward, rollout.sampled_tokens) == (other.reward, other.sampled_tokens)
+        assert [turn.observation for turn in rollout.turns] == [turn.observation for turn in other.turns]
+    results = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
+    assert results[0]["eval/reward"] > 0
+    names = [name for name in results[0] if name.startswith("eval/")]
+    assert {name: results[1][name] for name in names} == {name: results[0][name] for name in names}
+    assert results[1]["eval/endpoint/requests"] == 12 * 3 + 1
+    assert results[1]["eval/endpoint/completion_tokens"] == sum(r.sampled_tokens for r in rollouts["a"].values())
