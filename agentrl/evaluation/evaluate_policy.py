@@ -106,7 +106,7 @@ async def evaluate_policy(
 
         async with open_policy(config, tasks, Path(folder)) as services:
             count.begin()
-            if services.agents_line:
+            if isinstance(services, Services) and services.agents_line:
                 count.print_text(services.agents_line)
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 try:

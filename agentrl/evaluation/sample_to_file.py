@@ -33,6 +33,7 @@ from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_episodes
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.run_tools import check_tools
+from agentrl.runtime.services import Services
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
 
             async with open_policy(config, tasks, Path(folder)) as services:
                 count.begin()
-                if services.agents_line:
+                if isinstance(services, Services) and services.agents_line:
                     count.print_text(services.agents_line)
                 runner = services.runner()
                 with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
