@@ -1,4 +1,4 @@
-"""A run of `agentrl launch slurm` on a real Slurm of one machine: it gets the signal of a time limit, is queued again, resumes."""
+"""A run of `agentrl launch slurm` on a real Slurm of one machine: it gets the signal of a time limit, and resumes."""
 
 import json
 import os
