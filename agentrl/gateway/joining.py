@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import orjson
 
 from agentrl.core.tool import Tool
 from agentrl.core.types import ForkReason, MaskReason, Message, ToolCall
@@ -272,6 +275,8 @@ def _plain(value: Any) -> Any:
 
 
 def _json(value: Any) -> bytes:
+    with suppress(TypeError):  # whole numbers above 64 bits, and deep nesting
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     try:
         return _encode(value).encode()
     except RecursionError:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
+import orjson
 
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
@@ -350,9 +351,16 @@ def call_turn(id: str) -> int | None:
 
 def event(data: Json | str, name: str | None = None) -> bytes:
     """Return a server-sent event."""
-    text = data if isinstance(data, str) else _encode(data)
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()
+    content = data.encode() if isinstance(data, str) else _encode_json(data)
+    head = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (head, content)
+
+
+def _encode_json(data: Json) -> bytes:
+    try:
+        return orjson.dumps(data)
+    except TypeError:  # whole numbers above 64 bits
+        return _encode(data).encode()
 
 
 class OpenAiErrors:
