@@ -53,6 +53,7 @@ _HEADER_CHARACTERS = 1000
 CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
 _KEEP_ALIVE = b": waiting\n\n"
+_OVER = "this episode is over"
 _STREAM = "text/event-stream"
 _STREAM_HEADERS = {"cache-control": "no-cache"}
 
@@ -294,6 +295,8 @@ class Gateway:
             timeout_s = self._keep_alive_s if request.stream else None
             ends: set[asyncio.Task[Any]] = {answer.task, disconnect}
             await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.task.cancelled():
+                raise SessionOverError(_OVER)
             if answer.task.done():
                 reply = answer.task.result()
                 answer.delivered |= not disconnect.done()
@@ -334,7 +337,7 @@ class Gateway:
             except BadRequestError as error:
                 yield dialect.error_event(error.message, error.status)
             except (SessionOverError, asyncio.CancelledError) as error:
-                yield dialect.error_event(str(error) or "this episode is over", 503)
+                yield dialect.error_event(str(error) or _OVER, 503)
             else:
                 yield b"".join(dialect.events(reply, usage=request.stream_usage))
                 answer.delivered = True

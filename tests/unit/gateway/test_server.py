@@ -345,3 +345,20 @@ def test_a_turn_in_progress_when_the_program_ends_is_aborted(play: Play) -> None
     played = play(["one", "two"], talk, gate=gate)
     assert played.trained() == [sampled(["one"])]
     assert not played.sampler.running
+
+
+def test_a_request_whose_turn_is_aborted_is_told_that_the_episode_is_over(play: Play) -> None:
+    gate = asyncio.Event()
+
+    async def talk(program: Program) -> None:
+        body = {"model": "m", "messages": [user("a")]}
+        pending = asyncio.create_task(program.post("/v1/chat/completions", body))
+        await until(lambda: program.session.turns == 1)
+        await program.sessions.close()
+        response = await pending
+        assert (response.status_code, response.headers["x-should-retry"]) == (503, "false")
+        assert response.json()["error"]["message"] == "this episode is over"
+        gate.set()
+        await program.chat(user("a"))
+
+    assert play(["one", "two"], talk, gate=gate).rollout.failure is None
