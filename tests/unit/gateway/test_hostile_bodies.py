@@ -98,3 +98,38 @@ def test_hostile_bodies_are_refused_in_the_dialects_form(
     assert set(statuses) == {200, 400}
     assert played.rollout.failure is None
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
+
+
+OTHERS: dict[str, Any] = {
+    "/v1/messages/count_tokens": MessagesClient().body(TALK, ("find", "count"), lambda arguments: arguments),
+    "/v1/session/reward": {"reward": 1.0, "metrics": {"steps": 2.0}, "agent": None},
+    "/v1/session/end": {"reward": 1.0, "metrics": {"steps": 2.0}, "failure": "", "answer": "a", "result": {"b": [1]}},
+}
+"""Routes that sample nothing, and a valid body of each."""
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_hostile_bodies_of_other_routes_are_refused(play: Play, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    count = 2 * settings().max_examples
+    rng = random.Random(path)
+    statuses: dict[int, int] = {}
+
+    async def talk(program: Program) -> None:
+        program.sessions.may_reward = program.sessions.may_end = True
+        program.sessions.over.set()  # an end waits for its episode
+        for number in range(count):
+            content = encode(mutate(OTHERS[path], rng), rng)
+            response = await program.client.post(path, content=content)
+            status = statuses[response.status_code] = response.status_code
+            assert status in (200, 400, 404, 413), (number, status, content[:2000])
+            if status != 200:
+                error = response.json()["error"]
+                assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error"), error
+                assert 0 < len(error["message"]) <= 1001
+        assert (await program.post(path, OTHERS[path])).status_code == 200
+        await program.chat({"role": "user", "content": "a"})
+
+    played = play(["fine"], talk, max_tokens=200_000)
+    assert played.rollout.failure is None, played.rollout.failure
+    assert {200, 400} <= set(statuses)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
