@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.core.errors import AgentrlError, ConfigError, UserError
-from agentrl.dashboard.group_data import group_index, rollout_tokens
+from agentrl.dashboard.group_data import group_index, read_calls, rollout_tokens
 from agentrl.dashboard.login import LOGIN, Access
 from agentrl.dashboard.metrics_file import metric_keys
 from agentrl.dashboard.rollout_index import FileKey, Kind, Query
@@ -84,8 +84,38 @@ def _reply(content: object, status: int = 200) -> Response:
     )
 
 
+class _RolloutApi:
+    """The routes of tables of rollouts, and of the open one. They read files, and run in threads."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def rollouts(self, request: Request) -> Response:
+        return _reply(self._run(request).rollouts.rows(_query(request.query_params), *_page(request)))
+
+    def groups(self, request: Request) -> Response:
+        return _reply(self._run(request).rollouts.groups(_query(request.query_params), *_page(request)))
+
+    def group(self, request: Request) -> Response:
+        return _reply(group_index(self._run(request), _file_key(request), request.query_params.get("prompt", "")))
+
+    def tokens(self, request: Request) -> Response:
+        """Return the length of the vocabulary, uint32; the vocabulary, JSON; and the packed tokens."""
+        start, end = _whole(request, "start", 0), _whole(request, "end", 0)
+        packed, vocabulary = rollout_tokens(self._run(request), _file_key(request), start, end)
+        head = orjson.dumps(finite(vocabulary))
+        return Response(struct.pack("<I", len(head)) + head + packed, media_type="application/octet-stream")
+
+    def calls(self, request: Request) -> Response:
+        start, end = _whole(request, "start", 0), _whole(request, "end", 0)
+        return _reply(read_calls(self._run(request), _file_key(request), start, end))
+
+    def _run(self, request: Request) -> DashboardRun:
+        return self._runs.run(request.query_params.get("run", ""))
+
+
 class _Api:
-    """The routes under ``/api``. They read files, and run in threads."""
+    """The other routes under ``/api``. They read files, and run in threads, but for the events."""
 
     def __init__(self, runs: Runs, stopping: threading.Event) -> None:
         self._runs = runs
@@ -110,22 +140,6 @@ class _Api:
 
     def trace(self, request: Request) -> Response:
         return _reply(trace_spans(self._run(request), _whole(request, "step", 0)))
-
-    def rollouts(self, request: Request) -> Response:
-        return _reply(self._run(request).rollouts.rows(_query(request.query_params), *_page(request)))
-
-    def groups(self, request: Request) -> Response:
-        return _reply(self._run(request).rollouts.groups(_query(request.query_params), *_page(request)))
-
-    def group(self, request: Request) -> Response:
-        return _reply(group_index(self._run(request), _file_key(request), request.query_params.get("prompt", "")))
-
-    def tokens(self, request: Request) -> Response:
-        """Return the length of the vocabulary, uint32; the vocabulary, JSON; and the packed tokens."""
-        start, end = _whole(request, "start", 0), _whole(request, "end", 0)
-        packed, vocabulary = rollout_tokens(self._run(request), _file_key(request), start, end)
-        head = orjson.dumps(finite(vocabulary))
-        return Response(struct.pack("<I", len(head)) + head + packed, media_type="application/octet-stream")
 
     def comparison(self, request: Request) -> Response:
         names = [request.query_params.get(name, "") for name in ("run", "other")]
@@ -256,10 +270,10 @@ def make_app(runs: Runs, token: str | None = None, stopping: threading.Event | N
         token: that requests need; None if they need none, and come from pages of this machine.
         stopping: ends the streams of events when it is set: a server that stops waits for its responses.
     """
-    api, access = _Api(runs, stopping or threading.Event()), Access(token)
+    api, rollouts, access = _Api(runs, stopping or threading.Event()), _RolloutApi(runs), Access(token)
     routes = [
-        api.list_runs, api.metrics, api.curves, api.steps, api.trace, api.rollouts, api.groups, api.group, api.tokens,
-        api.comparison, api.league, api.cluster, api.log, api.advice, api.events,
+        api.list_runs, api.metrics, api.curves, api.steps, api.trace, api.comparison, api.league, api.cluster, api.log,
+        api.advice, api.events, rollouts.rollouts, rollouts.groups, rollouts.group, rollouts.tokens, rollouts.calls,
     ]  # fmt: skip
     handler = cast("Callable[[Request, Exception], Awaitable[Response]]", _error_reply)
     exceptions: dict[Any, Any] = {

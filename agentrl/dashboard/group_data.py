@@ -9,6 +9,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.types import Rollout
 from agentrl.dashboard.rollout_index import FileKey
 from agentrl.dashboard.runs import DashboardRun
+from agentrl.dashboard.tool_calls import rollout_calls
 from agentrl.obs.rollout_headers import read_rollout
 from agentrl.obs.rollouts import read_advantages
 from agentrl.obs.viewer.page import vocabulary_data
@@ -59,3 +60,21 @@ def rollout_tokens(run: DashboardRun, key: FileKey, start: int, end: int) -> tup
     vocabulary = TokenIds()
     packed = pack_rollout(scan.rollout, vocabulary)
     return packed, vocabulary_data(vocabulary.ids, run.decode())
+
+
+def read_calls(run: DashboardRun, key: FileKey, start: int, end: int) -> dict[str, object]:
+    """Return the tool calls of a rollout, or in ``why`` the reason why they are not known.
+
+    Returns:
+        ``{"calls": [{"row", "turn", "name", "arguments", "fault"}], "why"}``; turns of a row are counted from 1.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no rollout there.
+    """
+    rollout = read_rollout(run.rollouts.path(key), start, end).rollout
+    if isinstance(rollout, str):
+        raise ConfigError(f"step {key.step}, byte {start}: {rollout}")
+    chat_format = run.chat_format()
+    if isinstance(chat_format, str):
+        return {"calls": [], "why": chat_format}
+    return {"calls": rollout_calls(rollout, chat_format), "why": ""}

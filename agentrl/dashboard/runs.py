@@ -7,20 +7,25 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.layers import CONFIG
 from agentrl.config.secret_values import redact
 from agentrl.config.yaml_text import parse_yaml
 from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.extras import missing_extra_error
 from agentrl.core.reading import reading
 from agentrl.dashboard.metrics_file import MetricsFile
 from agentrl.dashboard.rollout_index import RolloutIndex
 from agentrl.dashboard.token_decoder import load_decode
+from agentrl.dashboard.tool_calls import load_format
 from agentrl.obs.run_end import RunEnd, read_end
 from agentrl.obs.viewer.page import Decode
 from agentrl.obs.viewer.run_files import RunFiles
 from agentrl.runtime.run_dir import LOCK, LockHolder, lock_holder
+
+if TYPE_CHECKING:
+    from agentrl.render.renderer import ChatRenderer
 
 DEPTH = 4
 """Folders below the one that is served in which runs are looked for."""
@@ -53,6 +58,8 @@ class DashboardRun:
         self._config: tuple[int, dict[str, Any]] = (-1, {})
         self._holder: tuple[float, LockHolder | None] = (-HELD_S, None)
         self._decode: Decode | str | None = None
+        self._format_lock = threading.Lock()
+        self._format: ChatRenderer | str | None = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -100,8 +107,20 @@ class DashboardRun:
         """Return the decoder of tokens, or why there is none."""
         with self._lock:
             if self._decode is None:
-                self._decode = load_decode(RunFiles(self.folder, self.folder, {}, self.config))
+                try:
+                    self._decode = load_decode(RunFiles(self.folder, self.folder, {}, self.config))
+                except ModuleNotFoundError as error:
+                    if (extra_error := missing_extra_error(error, "the text of tokens")) is None:
+                        raise
+                    self._decode = str(extra_error)
             return self._decode
+
+    def chat_format(self) -> ChatRenderer | str:
+        """Return the chat format that reads tool calls, or why there is none; the first call imports torch."""
+        with self._format_lock:
+            if self._format is None:
+                self._format = load_format(self.folder)
+            return self._format
 
     def signature(self) -> tuple[int, ...]:
         """Return numbers that change when the run writes metrics, rollouts, its journal, its league, its lock or its end."""

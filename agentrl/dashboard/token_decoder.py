@@ -11,18 +11,30 @@ from agentrl.obs.viewer.run_files import RunFiles
 
 def load_decode(files: RunFiles) -> Decode | str:
     """Return a decoder of tokens from the newest checkpoint or ``model.path``, or the reason why there is none."""
-    from agentrl.models.token_text import TOKENIZER_FILE, token_decoder
+    from agentrl.models.token_text import token_decoder
 
-    tokenizer_files = (
-        sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
-    )
-    path = (files.config.get("model") or {}).get("path")
-    if not tokenizer_files and not path:
-        return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
     try:
-        return token_decoder(tokenizer_files[-1].parent if tokenizer_files else _model_folder(str(path)))
+        folder = tokenizer_folder(files)
+        return folder if isinstance(folder, str) else token_decoder(folder)
     except AgentrlError as error:
         return str(error)
+
+
+def tokenizer_folder(files: RunFiles) -> Path | str:
+    """Return the folder of a run's tokenizer: its newest checkpoint or ``model.path``; or the reason why there is none.
+
+    Raises:
+        AgentrlError: the model is not on this machine.
+    """
+    from agentrl.models.token_text import TOKENIZER_FILE
+
+    checkpoints = sorted(files.folder.glob(f"checkpoints/*/model/{TOKENIZER_FILE}")) if files.folder.is_dir() else []
+    if checkpoints:
+        return checkpoints[-1].parent
+    path = (files.config.get("model") or {}).get("path")
+    if not path:
+        return f"{files.folder} has no checkpoint with a tokenizer, and no config.yaml that names a model"
+    return _model_folder(str(path))
 
 
 def _model_folder(path: str) -> Path:

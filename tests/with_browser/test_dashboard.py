@@ -187,6 +187,23 @@ def test_a_rollout_token_by_token(window, address):
     assert window.locator("body").get_attribute("data-mode") == "logprob", "a link shows it again"
 
 
+def test_tool_calls_stand_beside_the_rollout(window, tmp_path, tokenizer):
+    write_config(tmp_path / "run")
+    call = f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{EVIL}"}}}}\n</tool_call>'
+    RolloutFile(tmp_path / "run" / "rollouts" / "step_000001.jsonl").write(
+        rollout(tokenizer, 1, 0, ["I think.", "seen", call])
+    )
+    address, stop = serve(tmp_path)
+    try:
+        visit(window, address, "rollouts", run="run")
+        open_first(window)
+        window.wait_for_selector(".calls li")
+        assert window.locator(".calls li").all_inner_texts() == [f'turn 2 search {{"query":"{EVIL}"}}']
+    finally:
+        window.goto("about:blank")
+        stop()
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_hostile_texts_are_texts(window, address, view):
     run = "first" if view == "league" else HOSTILE_RUN

@@ -89,6 +89,7 @@ async function show() {
     if (!known.length || (place.run && !known.some(({ run }) => run === place.run))) await listRuns();
     else if (!place.run) place.run = before.run ?? known[0]?.run;
     if (mine !== drawing) return;
+    if (!known.length) place.view = 'runs';
     drawTabs();
     drawRuns();
     view?.close?.();

@@ -42,6 +42,19 @@ function joinIndexes(indexes, titles) {
   return joined;
 }
 
+/** Beside the open rollout, the tool calls that its chat format reads in it; the server needs a while for the first. */
+async function showCalls(i) {
+  const mine = opening;
+  const { group, place: [start, end] } = members[i];
+  const { calls } = await get('calls', { run: group.run, kind: group.kind, step: group.step, start, end });
+  const aside = document.querySelector('#right aside');
+  if (mine !== opening || state.selected !== i || state.view !== 'rollout' || !aside || aside.querySelector('.calls')) return;
+  const own = calls.filter(({ row }) => row === state.row);
+  if (!own.length) return;
+  aside.prepend(h('section', { class: 'calls' }, h('h3', {}, 'Tool calls'), h('ol', {}, own.map(({ turn, name, arguments: text, fault }) => h('li', { class: fault ? 'odd' : '' },
+    h('span', {}, `turn ${turn} `), h('code', {}, `${name || '?'} ${text}`), fault ? h('em', {}, fault) : null)))));
+}
+
 /**
  * Open groups `[{run, kind, step, prompt, title}]`, of which several stand side by side, and in them the rollout `id`.
  * `right` is the element that gets them.
@@ -59,6 +72,7 @@ export async function openGroups(groups, { id = '', view = 'rollout', changed })
     hideCard();
     changed();
     await drawRight();
+    if (state.view === 'rollout' && i >= 0) await showCalls(i);
   };
   const damaged = indexes.flatMap((index) => index.damaged);
   await page.show(Math.max(R.id.indexOf(id), R.id.length ? 0 : -1), { view });

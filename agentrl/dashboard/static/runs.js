@@ -46,6 +46,7 @@ export function open(main, context) {
       .sort((a, b) => (b.state === 'running') - (a.state === 'running') || b.written_at - a.written_at);
     const focused = document.activeElement?.closest('tr')?.dataset.run;
     body.replaceChildren(...shown.map(line));
+    if (!context.runs.length) body.append(h('tr', {}, h('td', { colspan: COLUMNS.length + 1 }, 'There is no run under this folder yet. agentrl train writes to runs/ unless run.dir is set; a run is shown when it begins.')));
     if (focused) [...body.querySelectorAll('tr')].find((row) => row.dataset.run === focused)?.querySelector('input')?.focus();
     count.textContent = shown.length === context.runs.length ? `${num(shown.length)} runs` : `${num(shown.length)} of ${num(context.runs.length)} runs`;
     link();
