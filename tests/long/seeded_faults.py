@@ -171,7 +171,7 @@ FAULTS = (
     SeededFault("starved engine", "concurrency", r"rollout\.concurrency", ("rollout.concurrency=2",)),
     SeededFault("full disk", "disk", "run.dir", ("train.save_every=1", "train.keep=20"), disk_mib=90),
     SeededFault("engine that dies", "engines died", "engine", kills_engine_every=6),
-    SeededFault("killed", "is gone", "resume", end="kill"),
+    SeededFault("killed", "is gone", "resume it from", ("train.save_every=4",), end="kill"),
     SeededFault(
         "reward function that hangs",
         "hangs",
