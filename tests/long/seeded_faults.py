@@ -143,8 +143,8 @@ FAULTS = (
         "entropy collapse",
         "entropy has collapsed",
         r"algo\.entropy_coef",
-        ("learner.optimizer.lr=1.0e-3",),
-        reward("return {'score': 0.6 if 'spouse' in sample.final else score / 2}"),
+        ("learner.optimizer.lr=1.0e-3", "algo.advantage.options={std_normalise: false}", "train.steps=40"),
+        reward("return {'score': float('spouse' in sample.final) + (calls % 7) / 700}"),
     ),
     SeededFault(
         "slow tool",
@@ -217,7 +217,7 @@ FAULTS = (
         "rewards of a large scale",
         "gradient norm",
         "reward",
-        ("algo.advantage.options={norm_by_std: false}",),
+        ("algo.advantage.options={std_normalise: false}",),
         reward("return {'score': 1e5 * score}"),
     ),
     SeededFault(
@@ -254,8 +254,7 @@ def diagnosis(fault: SeededFault, folder: Path) -> tuple[bool, Finding]:
             assert before in text, f"{name} has no {before!r}"
             text = text.replace(before, after, 1)
         (project / name).write_text(text)
-    with _disk(project / "disk", fault.disk_mib):
-        _run(fault, project)
+    with _disk(project / "disk", fault.disk_mib), _running(fault, project):
         findings = diagnose(project / "disk" / "run")
     findings = [finding for finding in findings if finding.severity != "state"]
     if not findings:
@@ -279,7 +278,9 @@ def _disk(folder: Path, mib: int | None) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _run(fault: SeededFault, project: Path) -> None:
+@contextlib.contextmanager
+def _running(fault: SeededFault, project: Path) -> Iterator[None]:
+    """Have a run as its fault leaves it."""
     command = [sys.executable, "-c", PROGRAM, "train", "--config", "config.yaml", *SETTINGS, *fault.settings]
     path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]))
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -287,6 +288,7 @@ def _run(fault: SeededFault, project: Path) -> None:
         process = subprocess.Popen(command, cwd=project, env=env, stdout=output, stderr=output, start_new_session=True)
         try:
             _follow(fault, process, project / "disk" / "run")
+            yield
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
