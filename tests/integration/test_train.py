@@ -144,6 +144,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "REASON": [reason.value for reason in StopReason],
         "KEY=VALUE": groups,
         "K": ("1",),
+        "TOOL": ("search",),
         "KIND": ("learner", "engine", "tool_server", "ray", "other"),
     }
     lines = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text().splitlines()
