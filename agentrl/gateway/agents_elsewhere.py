@@ -161,7 +161,7 @@ class AgentsElsewhere:
         self._notify()
         sessions: AgentSessions | None = None
         try:
-            with agent.clock.pause(), waiting("agent", "that starts a session at", self.gateway.url):
+            with agent.clock.pause(), waiting("agent", f"to start a session at {self.gateway.url}"):
                 await episode.taken
             agent.begin_time()
             sessions = AgentSessions.open(agent, config)

@@ -56,8 +56,11 @@ def play(session: AgentSession, *, halts: bool) -> None:
 def play_all(client: AgentClient, *, halts: bool) -> None:
     """Play episodes until the run is over."""
     while (session := client.start()) is not None:
-        with session:
-            play(session, halts=halts)
+        try:
+            with session:
+                play(session, halts=halts)
+        except httpx.HTTPError as error:  # the run was killed, or has ended the session
+            print(session.id, error, file=sys.stderr)
 
 
 def main() -> None:
