@@ -57,6 +57,8 @@ class _File:
     inode: int = 0
     read_to: int = 0
     """End of the last header that is known."""
+    last_bytes: bytes = b""
+    """Bytes before `read_to`: a file that a resumed run has written again may have its old inode, and more bytes."""
     advantages_at: int = 0
     """Modification time of the step's advantages."""
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
@@ -64,7 +66,7 @@ class _File:
     """Why it cannot be read."""
 
     def clear(self) -> None:
-        self.read_to = 0
+        self.read_to, self.last_bytes = 0, b""
         self.columns = {name: [] for name in _COLUMNS}
 
 
@@ -263,7 +265,7 @@ class RolloutIndex:
             return False  # it was renamed or deleted since the folder was listed
         signature = (status.st_ino, status.st_size, status.st_mtime_ns)
         if signature != file.signature:
-            if status.st_ino != file.inode or status.st_size < file.read_to or file.path.suffix == ".parquet":
+            if status.st_ino != file.inode or file.path.suffix == ".parquet" or _bytes_before(file) != file.last_bytes:
                 file.clear()
             file.inode, file.error, self._version = status.st_ino, "", self._version + 1
             try:
@@ -273,6 +275,8 @@ class RolloutIndex:
                         return True
             except ConfigError as error:
                 file.error = str(error)
+            finally:
+                file.last_bytes = _bytes_before(file)
             file.signature, file.advantages_at = signature, 0
         self._read_advantages(key, file)
         return time.monotonic() > deadline
@@ -356,6 +360,17 @@ def _cells(header: RolloutHeader) -> Mapping[str, object]:
         "tool_seconds": rollout.tool_seconds,
         "excerpt": last_words(rollout),
     }
+
+
+def _bytes_before(file: _File) -> bytes:
+    """Return the bytes before the end of the last known header; empty if the file has fewer, or cannot be read."""
+    first = max(0, file.read_to - 256)
+    try:
+        with file.path.open("rb") as stream:
+            stream.seek(first)
+            return stream.read(file.read_to - first)
+    except OSError:
+        return b""
 
 
 def _texts(header: RolloutHeader) -> Iterator[str]:

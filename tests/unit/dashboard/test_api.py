@@ -16,6 +16,7 @@ from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, Stop
 from agentrl.dashboard.app import changed_runs, make_app
 from agentrl.dashboard.login import TOKEN_VARIABLE, view_token
 from agentrl.dashboard.runs import DashboardRun, Runs, find_runs
+from agentrl.obs.rollout_format import encode_rollout
 from agentrl.obs.rollouts import RolloutFile, RolloutRecorder
 from agentrl.obs.trace import FOLDER as TRACES
 from agentrl.self_play.games import Game, WinTable
@@ -200,6 +201,9 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
         written = RolloutFile(file)  # a resumed run repeats the step
         written.write(ROLLOUTS[8:10])
         assert ids(get(client, "rollouts", run="run")) == ["1/8", "1/9"]
+        file.write_bytes(b"".join(encode_rollout(rollout, number) for number, rollout in enumerate(ROLLOUTS[10:16])))
+        expected = [f"1/{number}" for number in range(10, 16)]
+        assert ids(get(client, "rollouts", run="run")) == expected, "the same inode, and more bytes"
 
 
 def break_line(path: Path, number: int, change: Callable[[bytes], bytes]) -> None:
