@@ -13,9 +13,42 @@ from agentrl.render.renderer import ChatRenderer
 pytestmark = pytest.mark.agents
 
 PROGRAM = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, threading, urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-dialect, stream = sys.argv[1], sys.argv[2] == "stream"
+dialect, stream, drops = sys.argv[1], sys.argv[2] == "stream", sys.argv[3:] == ["drop"]
+
+
+class DroppingProxy(BaseHTTPRequestHandler):
+    # Forwards requests, and drops the connection of each first one when the reply is there.
+    seen = set()
+    upstream = os.environ["ANTHROPIC_BASE_URL"]
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
+        with urllib.request.urlopen(urllib.request.Request(self.upstream + self.path, body, headers)) as response:
+            content, kind = response.read(), response.headers["content-type"]
+        self.close_connection = True
+        if body not in self.seen:
+            self.seen.add(body)
+            return
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *words):
+        pass
+
+
+if drops:
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), DroppingProxy)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{proxy.server_port}"
+    os.environ |= {"OPENAI_BASE_URL": f"{address}/v1", "ANTHROPIC_BASE_URL": address}
+
 model, prompt = os.environ["OPENAI_MODEL"], sys.stdin.read()
 schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 
@@ -87,6 +120,7 @@ def messages():
 
 answer = {"chat": chat, "responses": responses, "messages": messages}[dialect]()
 assert answer == "Remu", answer
+assert len(DroppingProxy.seen) == 3 * drops
 """
 
 
@@ -99,11 +133,12 @@ SCRIPT = (f"I write.{call('echo Remu > answer.txt')}{call('echo written')}", cal
 
 @pytest.mark.parametrize("bin_folder", ["sdks"], indirect=True)
 def test_every_sdk_gives_the_same_rollout(bin_folder: Path, renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Also if each connection is dropped before the reply: the SDK retries, and no turn is sampled again."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     rows = []
     for dialect in ("chat", "responses", "messages"):
-        for how in ("whole", "stream"):
+        for how in ("whole", "stream", "whole drop", "stream drop"):
             command = f"{bin_folder / 'python'} {path} {dialect} {how}"
             rollout, generations = play_program(AgentConfig(command=command), SCRIPT, renderer)
             assert rollout.failure is None, rollout.failure
