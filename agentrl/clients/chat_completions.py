@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROUTE = "/chat/completions"
+_STOPS = 4
+"""Stop strings that OpenAI takes."""
 _ENDS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "function_call": FinishReason.STOP,
          "length": FinishReason.LENGTH}  # fmt: skip
 """``finish_reason`` of a turn. With others, such as SGLang's ``abort``, the server has ended it: its text is no turn."""
@@ -48,6 +50,7 @@ class ChatCompletions:
         self._config = config
         self._key = key
         self._tokens_field = "max_tokens"
+        self._sends_stop = True
 
     def __reduce__(self) -> tuple[Callable[..., ChatCompletions], tuple[ChatModelConfig, str]]:
         """Pickle as the model of another process."""
@@ -108,17 +111,26 @@ class ChatCompletions:
         params: SamplingParams,
         read: Callable[[object], T],
     ) -> T:
-        """Send a request, again with another name of its limit if the endpoint wants that."""
-        field = self._tokens_field
-        try:
-            return await self._post_body(self._body(messages, tools, params), read)
-        except ServiceRefusedError as error:
-            if field != "max_tokens" or "max_completion_tokens" not in str(error):
-                raise
-        # OpenAI's reasoning models.
-        _log.info("%s takes max_completion_tokens in place of max_tokens", self._config.model)
-        self._tokens_field = "max_completion_tokens"
-        return await self._post_body(self._body(messages, tools, params), read)
+        """Send a request, again with another name of its limit, or without stop strings, if the endpoint wants that.
+
+        So do OpenAI's reasoning models. A text is cut at the stop strings here in any case.
+        """
+        while True:
+            field, sends_stop = self._tokens_field, self._sends_stop
+            try:
+                return await self._post_body(self._body(messages, tools, params), read)
+            except ServiceRefusedError as error:
+                text, model = str(error), self._config.model
+                if error.status != 400:
+                    raise
+                if field == "max_tokens" and "max_completion_tokens" in text:
+                    _log.info("%s takes max_completion_tokens in place of max_tokens", model)
+                    self._tokens_field = "max_completion_tokens"
+                elif sends_stop and params.stop and "'stop'" in text:
+                    _log.info("%s takes no stop strings: its turns are longer, and cut here", model)
+                    self._sends_stop = False
+                else:
+                    raise
 
     async def _post_body(self, body: Json, read: Callable[[object], T]) -> T:
         try:
@@ -142,6 +154,8 @@ class ChatCompletions:
             body["top_p"] = params.top_p
         if params.top_k > 0:
             body["top_k"] = params.top_k
+        if params.stop and self._sends_stop:
+            body["stop"] = list(params.stop[:_STOPS])
         if tools:
             body["tools"] = [tool_to_wire(tool) for tool in tools]
         body |= self._config.options
@@ -177,7 +191,10 @@ class ChatCompletions:
         if finish is FinishReason.LENGTH and not (text or "").strip() and not calls and not reasoning:
             limit = params.max_new_tokens
             raise UnusableReplyError(f"max_new_tokens={limit} ended a reply before it had a text; raise it")
-        text, was_cut = _up_to_stop(text or "", params.stop)
+        text = text or ""
+        if finish is FinishReason.STOP and not calls:
+            text += _left_out_stop(text, choice, params.stop)
+        text, was_cut = _up_to_stop(text, params.stop)
         if was_cut:
             calls, finish = (), FinishReason.STOP
         message = Message("assistant", with_reasoning(reasoning, text), calls)
@@ -225,6 +242,22 @@ def _read_usage(usage: object) -> Usage:
         sampled.get("reasoning_tokens"),
     )
     return Usage(*(value if isinstance(value, int) and value > 0 else 0 for value in values))
+
+
+def _left_out_stop(text: str, choice: Json, stop: Sequence[str]) -> str:
+    """Return the stop string that ended a turn, which servers leave out of its text; empty if none did.
+
+    SGLang and vLLM name it. Other servers do not: there it is the end tag of a tag that the text leaves open.
+    """
+    if any(string in text for string in stop):
+        return ""
+    for name in ("matched_stop", "stop_reason"):
+        if choice.get(name) in stop:
+            return str(choice[name])
+    for string in stop:
+        if string.startswith("</") and f"<{string[2:]}" in text:
+            return string
+    return ""
 
 
 def _up_to_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:

@@ -133,7 +133,9 @@ class ChatCompletions(OpenAiErrors, Dialect):
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["tool_calls"] = _calls(reply)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+        choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
+        if reply.finish == "stop_sequence":
+            choice["matched_stop"] = reply.stop  # as SGLang says it; the text does not have it
         return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
     @override

@@ -87,6 +87,33 @@ def test_a_reply_that_the_server_ended_is_no_turn(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "choice", "expected"),
+    [
+        ("<a> x", {"matched_stop": "</a>"}, "<a> x</a>"),  # SGLang
+        ("x", {"stop_reason": "</b>"}, "x</b>"),  # vLLM
+        ("<b> x", {}, "<b> x</b>"),  # OpenAI names none
+        ("x", {"matched_stop": 151645}, "x"),  # the end token
+        ("<a> x</a>", {"matched_stop": "</b>"}, "<a> x</a>"),
+    ],
+)
+def test_a_stop_string_that_the_server_leaves_out_is_put_back(
+    serve: Serve, text: str, choice: dict[str, Any], expected: str
+) -> None:
+    body = answer(text)
+    body["choices"][0] |= choice
+    served = turn(serve, (200, body), stop=("</a>", "</b>"))
+    assert served.requests[0].body["stop"] == ["</a>", "</b>"]
+    assert served.result[0].message.content == served.result[0].wire["content"] == expected
+
+
+def test_a_model_that_takes_no_stop_strings(serve: Serve) -> None:
+    refusal = (400, {"error": {"message": "Unsupported parameter: 'stop' is not supported with this model."}})
+    served = turn(serve, refusal, (200, answer("bet</a> and")), stop=("</a>",))
+    assert [request.body.get("stop") for request in served.requests] == [["</a>"], None]
+    assert served.result[0].message.content == "bet</a>"
+
+
+@pytest.mark.parametrize(
     ("text", "expected"), [("bet</a> and then", "bet</a>"), ("bet", "bet"), ("", ""), ("a</b>b</a>", "a</b>")]
 )
 def test_the_text_ends_after_a_stop_string_as_in_a_turn_of_the_policy(serve: Serve, text: str, expected: str) -> None:
