@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 INCLUDED = (
-    "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "examples/*/README.md",
+    "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "examples/*/README.md",
     "envs/agentrl_envs/*/README.md", "tools/agentrl_tools/*/README.md", "tasks/agentrl_tasks/*/README.md",
 )  # fmt: skip
 

@@ -169,7 +169,7 @@ def test_a_task_of_skypilot_has_its_keys(folder: Path, config: str) -> None:
 def test_a_run_over_ssh_starts_ray_on_all_machines_and_ends_with_its_process(folder: Path) -> None:
     """ssh is a program that runs the command here; what the machines do is one after the other then."""
     add_program(folder, "ssh", f'host=$1; shift\n{RECORD}cd /; bash -c "$*"\n')
-    add_program(folder, "ray", RECORD)
+    add_program(folder, "ray", RECORD + "[ $2 != --head ] || exec sleep 1000\n")
     add_program(folder, "python3", "echo 2\n")
     add_program(folder, "agentrl", RECORD + "echo trained\n")
     (folder / "hosts.txt").write_text("me@first  # the head\n\nsecond\n")
@@ -181,10 +181,9 @@ def test_a_run_over_ssh_starts_ray_on_all_machines_and_ends_with_its_process(fol
     assert done.returncode == 0, done.stderr
     assert "stop: ssh me@first kill -TERM" in done.stdout
     calls = [line for line in (folder / "calls").read_text().splitlines() if not line.startswith("ssh")]
-    assert calls == [
-        "ray start --head --node-ip-address=first --port=6379",
+    assert sorted(calls[:2], reverse=True) + calls[2:] == [
+        "ray start --head --node-ip-address=first --port=6379 --block",
         f"agentrl train --config {folder}/mine.yaml placement.mode=disaggregate run.dir={folder}/runs/tiny",
-        "ray stop",
         "ray start --address=first:6379 --block",
     ]
     log = (folder / "runs" / "tiny-job" / "head.log").read_text()
