@@ -4,6 +4,7 @@ import io
 import os
 import re
 import shlex
+import socket
 import subprocess
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -172,19 +173,23 @@ def test_a_run_over_ssh_starts_ray_on_all_machines_and_ends_with_its_process(fol
     add_program(folder, "ray", RECORD + "[ $2 != --head ] || exec sleep 1000\n")
     add_program(folder, "python3", "echo 2\n")
     add_program(folder, "agentrl", RECORD + "echo trained\n")
-    (folder / "hosts.txt").write_text("me@first  # the head\n\nsecond\n")
-    launch("ssh", "mine.yaml", "--hosts", "hosts.txt", "--name", "tiny", "placement.mode=disaggregate", "--dry-run")
+    (folder / "hosts.txt").write_text("me@127.0.0.1  # the head\n\nsecond\n")
+    listener = socket.create_server(("127.0.0.1", 0))  # where the head's Ray listens
+    port = listener.getsockname()[1]
+    words = ["--hosts", "hosts.txt", "--set", f"port={port}", "--name", "tiny", "placement.mode=disaggregate"]
+    launch("ssh", "mine.yaml", *words, "--dry-run")
     script = (folder / "tiny.sh").read_text()
     script = re.sub(r"(?m)^export PATH=.*$", "", script)
     (folder / "tiny.sh").write_text(script.replace("setsid nohup", "").replace("& echo", "; echo"))
-    done = subprocess.run(["bash", "tiny.sh"], capture_output=True, text=True)
+    with listener:
+        done = subprocess.run(["bash", "tiny.sh"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "stop: ssh me@first kill -TERM" in done.stdout
+    assert "stop: ssh me@127.0.0.1 kill -TERM" in done.stdout
     calls = [line for line in (folder / "calls").read_text().splitlines() if not line.startswith("ssh")]
     assert sorted(calls[:2], reverse=True) + calls[2:] == [
-        "ray start --head --node-ip-address=first --port=6379 --block",
+        f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block",
         f"agentrl train --config {folder}/mine.yaml placement.mode=disaggregate run.dir={folder}/runs/tiny",
-        "ray start --address=first:6379 --block",
+        f"ray start --address=127.0.0.1:{port} --block",
     ]
     log = (folder / "runs" / "tiny-job" / "head.log").read_text()
     assert log.startswith("trained\n")
