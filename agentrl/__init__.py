@@ -4,10 +4,27 @@ The names here are the public interface for environments, tools, tasks, rewards 
 `agentrl.testing` has the fakes and contract checks for their tests. `agentrl.algo.base` has the contracts of algorithms.
 """
 
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from agentrl.core.callback import Callback, OptimizerBatch, RunHandle
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env, Step
-from agentrl.core.errors import ConfigError, MissingError, TaskError, ToolFailure, UserError, unknown_name
+from agentrl.core.errors import (
+    CallbackError,
+    ConfigError,
+    MissingError,
+    RunStopped,
+    TaskError,
+    ToolFailure,
+    UserError,
+    unknown_name,
+)
+from agentrl.core.extras import missing_extra_error
 from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, MultiStep, Player, RandomPlayer, View
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
 from agentrl.core.task import MadeTasks, Task, TaskSet
@@ -32,7 +49,51 @@ from agentrl.episode.chat import Agent, Chat
 from agentrl.episode.custom_loop import uses_tools
 from agentrl.rewards.sample import Sample
 
+if TYPE_CHECKING:
+    from agentrl.api.evaluating import Evaluation, evaluate, rollout
+    from agentrl.api.training import Checkpoint, Run, train
+
 __version__ = "0.1.0"
+
+_LAZY = {
+    "Checkpoint": "agentrl.api.training",
+    "Evaluation": "agentrl.api.evaluating",
+    "Run": "agentrl.api.training",
+    "evaluate": "agentrl.api.evaluating",
+    "rollout": "agentrl.api.evaluating",
+    "train": "agentrl.api.training",
+}
+"""Modules of the names that are imported when they are used: environments and tools need neither torch nor Ray."""
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of `_LAZY`."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra_error(error, f"agentrl.{name}")) is None:
+            raise
+        raise missing from None
+    return getattr(module, name)
+
+
+class _Root(ModuleType):
+    """The package: `train` stays the function also once the package ``agentrl.train`` is imported, which would replace it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _LAZY or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Root
+
+
+def __dir__() -> list[str]:
+    """Return all names, those that are not imported yet included."""
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "Action",
@@ -41,10 +102,13 @@ __all__ = [
     "AsyncEnv",
     "CallStatus",
     "Callback",
+    "CallbackError",
     "Chat",
+    "Checkpoint",
     "ConfigError",
     "DataSource",
     "Env",
+    "Evaluation",
     "Info",
     "MadeTasks",
     "Message",
@@ -58,7 +122,9 @@ __all__ = [
     "RandomPlayer",
     "Rewrite",
     "Rollout",
+    "Run",
     "RunHandle",
+    "RunStopped",
     "Sample",
     "Step",
     "StopReason",
@@ -76,11 +142,14 @@ __all__ = [
     "TurnGame",
     "UserError",
     "View",
+    "evaluate",
     "make_env",
     "register_env",
     "register_tool",
+    "rollout",
     "served_tools",
     "tool",
+    "train",
     "unknown_name",
     "uses_tools",
 ]

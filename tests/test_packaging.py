@@ -75,12 +75,13 @@ def test_the_distribution_has_one_name() -> None:
 
 
 PUBLIC = (
-    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "Chat", "ConfigError", "DataSource", "Env", "Info",
-    "MadeTasks", "Message", "MissingError", "MultiAgentEnv", "MultiReset", "MultiStep", "Observation", "OptimizerBatch", "Player",
-    "RandomPlayer",
-    "Rewrite", "Rollout", "RunHandle", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
-    "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TurnGame", "UserError",
-    "View", "make_env", "register_env", "register_tool", "served_tools", "tool", "unknown_name", "uses_tools",
+    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "CallbackError", "Chat", "Checkpoint",
+    "ConfigError", "DataSource", "Env", "Evaluation", "Info", "MadeTasks", "Message", "MissingError", "MultiAgentEnv",
+    "MultiReset", "MultiStep", "Observation", "OptimizerBatch", "Player", "RandomPlayer", "Rewrite", "Rollout", "Run",
+    "RunHandle", "RunStopped", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
+    "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TurnGame", "UserError", "View",
+    "evaluate", "make_env", "register_env", "register_tool", "rollout", "served_tools", "tool", "train", "unknown_name",
+    "uses_tools",
 )  # fmt: skip
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.cli.options import add_config_arguments, resolve_config
-from agentrl.config.layers import CONFIG, merge_layers, saved_layers
-from agentrl.config.load import load_config
-from agentrl.config.merging import Tree, merge
+from agentrl.api.evaluating import check_own_engine, checkpoint_layers
+from agentrl.api.settings import load_environment
+from agentrl.cli.options import add_config_arguments, command_line_layers, resolve_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
@@ -105,31 +104,17 @@ def policy_config(arguments: argparse.Namespace, console: Console) -> Config:
 
 def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config:
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
-    from agentrl.evaluation.checkpoint_model import checkpoint_model, find_run_folder
-
     if not arguments.checkpoint:
         return resolve_config(arguments)
-    model = {"model": {"path": checkpoint_model(arguments.checkpoint)}}
-    folder = None if arguments.env or arguments.config else find_run_folder(arguments.checkpoint)
-    if folder is None:
-        config = resolve_config(arguments, model)
+    use_run = not (arguments.env or arguments.config)
+    run_config, layers = checkpoint_layers(arguments.checkpoint, use_run=use_run)
+    if run_config is None:
+        config = resolve_config(arguments, layers[-1].tree)
     else:
-        config = load_config(
-            None, arguments.overrides, base=merge(_without_engine_and_ports(merge_layers(saved_layers(folder))), model)
-        )
-        console.print(f"configuration {folder / CONFIG}", soft_wrap=True)
-    if config.sampler.url is not None:
-        raise ConfigError(
-            f"sampler.url={config.sampler.url} with --checkpoint: an engine that runs already samples with its own "
-            "weights, not the checkpoint's. Leave out sampler.url, or leave out --checkpoint and set model.path"
-        )
+        config = load_environment([*layers, *command_line_layers(arguments)])
+        console.print(f"configuration {run_config}", soft_wrap=True)
+    check_own_engine(config)
     return config
-
-
-def _without_engine_and_ports(tree: Tree) -> Tree:
-    """Return a run's configuration without its engine and ports: the run may still be using them."""
-    tools = {name: {**tool, "port": 0} for name, tool in tree.get("tools", {}).items()}
-    return merge(tree, {"sampler": {"url": None, "port": 0}, "tools": tools})
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

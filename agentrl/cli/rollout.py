@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Sample episodes to a file and print their metrics."""
-    from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample_to_file
+    from agentrl.evaluation.sample_to_file import SamplePlan, check_plan, sample
 
     console = make_console()
     config = policy_config(arguments, console)
     tasks = config.rollout.batch_size if arguments.tasks is None else arguments.tasks
     plan = SamplePlan(arguments.out, arguments.split, tasks)
     check_plan(config, plan)
-    asyncio.run(sample_to_file(config, plan, console))
+    asyncio.run(sample(config, plan, console))

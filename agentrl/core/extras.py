@@ -20,6 +20,7 @@ EXTRAS = {
     "mcp": "mcp",
     "megatron": "megatron",
     "opentelemetry": "otlp",
+    "pandas": "pandas",
     "peft": "lora",
     "pyarrow": "parquet",
     "ray": "train",

@@ -40,8 +40,8 @@ from agentrl.runtime.services import Services
 class SamplePlan:
     """What to sample."""
 
-    out: Path
-    """``….jsonl`` or ``….parquet``; there is none yet."""
+    out: Path | None
+    """``….jsonl`` or ``….parquet``; there is none yet. None writes none."""
     split: Literal["train", "eval"]
     """Whether the tasks of ``tasks.train_split`` or of ``tasks.eval_split``."""
     tasks: int
@@ -69,7 +69,8 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     Raises:
         UserError: with the value and the key or option to change.
     """
-    check_samples_file(plan.out)
+    if plan.out is not None:
+        check_samples_file(plan.out)
     check_episodes(config)
     check_tools(config)
     check_policy(config)
@@ -89,8 +90,8 @@ def _check_number(plan: SamplePlan, splits: Mapping[str, Split], order: DataSour
             raise ConfigError(f"--tasks {plan.tasks}{of} has {size} tasks")
 
 
-async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> None:
-    """Sample in steps of ``rollout.batch_size`` tasks, each rollout written as it ends, and print a summary.
+async def sample(config: Config, plan: SamplePlan, console: Console) -> list[Rollout]:
+    """Sample in steps of ``rollout.batch_size`` tasks, each rollout written as it ends, print a summary, and return the rollouts.
 
     Raises:
         RunStopped: Ctrl-C or the failure policy ended it; what it had is written.
@@ -100,14 +101,15 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     episodes = TaskJobs(config, make_order(config, read_splits(config, tasks, plan.split)))
     size = config.rollout.batch_size
     steps = [(start, min(size, plan.tasks - start)) for start in range(0, plan.tasks, size)]
-    file = RolloutFile(plan.out)
+    file = None if plan.out is None else RolloutFile(plan.out)
     done: list[Rollout] = []
     total = plan.tasks * config.rollout.n_samples_per_prompt
     try:
         with tempfile.TemporaryDirectory() as folder, EpisodeProgress(console, total, "sampling") as count:
 
             def write(rollout: Rollout) -> None:
-                file.write(rollout)
+                if file is not None:
+                    file.write(rollout)
                 done.append(rollout)
                 count.add()
 
@@ -122,10 +124,12 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
                         async with interrupt.guard_episodes(services.check):
                             await runner.run_many(jobs, write)
     except RunStopped as stop:
-        raise RunStopped(f"{stop}. {len(done)} of {total} rollouts are in {plan.out}") from None
+        written = "" if plan.out is None else f". {len(done)} of {total} rollouts are in {plan.out}"
+        raise RunStopped(f"{stop}{written}") from None
     finally:
         episodes.close()
-        finish_samples(config.model, file, len(done))
+        if file is not None:
+            finish_samples(config.model, file, len(done))
     by_source = {
         name: [rollout for rollout in done if task_source_name(rollout.prompt_id) == name] for name in config.sources
     }
@@ -133,7 +137,9 @@ async def sample_to_file(config: Config, plan: SamplePlan, console: Console) -> 
     console.print(results_table(summaries, f"{config.label}: {config.model.label}"))
     for line in failure_lines(summaries):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
+    if plan.out is not None:
+        console.print(f"written {plan.out}: {len(done)} rollouts", highlight=False, soft_wrap=True)
+    return done
 
 
 def finish_samples(model: ModelConfig, file: RolloutFile, count: int) -> None:

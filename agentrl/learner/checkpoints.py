@@ -174,12 +174,17 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _score(checkpoint: Path) -> float:
-    """Return the ``score`` in a checkpoint's state, or minus infinity; an unreadable one is reported when it is resumed from."""
+    score = saved_score(checkpoint)
+    return float("-inf") if score is None else score
+
+
+def saved_score(checkpoint: Path) -> float | None:
+    """Return the ``score`` in a checkpoint's state, or None; an unreadable one is reported when it is resumed from."""
     try:
         score = json.loads((checkpoint / STATE).read_bytes()).get("score")
     except (OSError, ValueError, AttributeError):
         score = None
-    return float("-inf") if score is None else float(score)
+    return None if score is None else float(score)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -69,9 +69,13 @@ class _PlainConsole(Console):
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
     """Return a console for standard output, standard error or a file that wraps lines only if that is a terminal.
 
-    Without a terminal Rich would assume 80 columns, also if colours are forced with ``FORCE_COLOR``.
+    Without a terminal Rich would assume 80 columns, also if colours are forced with ``FORCE_COLOR``, which
+    the kernel of a notebook sets: its output is no terminal in which lines can be replaced.
     """
     plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "stderr": stderr, "file": file}
+    plain["force_jupyter"] = False  # a notebook gets the same lines, in their order
+    if "ipykernel" in sys.modules:
+        plain["force_terminal"] = False
     if (file or (sys.stderr if stderr else sys.stdout)).isatty():
         return _PlainConsole(**plain)
     return _PlainConsole(width=UNWRAPPED_WIDTH, soft_wrap=True, **plain)

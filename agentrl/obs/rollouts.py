@@ -268,12 +268,16 @@ def evaluation_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in files if match))
 
 
-def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; of JSON lines and another form the other."""
+def rollout_files(folder: Path, *, evaluation: bool = False) -> dict[int, Path]:
+    """Return the rollout files of a run's folder, or of its ``rollouts/``, by step; of JSON lines and another form the other.
+
+    With ``evaluation`` those of the evaluations after the steps.
+    """
+    pattern = _EVALUATION if evaluation else _STEP
     inner = folder / "rollouts"
     files: dict[int, Path] = {}
     for path in sorted((inner if inner.is_dir() else folder).iterdir()):  # .jsonl before .parquet
-        if (match := _STEP.fullmatch(path.name)) and path.suffix != ".json":
+        if (match := pattern.fullmatch(path.name)) and path.suffix != ".json":
             files[int(match[1])] = path
     return dict(sorted(files.items()))
 

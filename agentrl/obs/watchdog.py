@@ -36,7 +36,7 @@ class Watchdog:
     event loop has been blocked for `BLOCKED_S`.
 
     Without progress it reports again after twice, four times, … this time. It runs in a separate thread, so that a blocked
-    event loop is reported too. Enter it in the main thread (because of signals), inside the event loop to be watched.
+    event loop is reported too. Enter it inside the event loop to be watched. SIGUSR1 reports only if that is in the main thread.
 
     Args:
         stall_warning_s: seconds; 0 reports on SIGUSR1 only.
@@ -66,7 +66,9 @@ class Watchdog:
         """Start the watchdog's thread."""
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
-        self._before = signal.signal(signal.SIGUSR1, self._on_signal)
+        self._handles_signal = threading.current_thread() is threading.main_thread()
+        if self._handles_signal:
+            self._before = signal.signal(signal.SIGUSR1, self._on_signal)
         self._token = self._waits.enter()
         self._thread.start()
         return self
@@ -74,7 +76,8 @@ class Watchdog:
     def __exit__(self, *exception: object) -> None:
         """Stop the watchdog's thread."""
         self._waits.leave(self._token)
-        signal.signal(signal.SIGUSR1, self._before)
+        if self._handles_signal:
+            signal.signal(signal.SIGUSR1, self._before)
         self._orders.put("end")
         self._thread.join()
 

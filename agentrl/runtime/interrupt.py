@@ -9,8 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 from agentrl.core.errors import AgentrlError, RunStopped
 
@@ -40,8 +44,53 @@ def leave_terminals(numbers: Iterable[int]) -> None:
             os.close(nowhere)
 
 
+class _CallerInterrupts:
+    """The interrupts of code that runs in a thread, which another thread requests: signals arrive in the main thread alone."""
+
+    def __init__(self) -> None:
+        self._requests: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    def add(self, request: Callable[[], object]) -> None:
+        """Add a function that requests an interrupt, to be called in any thread."""
+        with self._lock:
+            self._requests.append(request)
+
+    def remove(self, request: Callable[[], object]) -> None:
+        """Remove it."""
+        with self._lock:
+            self._requests.remove(request)
+
+    def request(self) -> bool:
+        """Request the innermost interrupt; return whether there is one."""
+        with self._lock:
+            if not self._requests:
+                return False
+            self._requests[-1]()
+            return True
+
+
+_by_caller: ContextVar[_CallerInterrupts | None] = ContextVar("interrupts_by_caller", default=None)
+
+
+@contextmanager
+def interrupts_by_caller() -> Iterator[Callable[[], bool]]:
+    """Let the interrupts of threads that are started in this context be requested by the function that is yielded.
+
+    It returns whether there was one to request, and may be called in any thread.
+    """
+    interrupts = _CallerInterrupts()
+    token = _by_caller.set(interrupts)
+    try:
+        yield interrupts.request
+    finally:
+        _by_caller.reset(token)
+
+
 class Interrupt:
-    """While entered, `handled_signals` set `requested` in place of raising.
+    """While entered, `handled_signals` set `requested` in place of raising; see also `interrupts_by_caller`.
+
+    Signal handlers are installed in the main thread only, and are as before at the end.
 
     Args:
         notify: prints the line that acknowledges the first signal, at once.
@@ -51,23 +100,35 @@ class Interrupt:
         self.requested = asyncio.Event()
         self._notify = notify
         self._by = ""
-        self._handled: list[signal.Signals] = []
+        self._handlers: dict[signal.Signals, Any] = {}
+        """Of the handled signals, before."""
+        self._caller: _CallerInterrupts | None = None
+        self._request_by_caller: Callable[[], object] = lambda: None
         self._terminals: list[int] = []
 
     def __enter__(self) -> Interrupt:
         """Install the signal handlers."""
         loop = asyncio.get_running_loop()
-        self._terminals = terminals()
-        self._handled = handled_signals()
-        for number in self._handled:
-            loop.add_signal_handler(number, self._request, number)
+        if threading.current_thread() is threading.main_thread():
+            self._terminals = terminals()
+            self._handlers = {number: signal.getsignal(number) for number in handled_signals()}
+            for number in self._handlers:
+                loop.add_signal_handler(number, self._request, number)
+        elif (caller := _by_caller.get()) is not None:
+            self._caller = caller
+            self._request_by_caller = partial(loop.call_soon_threadsafe, self._request, signal.SIGINT)
+            caller.add(self._request_by_caller)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Remove the signal handlers."""
         loop = asyncio.get_running_loop()
-        for number in self._handled:
+        for number, handler in self._handlers.items():
             loop.remove_signal_handler(number)
+            if handler is not None:  # one that was not installed from Python
+                signal.signal(number, handler)
+        if self._caller is not None:
+            self._caller.remove(self._request_by_caller)
 
     def check(self) -> None:
         """Raise `RunStopped` if a signal has arrived."""
@@ -75,7 +136,7 @@ class Interrupt:
             raise RunStopped(f"interrupted by {self._by}")
 
     def _request(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self._caller is None:
             asyncio.get_running_loop().remove_signal_handler(number)
         if number == signal.SIGHUP:
             leave_terminals(self._terminals)

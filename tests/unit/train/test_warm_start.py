@@ -14,8 +14,10 @@ from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped, UserError
 from agentrl.core.registry import model_folder
+from agentrl.learner import device as device_module
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.train import warm_start
 from agentrl.train.preflight import plan_run
 from agentrl.train.replay import check_replay
 from agentrl.train.warm_start import initial_policy, warm_start_config
@@ -128,9 +130,9 @@ def test_engines_start_meanwhile_if_there_is_room_for_both(
     settings: list[str], gpus: int, reason: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    for module in ("agentrl.train.warm_start", "agentrl.learner.device"):
-        monkeypatch.setattr(f"{module}.gpu_bytes", lambda: 80 << 30)
-    monkeypatch.setattr("agentrl.train.warm_start.resolve_device", lambda learner: learner.device)
+    for module in (warm_start, device_module):
+        monkeypatch.setattr(module, "gpu_bytes", lambda: 80 << 30)
+    monkeypatch.setattr(warm_start, "resolve_device", lambda learner: learner.device)
     device = "cuda" if gpus else "cpu"
     _, _, warm = initial_policy(changed(config, learner={"device": device}), tmp_path, None, Console(quiet=True))
     assert warm is not None
