@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import concurrent.futures
 import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TypeVar
 
 from agentrl.core.background import run_in_daemon_thread
@@ -67,45 +68,48 @@ def _loop_is_running() -> bool:
 
 def _run_in_thread(work: Callable[[], Coroutine[object, None, T]]) -> T:
     """Run the coroutine in a thread while this one waits, and hand Ctrl-C over."""
-    loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    interrupts = 0
 
     async def main() -> T:
         task = asyncio.current_task()
         assert task is not None, "this is a task"
-        loops.append((asyncio.get_running_loop(), task))
+        tasks.append((asyncio.get_running_loop(), task))
+        if interrupts:
+            raise asyncio.CancelledError
         return await work()
 
-    with interrupts_by_caller() as request, _raising_interrupts():
-        future = contextvars.copy_context().run(run_in_daemon_thread, lambda: asyncio.run(main()), "agentrl")
-        interrupts = 0
-        while True:
-            try:
-                return future.result()
-            except KeyboardInterrupt:
-                if future.done():
-                    raise
-                interrupts += 1
-                if (interrupts > 1 or not request()) and loops:
-                    loop, task = loops[0]
+    with interrupts_by_caller() as request:
+
+        def on_interrupt(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupts
+            interrupts += 1
+            if (interrupts > 1 or not request()) and tasks:
+                loop, task = tasks[0]
+                with suppress(RuntimeError):  # it has ended
                     loop.call_soon_threadsafe(task.cancel)
-            except asyncio.CancelledError:
+
+        with _handled_interrupts(on_interrupt):
+            try:
+                return run_in_daemon_thread(lambda: asyncio.run(main()), "agentrl").result()
+            except (asyncio.CancelledError, concurrent.futures.CancelledError):
                 if interrupts:
                     raise KeyboardInterrupt from None
                 raise
 
 
 @contextmanager
-def _raising_interrupts() -> Iterator[None]:
-    """Have Ctrl-C raise KeyboardInterrupt in the main thread: a loop of `asyncio.run` would only cancel its task, which waits."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+def _handled_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have Ctrl-C call a function in the main thread; in other threads it is not theirs."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
