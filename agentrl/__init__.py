@@ -73,9 +73,9 @@ def __getattr__(name: str) -> object:
     try:
         module = importlib.import_module(_LAZY[name])
     except ModuleNotFoundError as error:
-        if (missing := missing_extra_error(error, f"agentrl.{name}")) is None:
+        if (extra_error := missing_extra_error(error, f"agentrl.{name}")) is None:
             raise
-        raise missing from None
+        raise extra_error from None
     return getattr(module, name)
 
 

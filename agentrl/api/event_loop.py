@@ -101,24 +101,24 @@ def _run_in_thread(work: Callable[[], Coroutine[object, None, T]]) -> T:
 @contextmanager
 def _handled_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Have Ctrl-C call a function in the main thread; in other threads it is not theirs."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    earlier_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(earlier_handler):
         yield
         return
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, earlier_handler)
 
 
 @contextmanager
 def unchanged_environment() -> Iterator[None]:
     """Set environment variables of agentrl and the libraries of a run back to what they were."""
-    before = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith(_PREFIXES) and name not in before]:
+        for name in [name for name in os.environ if name.startswith(_PREFIXES) and name not in variables]:
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(variables)

@@ -69,8 +69,8 @@ class PythonSettings:
         if section in _SHORT:
             return {_SHORT[section]: self._value(f"{key}.{_SHORT[section]}", value)}
         if isinstance(value, list | tuple):
-            numbered = [f"{key}.{number}" if _is_object(inner) else key for number, inner in enumerate(value)]
-            return [self._value(name, inner) for name, inner in zip(numbered, value, strict=True)]
+            numbered = [f"{key}.{number}" if _is_object(item) else key for number, item in enumerate(value)]
+            return [self._value(name, item) for name, item in zip(numbered, value, strict=True)]
         if isinstance(value, Path):
             return str(value)
         return self._reference(key, value) if _is_object(value) else value
@@ -137,10 +137,10 @@ def importable_reference(target: object) -> str:
     module = sys.modules.get(module_name or "")
     if module is None or not name or "<" in name:
         return ""
-    found: object = module
+    attribute_value: object = module
     for attribute in name.split("."):
-        found = getattr(found, attribute, None)
-    if found is not target:
+        attribute_value = getattr(attribute_value, attribute, None)
+    if attribute_value is not target:
         return ""
     file = getattr(module, "__file__", None)
     if module_name == "__main__":

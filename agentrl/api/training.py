@@ -232,11 +232,11 @@ class Run:
         """
         checkpoint = self.path
         if step is not None:
-            found = [path for path in self.checkpoints if path.step == step]
-            if not found:
+            paths = [path for path in self.checkpoints if path.step == step]
+            if not paths:
                 steps = ", ".join(str(path.step) for path in self.checkpoints) or "none"
                 raise ConfigError(f"{self.path} has no checkpoint of step {step}; it has those of: {steps}")
-            checkpoint = found[0].path
+            checkpoint = paths[0].path
         with python_objects(self._objects):
             return evaluate(checkpoint=checkpoint, **cast("dict[str, Any]", settings))
 

@@ -61,13 +61,13 @@ def load_object(reference: str, key: str) -> Any:
 @contextmanager
 def python_objects(objects: Mapping[str, object]) -> Iterator[None]:
     """Let ``python:KEY`` refer to an object of this process in the body, by the configuration key that holds it."""
-    before = dict(_python_objects)
+    outer_objects = dict(_python_objects)
     _python_objects.update(objects)
     try:
         yield
     finally:
         _python_objects.clear()
-        _python_objects.update(before)
+        _python_objects.update(outer_objects)
 
 
 def _python_object(reference: str, key: str, name: str) -> object:
