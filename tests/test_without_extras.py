@@ -124,7 +124,8 @@ def test_the_core_needs_no_training_packages(tmp_path: Path) -> None:
     results = play(tmp_path, packages | {*EXTRAS}, CORE_COMMANDS)
     for name in results.keys() - {"train", "eval", "sft", "doctor"}:
         assert results[name][0] == 0, results[name]
-    for name in ("train", "eval", "sft", "doctor"):
+    assert results["doctor"] == (2, "error: run is no run, because it has no config.yaml")
+    for name in ("train", "eval", "sft"):
         status, output = results[name]
         assert status == 2, results[name]
         assert re.search(rf"agentrl {name} needs the package \w+: pip install '{DISTRIBUTION}\[train\]'", output), (
@@ -234,9 +235,9 @@ def test_all_is_every_extra_that_any_machine_can_have() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
     assert set(everything.removeprefix(f"{DISTRIBUTION}[").rstrip("]").split(",")) == {*extras} - {
-        "all", "dev", "megatron", "router", "sglang",
+        "all", "dev", "docs", "megatron", "router", "sglang",
     }  # fmt: skip
-    assert "agentrl-framework[all,megatron,router]" in extras["dev"]
+    assert "agentrl-framework[all,docs,megatron,router]" in extras["dev"]
 
 
 def test_no_module_imports_an_extra_where_it_is_itself_imported_by_others() -> None:

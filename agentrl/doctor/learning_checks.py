@@ -580,7 +580,12 @@ def _few_slots(run: RunRecord) -> Iterator[Finding]:
     """Yield that the run is bound by sampling, with few of a step's episodes at a time."""
     episodes, slots = run.recent("rollout/episodes", RECENT), run.config.rollout.concurrency
     rollout_s, step_s = run.recent("time/rollout_s", RECENT), run.recent("time/step_s", RECENT)
-    if len(rollout_s) < RECENT or mean(episodes) < FEW_SLOTS * slots or mean(rollout_s) < ROLLOUT_SHARE * mean(step_s):
+    if (
+        not episodes
+        or len(rollout_s) < RECENT
+        or mean(episodes) < FEW_SLOTS * slots
+        or mean(rollout_s) < ROLLOUT_SHARE * mean(step_s)
+    ):
         return
     evidence = (
         f"rollout.concurrency={slots}, and a step has {mean(episodes):.0f} episodes",

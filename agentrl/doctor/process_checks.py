@@ -193,7 +193,9 @@ def _memory_advice(kind: str) -> tuple[str, ...]:
 
 def _failures(run: RunRecord) -> Iterator[Finding]:
     dropped = [
-        row["rollout/dropped"] / row["rollout/episodes"] for row in run.steps[-10:] if row.get("rollout/episodes")
+        row.get("rollout/dropped", 0.0) / row["rollout/episodes"]
+        for row in run.steps[-10:]
+        if row.get("rollout/episodes")
     ]
     if dropped and sum(dropped) / len(dropped) > 0.1:
         share = sum(dropped) / len(dropped)

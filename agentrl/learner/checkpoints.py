@@ -225,7 +225,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
     with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
-        if "random" in state:  # a fork with another seed has none
+        if state["random"] is not None:  # that of a fork whose tasks begin again
             restore_random(states_from_json(state["random"]))
         return state
 
@@ -234,7 +234,7 @@ def begin_random(state: Mapping[str, Any], seed: int) -> None:
     """Set the driver's random generators for the next step: to a checkpoint's ``state``, in a new run from the seed."""
     from agentrl.learner.random_states import restore_random, seed_everything, states_from_json
 
-    if "random" in state:
-        restore_random(states_from_json(state["random"]))
+    if (random := state.get("random")) is not None:
+        restore_random(states_from_json(random))
     else:
         seed_everything(seed)

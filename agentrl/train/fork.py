@@ -128,7 +128,7 @@ class Fork:
             source = state["source"]
             assert isinstance(source, dict), "see Trainer.state"
             state["source"] = {name: value for name, value in source.items() if name != "data"}
-            state.pop("random", None)
+            state["random"] = None
         return state
 
 

@@ -1,4 +1,4 @@
-"""``rollout.generate`` through the command line: README's own loop in a fresh directory, with the real search."""
+"""``rollout.generate`` through the command line: the loop of its page in a fresh directory, with the real search."""
 
 import json
 import re
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from shared_runs import Services, here, metrics
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "loop.md"
 
 
-def readme_loop() -> str:
-    match = re.search(r"<!-- example: my_loop.py -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+def documented_loop() -> str:
+    match = re.search(r"<!-- example: my_loop.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert match
     return match.group(1)
 
 
 def test_a_generate_function_trains(tmp_path: Path, services: Services) -> None:
-    (tmp_path / "my_loop.py").write_text(readme_loop())
+    (tmp_path / "my_loop.py").write_text(documented_loop())
     done = services.agentrl(
         "train", "--env", "search_r1", "rollout.generate=my_loop.py:generate", "run.dir=run", "train.steps=1",
         "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "train.eval_first=false", "train.eval_every=0",

@@ -165,4 +165,4 @@ def test_a_changed_row_is_not_trained_on(suffix: str, tmp_path: Path) -> None:
 
 def flat(rollout: dict[str, object]) -> dict[str, object]:
     """A rollout as a line of a parquet file: what has no fixed structure as JSON, metrics left out."""
-    return rollout | {"label": json.dumps(rollout["label"]), "metadata": "{}", "metrics": []}
+    return rollout | {"label": json.dumps(rollout["label"]), "metadata": "{}", "tool_uses": "{}", "metrics": []}

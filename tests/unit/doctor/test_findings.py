@@ -520,3 +520,13 @@ def test_few_episodes_at_a_time(run):
     ]
     assert problems(run.steps(30, time__rollout_s=5.0).found()) == []
     assert problems(run.steps(30, time__rollout_s=8.0, rollout__episodes=60.0).found()) == []
+
+
+def test_metrics_that_a_run_has_not_written(run):
+    """Such as those of a run of another version."""
+    for left_out in GOOD:
+        rows = [
+            {key: value for key, value in GOOD.items() if key != left_out} | {"step": step} for step in range(1, 31)
+        ]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.found()
