@@ -79,7 +79,7 @@ class AgentLoop(ABC):
             output: the end of what the agent printed, for messages.
 
         Raises:
-            AgentProgramError: it has, or it has no turn.
+            AgentProgramError: it has, or it has no turn, or none of the rewards that it is to post.
             EpisodeError: the engine failed, or the task's first prompt is too long.
         """
         if sessions.failure.done():
@@ -88,6 +88,12 @@ class AgentLoop(ABC):
             refused = f" Its last refused request: {sessions.refused}" if sessions.refused else ""
             fault = sessions.fault or "ended without a turn of the policy"
             raise AgentProgramError(f"{self.config.setting}: it {fault}.{refused}{output}")
+        if sessions.may_reward and sessions.unrewarded and not sessions.at_limit:
+            of_agents = f" of {', '.join(sessions.unrewarded)}" if any(sessions.unrewarded) else ""
+            raise AgentProgramError(
+                f"{self.config.setting}: it ended without posting the reward{of_agents} to /v1/session/reward, as "
+                f"rollout.agent.reward=session asks{output}"
+            )
 
     async def finish(
         self,

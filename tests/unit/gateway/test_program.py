@@ -122,6 +122,22 @@ def test_a_program_that_fails_is_a_named_failure(renderer: ChatRenderer, tmp_pat
     assert rollout.stop_reason is StopReason.FAILED
 
 
+def test_a_program_that_is_to_post_its_reward_and_does_not(renderer: ChatRenderer, tmp_path: Path) -> None:
+    session = {"agent": {"reward": "session"}}
+    (rollout,) = run_program(renderer, tmp_path, "ask(prompt)", ["a"], **session)
+    assert rollout.failure is not None
+    assert "it ended without posting the reward to /v1/session/reward" in rollout.failure.message
+    (rollout,) = run_program(
+        renderer,
+        tmp_path,
+        "open('answer.txt', 'w').write('x'); ask(prompt), ask(prompt)",
+        ["a"],
+        max_turns=1,
+        **session,
+    )
+    assert rollout.failure is None  # a limit ended it
+
+
 def test_a_program_in_a_sandbox_leaves_its_files_for_the_reward(renderer: ChatRenderer, tmp_path: Path) -> None:
     """`unsafe_subprocess` has the sandbox's interface, and starts at once."""
     code = """
