@@ -82,6 +82,7 @@ class Services:
     def __init__(self, world: World) -> None:
         self.world = world
         self.check_learner: Any = None
+        self.agents_line = ""
 
     def check(self) -> None:
         if self.world._failing == "engine, later":
