@@ -74,6 +74,7 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
         _kl,
         _gradient_norm,
         _mismatch,
+        _unnormalised,
         _unread_tools,
         _failing_tools,
         _truncated_episodes,
@@ -169,7 +170,11 @@ def _cut_turns(run: RunRecord) -> Iterator[Finding]:
     """Yield that most turns are cut since the start and nothing is learned; an environment may read the beginning alone."""
     shares, flat = run.recent("rollout/cut_turns", RECENT), run.recent("train/flat_groups", RECENT)
     first = [_cut_share(row) for row in run.steps[:3]]
-    if shares and min(mean(shares), mean(first)) >= TRUNCATED and flat and mean(flat) >= FLAT_GROUPS:
+    rewards = run.recent("train/reward", RECENT)
+    is_stuck = (
+        flat and mean(flat) >= FLAT_GROUPS and mean(rewards) < SOLVED and rewards[-1] <= run.values("train/reward")[0]
+    )
+    if shares and min(mean(shares), mean(first)) >= TRUNCATED and is_stuck:
         evidence = (
             f"rollout/cut_turns is {mean(shares):.2f} over the last {len(shares)} steps: turns that end by a limit of tokens",
             f"sampler.max_new_tokens={run.config.sampler.max_new_tokens}",
@@ -226,7 +231,7 @@ def _cut_share(row: Mapping[str, float]) -> float:
 
 def _variance(run: RunRecord) -> Iterator[Finding]:
     flat, rewards = run.recent("train/flat_groups", RECENT), run.recent("train/reward", RECENT)
-    if not flat or mean(flat) < FLAT_GROUPS:
+    if not flat or mean(flat) < FLAT_GROUPS or mean(rewards) >= SOLVED:
         return
     if any(_constant_reward(run)):
         return
@@ -422,6 +427,17 @@ def _evaluations(run: RunRecord) -> Iterator[Finding]:
             "are learned by heart, or the reward is gamed",
         )
         yield Finding("problem", "evaluations were far better before", tuple(evidence), advice)
+
+
+def _unnormalised(run: RunRecord) -> Iterator[Finding]:
+    """Yield that top-p or top-k cut the distribution that is sampled from, and not the one that is trained."""
+    sampler = run.config.sampler
+    if sampler.allow_unnormalised and (sampler.top_p < 1 or sampler.top_k > 0):
+        evidence = (f"sampler.top_p={sampler.top_p:g}, sampler.top_k={sampler.top_k}, sampler.allow_unnormalised=true",)
+        advice = (
+            "sampler.top_p=1 and sampler.top_k=-1: ratios, KL divergences and train/sampler_kl are of the whole distribution",
+        )
+        yield Finding("problem", "engine and learner disagree on the policy, and no metric shows it", evidence, advice)
 
 
 def _entropy(run: RunRecord) -> Iterator[Finding]:

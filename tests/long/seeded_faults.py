@@ -192,7 +192,7 @@ FAULTS = (
         "very long|limits cut",
         r"algo\.overlong",
         ("sampler.max_new_tokens=200", "learner.optimizer.lr=1.0e-3", "train.steps=40"),
-        reward("return {'score': min(1.0, len(sample.final) / 400)}"),
+        reward("return {'score': min(1.0, len(sample.final) / 1500)}"),
     ),
     SeededFault(
         "rollouts that are too old",
@@ -211,7 +211,7 @@ FAULTS = (
         "memory .*grows",
         "trainer",
         (),
-        reward("leak.append(bytes(1_000_000))\nreturn {'score': score}", "leak = []"),
+        reward("leak.append(bytes([calls % 256]) * 1_000_000)\nreturn {'score': score}", "leak = []"),
     ),
     SeededFault(
         "rewards of a large scale",

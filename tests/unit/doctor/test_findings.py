@@ -530,3 +530,9 @@ def test_metrics_that_a_run_has_not_written(run):
         ]
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         run.found()
+
+
+def test_a_cut_distribution(run):
+    save_config(validate({"sampler": {"top_p": 0.5, "allow_unnormalised": True}}), run.folder)
+    title = "engine and learner disagree on the policy, and no metric shows it"
+    assert problems(run.steps(30).found()) == [title]
