@@ -8,6 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from statistics import median
 
 from agentrl.doctor.record import Finding, RunRecord, age
@@ -19,7 +20,7 @@ SHOWN_WAITS = 6
 LEAST_FREE_GIB = 1.0
 DISK_ADVICE = "train.keep sets how many checkpoints are kept, obs.rollouts which rollouts are written; or move run.dir"
 MEMORY_ADVICE = {
-    "trainer": "lower rollout.concurrency or rollout.batch_size",
+    "trainer": "a reward function, environment or callback may keep what it gets; or lower rollout.concurrency, rollout.batch_size",
     "learner": "a checkpoint is copied to host memory first (train.save_every); on a CPU lower batch.tokens_per_micro",
     "engine": "lower sampler.max_running or sampler.sglang.mem_fraction_static",
     "tool_server": "lower the server's max_sessions, or restart it",
@@ -179,7 +180,9 @@ def _memory(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "the machine or its container has little memory left", shares, _memory_advice(largest))
     for kind, key in sizes.items():
         values = run.recent(key, STEPS)
-        if len(values) == STEPS and grows(values):
+        # Memory is measured every few seconds, so that short steps have equal values. The first is that of the start.
+        measured = [value for value, _ in groupby(run.values(key))][1:]
+        if len(values) == STEPS and (grows(values) or (len(measured) in range(4, STEPS) and grows(measured))):
             rate = (values[-1] - values[0]) / (len(values) - 1)
             evidence = (f"{key}: {values[0]:.2f} → {values[-1]:.2f} over {STEPS} steps, {rate:.3f} GiB a step",)
             yield Finding(

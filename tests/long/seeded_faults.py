@@ -232,7 +232,7 @@ FAULTS = (
         r"filter_groups",
         ("rollout.filter_groups.filters=[filters.py:rare]",),
         {
-            "filters.py": "calls = 0\n\n\ndef rare(group):\n    global calls\n    calls += 1\n    return calls % 12 == 0\n"
+            "filters.py": "calls = 0\n\n\ndef rare(group):\n    global calls\n    calls += 1\n    return calls % 12 != 0\n"
         },
     ),
 )
