@@ -20,7 +20,7 @@ SHOWN_WAITS = 6
 LEAST_FREE_GIB = 1.0
 DISK_ADVICE = "train.keep sets how many checkpoints are kept, obs.rollouts which rollouts are written; or move run.dir"
 MEMORY_ADVICE = {
-    "trainer": "a reward function, environment or callback may keep what it gets; or lower rollout.concurrency, rollout.batch_size",
+    "trainer": "a reward function, environment or callback may keep what it gets; or lower rollout.concurrency",
     "learner": "a checkpoint is copied to host memory first (train.save_every); on a CPU lower batch.tokens_per_micro",
     "engine": "lower sampler.max_running or sampler.sglang.mem_fraction_static",
     "tool_server": "lower the server's max_sessions, or restart it",
