@@ -74,7 +74,7 @@ def learning_findings(run: RunRecord) -> Iterator[Finding]:
         _kl,
         _gradient_norm,
         _mismatch,
-        _unnormalised,
+        _cut_distribution,
         _unread_tools,
         _failing_tools,
         _truncated_episodes,
@@ -429,7 +429,7 @@ def _evaluations(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "evaluations were far better before", tuple(evidence), advice)
 
 
-def _unnormalised(run: RunRecord) -> Iterator[Finding]:
+def _cut_distribution(run: RunRecord) -> Iterator[Finding]:
     """Yield that top-p or top-k cut the distribution that is sampled from, and not the one that is trained."""
     sampler = run.config.sampler
     if sampler.allow_unnormalised and (sampler.top_p < 1 or sampler.top_k > 0):
