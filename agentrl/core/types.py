@@ -473,7 +473,8 @@ class Rollout:
     tool_seconds: float = 0.0
     """Part of it that was spent in tool calls."""
     tool_uses: dict[str, ToolUse] = field(default_factory=dict)
-    """Tool calls of the episode, by the tool's name; calls of unknown tools are left out."""
+    """Tool calls of the episode, by the tool's name; calls of unknown tools are left out. Of several rollouts of an episode
+    the first has them."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled; those of a model at an endpoint as the endpoint counts them."""
     endpoint: EndpointRecord | None = None

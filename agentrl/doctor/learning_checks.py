@@ -122,10 +122,10 @@ def _unread_tools(run: RunRecord) -> Iterator[Finding]:
 def _failing_tools(run: RunRecord) -> Iterator[Finding]:
     """Yield the tools that answer too few calls."""
     for name in _tool_names(run):
-        calls, shares = run.recent(f"tool/{name}/calls", RECENT), run.recent(f"tool/{name}/failed_share", RECENT)
-        share = sum(count * failed for count, failed in zip(calls, shares, strict=True)) / sum(calls)
+        calls = sum(run.recent(f"tool/{name}/calls", RECENT))
+        share = _tool_total(run, name, "failed_share") / max(1.0, calls)
         if share >= FAILING:
-            evidence = (f"{share:.0%} of {sum(calls):.0f} calls of {name} in the last {len(calls)} steps",)
+            evidence = (f"{share:.0%} of {calls:.0f} calls of {name} in the last {len(run.steps[-RECENT:])} steps",)
             advice = (
                 f"`agentrl view --steps` shows what {name} answers; run it by hand: it raises, times out or is killed",
                 "the tool's timeout_s; sandbox.limits for code",
@@ -135,29 +135,27 @@ def _failing_tools(run: RunRecord) -> Iterator[Finding]:
 
 def _slow_tools(run: RunRecord) -> Iterator[Finding]:
     """Yield that episodes wait for tools most of the time, with the tool that takes the most of it."""
-    waiting = run.recent("slot_idle/tools", RECENT)
-    seconds = {
-        name: sum(
-            count * each
-            for count, each in zip(
-                run.recent(f"tool/{name}/calls", RECENT), run.recent(f"tool/{name}/seconds", RECENT), strict=True
-            )
-        )
-        for name in _tool_names(run)
-    }
-    if not seconds or not waiting or mean(waiting) < SLOW_TOOLS:
+    idle_shares = run.recent("slot_idle/tools", RECENT)
+    seconds = {name: _tool_total(run, name, "seconds") for name in _tool_names(run)}
+    if not seconds or not idle_shares or mean(idle_shares) < SLOW_TOOLS:
         return
     slowest = max(seconds, key=lambda name: seconds[name])
     evidence = (
-        f"slot_idle/tools is {mean(waiting):.2f} over the last {len(waiting)} steps",
+        f"slot_idle/tools is {mean(idle_shares):.2f} over the last {len(idle_shares)} steps",
         f"tool/{slowest}/seconds is {mean(run.recent(f'tool/{slowest}/seconds', RECENT)):.2f}; "
-        f"{seconds[slowest] / sum(seconds.values()):.0%} of the time in tools",
+        f"{seconds[slowest] / max(1e-9, sum(seconds.values())):.0%} of the time in tools",
     )
     advice = (
         f"make {slowest} faster, or give its server more workers or machines (tools.{slowest}.url takes several)",
         "a larger rollout.concurrency, so that engines work meanwhile",
     )
     yield Finding("hint", "episodes wait for a tool most of the time", evidence, advice)
+
+
+def _tool_total(run: RunRecord, name: str, metric: str) -> float:
+    """Return the sum of a metric that is a mean over a tool's calls, over its calls of the last steps."""
+    calls, value = f"tool/{name}/calls", f"tool/{name}/{metric}"
+    return sum(row.get(calls, 0.0) * row.get(value, 0.0) for row in run.steps[-RECENT:])
 
 
 def _tool_names(run: RunRecord) -> list[str]:
@@ -191,7 +189,7 @@ def _constant_reward(run: RunRecord) -> Iterator[Finding]:
     count = next((number for number, same in enumerate(reversed(constant)) if not same), len(rows))
     if count < CONSTANT_STEPS or value >= SOLVED:
         return
-    before, since = rows[:-count], rows[-count:]
+    earlier_rows, constant_rows = rows[:-count], rows[-count:]
     evidence = [f"train/reward is {value:g} and train/flat_groups is 1 in the last {count} of {len(run.steps)} steps"]
     advice = [
         f"reward.function: one that catches errors, such as those of a judge, and returns {value:g} hides them; let it raise. "
@@ -199,16 +197,18 @@ def _constant_reward(run: RunRecord) -> Iterator[Finding]:
         "rollout.n_samples_per_prompt, sampler.temperature, easier tasks or model.warm_start, if the policy never succeeds",
     ]
     title = f"every reward is {value:g}, so there is nothing to learn from"
-    if before:
-        title = f"every reward is {value:g} since step {since[0]['step']:.0f}, so there is nothing to learn from"
-        evidence.append(
-            f"before: {min(row['train/reward'] for row in before):.3f} to {max(row['train/reward'] for row in before):.3f}"
+    if earlier_rows:
+        title = (
+            f"every reward is {value:g} since step {constant_rows[0]['step']:.0f}, so there is nothing to learn from"
         )
+        rewards = [row["train/reward"] for row in earlier_rows]
+        evidence.append(f"before: {min(rewards):.3f} to {max(rewards):.3f}")
         (first_length, length), (first_cut, cut) = (
-            [mean([read(row) for row in part]) for part in (before, since)] for read in (_turn_length, _cut_share)
+            [mean([read(row) for row in window]) for window in (earlier_rows, constant_rows)]
+            for read in (_turn_length, _cut_share)
         )
         if not 1 / CHANGED_LENGTH < length / max(first_length, 1e-9) < CHANGED_LENGTH or cut > first_cut + FAILING:
-            title = f"the policy broke before step {since[0]['step']:.0f}: every reward is {value:g} since"
+            title = f"the policy broke before step {constant_rows[0]['step']:.0f}: every reward is {value:g} since"
             evidence += [
                 f"tokens of a turn: {first_length:.1f} before, {length:.1f} since",
                 f"rollout/cut_turns: {first_cut:.2f} before, {cut:.2f} since",

@@ -244,7 +244,7 @@ class EpisodeRunner:
                     rollouts = [rollout]
                 for rollout in rollouts:
                     rollout.graded = settings.grader is None
-                    rollout.tool_uses = tools.uses
+                rollouts[0].tool_uses = tools.uses
                 failure = rollouts[0].failure
                 action = self._failure.decide(failure, attempt) if failure is not None else "train"
                 if action == "train" and settings.grader is not None and open_tools is not None:

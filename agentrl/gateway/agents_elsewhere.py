@@ -248,7 +248,7 @@ class AgentsElsewhere:
 
         Raises:
             BadRequestError: there is none within the time, the run is over, or the request was sent again.
-            ClientDisconnect: nobody waits any more.
+            ClientDisconnect: the client has closed the connection.
         """
         disconnect = asyncio.ensure_future(wait_for_disconnect(http))
         end = asyncio.get_running_loop().time() + body.wait_s

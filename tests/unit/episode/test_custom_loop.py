@@ -276,6 +276,15 @@ def test_a_chats_own_tools(renderer):
     assert rollout.stop_reason is StopReason.TERMINATED
 
 
+def test_a_call_of_an_episode_with_several_chats_counts_once(renderer):
+    async def generate(task, agent):
+        await agent.call("search", {"query": "mayor"})
+        return await two_chats(task, agent)
+
+    rollouts, _, _ = play(renderer, lambda request: "done", generate)
+    assert [{name: use.calls for name, use in rollout.tool_uses.items()} for rollout in rollouts] == [{"search": 1}, {}]
+
+
 def test_what_a_chat_tells(renderer):
     seen = {}
 
