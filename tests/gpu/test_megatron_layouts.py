@@ -1,7 +1,7 @@
-"""Megatron-Core learners on one and two GPUs compute what one FSDP rank does, policy and critic. No engine takes part.
+"""Megatron-Core learners on one, two and four GPUs compute what one FSDP rank does, policy and critic. No engine takes part.
 
-The layout of four ranks takes four GPUs if there are so many, else two with two ranks each. NCCL refuses two ranks of a group on
-one GPU. Only groups of all ranks have such, and they communicate by gloo then.
+Layouts of four ranks take four GPUs if there are so many. On two GPUs with two ranks each, only the layout of tensor and pipeline
+ranks runs: NCCL refuses two ranks of a group on one GPU. There only groups of all ranks have such, and they communicate by gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentrl.learner.registry import make_backend
 from tests.algo_config import make_algo
 from tests.batches import pack_rows
 from tests.unit.learner.learners import make_rows
-from tests.unit.learner.megatron.models import CP, PP, SP, TP, make_critic_model, make_model
+from tests.unit.learner.megatron.models import CP, EP, PP, SP, TP, make_critic_model, make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -36,19 +36,30 @@ ALGOS: dict[Role, AlgoConfig] = {
     "policy": make_algo(entropy_coef=0.1),
     "critic": make_algo(advantage={"name": "gae"}, critic=CRITIC),
 }
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "TP2": (2, TP),
-    "TP2, SP": (2, TP | SP),
-    "PP2": (2, PP),
-    "DP2": (2, {}),
-    "CP2": (2, CP),
-    "TP2, SP, PP2": (4, TP | SP | PP),
+DENSE, EXPERTS = "qwen3", "qwen3_moe"
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one rank": (1, DENSE, {}),
+    "one rank, experts": (1, EXPERTS, {}),
+    "TP2": (2, DENSE, TP),
+    "TP2, SP": (2, DENSE, TP | SP),
+    "PP2": (2, DENSE, PP),
+    "DP2": (2, DENSE, {}),
+    "CP2": (2, DENSE, CP),
+    "EP2": (2, EXPERTS, EP),
+    "TP2, SP, PP2": (4, DENSE, TP | SP | PP),
+    "TP4, SP": (4, DENSE, {"tensor_model_parallel_size": 4} | SP),
+    "PP4": (4, DENSE, {"pipeline_model_parallel_size": 4}),
+    "CP4": (4, DENSE, {"context_parallel_size": 4}),
+    "DP4": (4, DENSE, {}),
+    "EP4": (4, EXPERTS, {"expert_model_parallel_size": 4}),
+    "TP2, SP, EP4": (4, EXPERTS, TP | SP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}),
 }
+"""By name: ranks, model, and the options ``learner.megatron``."""
 COMPILED = ("TP2, SP",)
 """Layouts whose layers are compiled, which takes longer than all else here."""
 SHARED_GPUS = (0, 1, 1, 0)
 """The GPU of each of four ranks on two: ranks 0 and 1, 2 and 3 (tensor), 0 and 2, 1 and 3 (pipeline) are on different ones."""
+ON_SHARED_GPUS = ("TP2, SP, PP2",)
 Found = tuple[dict[str, float], RowScores]
 """Metrics of a step, and scores of rows after it."""
 
@@ -59,6 +70,13 @@ def gpus_of(ranks: int) -> tuple[int, ...] | None:
     if count >= ranks:
         return tuple(range(ranks))
     return SHARED_GPUS if count >= 2 and ranks == len(SHARED_GPUS) else None
+
+
+def layouts_of(ranks: int) -> dict[str, tuple[int, str, dict[str, Any]]]:
+    """The layouts of so many ranks that run on the GPUs of this machine."""
+    gpus = gpus_of(ranks)
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout[0] == ranks and gpus}
+    return {name: layouts[name] for name in ON_SHARED_GPUS if name in layouts} if gpus == SHARED_GPUS else layouts
 
 
 def use_gloo_on_shared_gpus(gpus: Sequence[int]) -> None:
@@ -76,13 +94,12 @@ def use_gloo_on_shared_gpus(gpus: Sequence[int]) -> None:
 def compute(rank: int, folder: str, ranks: int) -> None:
     """Write what each layout of ``ranks`` ranks finds, and with one rank FSDP too."""
     store = dist.FileStore(f"{folder}/store{ranks}", ranks)
-    fsdp = {"fsdp": (1, None)} if ranks == 1 else {}
-    layouts = {name: layout for name, layout in LAYOUTS.items() if layout[0] == ranks}
+    fsdp = {f"fsdp, {model}": (1, model, None) for model in (DENSE, EXPERTS)} if ranks == 1 else {}
     gpus = gpus_of(ranks)
     assert gpus is not None
     use_gloo_on_shared_gpus(gpus)
     results = {}
-    for number, (name, (_, options)) in enumerate({**fsdp, **layouts}.items()):
+    for number, (name, (_, model, options)) in enumerate({**fsdp, **layouts_of(ranks)}.items()):
         given: dict[str, Any] = {"backend": "fsdp"} if options is None else {"backend": "megatron", "megatron": options}
         optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=1e9)
         given |= {"precision": "float32", "compile": name in COMPILED}
@@ -93,7 +110,9 @@ def compute(rank: int, folder: str, ranks: int) -> None:
         backend = make_backend(config)
         make, results[name] = backend.rank_class(), {}
         for role, batch in batches(backend.data_parallel_size).items():
-            learner = make(RankOptions(Path(folder, role), config, ALGOS[role], device=device, seed=0, role=role))
+            learner = make(
+                RankOptions(Path(folder, model, role), config, ALGOS[role], device=device, seed=0, role=role)
+            )
             mine = replace(batch, micro=(batch.micro[learner.data_parallel_rank],), metrics={})
             score = learner.logprobs if role == "policy" else learner.values
             results[name][role] = gathered(learner.train_step(mine), score(mine))
@@ -129,9 +148,11 @@ def gathered(metrics: dict[str, float], scores: RowScores) -> Found:
 @pytest.fixture(scope="module")
 def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Role, Found]]:
     folder = tmp_path_factory.mktemp("layouts")
-    make_critic_model(make_model(folder / "policy", "qwen3"), folder / "critic")
+    for model in (DENSE, EXPERTS):
+        policy = make_model(folder / model / "policy", model, num_key_value_heads=4)
+        make_critic_model(policy, folder / model / "critic")
     results: dict[str, dict[Role, Found]] = {}
-    for ranks in sorted({ranks for ranks, _ in LAYOUTS.values()}):
+    for ranks in sorted({ranks for ranks, _, _ in LAYOUTS.values()}):
         if gpus_of(ranks):
             mp.spawn(compute, (str(folder), ranks), nprocs=ranks)  # type: ignore[no-untyped-call]
             results |= torch.load(folder / f"found{ranks}.pt", weights_only=False)
@@ -142,9 +163,10 @@ def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[Role,
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_computes_what_one_fsdp_rank_does(of_layouts, layout: str, role: Role):
     """PPO before and after an optimizer step of policy and critic, in float32."""
+    ranks, model, _ = LAYOUTS[layout]
     if layout not in of_layouts:
-        pytest.skip(f"{LAYOUTS[layout][0]} GPUs are wanted, there are {torch.cuda.device_count()}")
-    (expected, rows), (metrics, actual) = of_layouts["fsdp"][role], of_layouts[layout][role]
+        pytest.skip(f"{ranks} GPUs are wanted, there are {torch.cuda.device_count()}")
+    (expected, rows), (metrics, actual) = of_layouts[f"fsdp, {model}"][role], of_layouts[layout][role]
     of_role = "train/entropy" if role == "policy" else "train/mean"
     for key in ("train/loss", "train/grad_norm", of_role, "train/trained_tokens"):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
