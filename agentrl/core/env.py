@@ -6,7 +6,7 @@ Gymnasium's own ``Text`` space refuses every character outside a fixed set, even
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 import gymnasium
@@ -143,6 +143,14 @@ class EnvBase:
             NotImplementedError: the environment has none.
         """
         raise NotImplementedError(f"{cls.__name__} defines no tasks(split, seed)")
+
+    @classmethod
+    def configured_tasks(cls, split: str, seed: int, options: Mapping[str, object]) -> Sequence[Task]:
+        """Return the tasks of an environment that is built with ``options``; by default `tasks`, whatever they are.
+
+        An environment whose options choose its tasks, such as the dataset of a library, overrides this.
+        """
+        return cls.tasks(split, seed)
 
 
 class Env(EnvBase, gymnasium.Env[Observation, Action]):

@@ -51,15 +51,16 @@ def errors_name_source(source: str) -> Iterator[None]:
 
 
 class EnvTasks(TaskSet):
-    """The tasks of an environment class."""
+    """The tasks of an environment class that is built with ``options``."""
 
-    def __init__(self, env: type[EnvBase], seed: int) -> None:
+    def __init__(self, env: type[EnvBase], seed: int, options: Mapping[str, object]) -> None:
         self._env = env
         self._seed = seed
+        self._options = options
 
     def split(self, name: str) -> Sequence[Task]:
-        """Return ``Env.tasks(name, seed)``."""
-        return self._env.tasks(name, self._seed)
+        """Return what `EnvBase.configured_tasks` returns, which is by default ``Env.tasks(name, seed)``."""
+        return self._env.configured_tasks(name, self._seed, self._options)
 
     def call(self, name: str) -> str:
         """Return the call that `split` makes, for messages."""
@@ -94,8 +95,8 @@ def open_tasks(config: Config) -> TaskSources:
 
 def _taskset_settings(config: Config) -> tuple[object, ...]:
     """Return the settings that a taskset depends on."""
-    env_name = config.env.name if config.tasks.name is None else None
-    return config.data, config.tasks.name, config.tasks.options, env_name
+    env = (config.env.name, config.env.options) if config.tasks.name is None else None
+    return config.data, config.tasks.name, config.tasks.options, env
 
 
 def _open(config: Config) -> TaskSet:
@@ -106,12 +107,12 @@ def _open(config: Config) -> TaskSet:
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
     cls = env_class(config.env.name)
-    if cls.tasks.__func__ is EnvBase.tasks.__func__:  # type: ignore[attr-defined]
+    if all(getattr(cls, name).__func__ is getattr(EnvBase, name).__func__ for name in ("tasks", "configured_tasks")):
         raise ConfigError(
             f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
             "a taskset, or define tasks(split, seed) on the environment"
         )
-    return EnvTasks(cls, config.run.seed)
+    return EnvTasks(cls, config.run.seed, config.env.options)
 
 
 def with_source_ids(source: str, tasks: Sequence[Task]) -> Sequence[Task]:

@@ -11,7 +11,7 @@ BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages 
 
 BOTTOM_TO_TOP = """
     core config clients batch algo distributed obs models render rewards data audit episode sandbox learner inference
-    toolserver gateway weight_sync self_play cluster testing project_template runtime doctor planner evaluation sft
+    toolserver gateway adapters weight_sync self_play cluster testing project_template runtime doctor planner evaluation sft
     train tune dashboard api launch cli
 """
 LAYERS = tuple((package,) for package in BOTTOM_TO_TOP.split())

@@ -10,10 +10,10 @@ from agentrl_envs.kuhn_poker import KuhnPokerEnv
 from agentrl_envs.negotiation import NegotiationEnv
 from agentrl_envs.proposer_solver import ProposerSolverEnv
 from agentrl_envs.solver_critic import SolverCriticEnv
-from agentrl_envs.textarena import TextArenaEnv
 from agentrl_envs.tictactoe import TicTacToeEnv
 
 from agentrl import Message, MultiAgentEnv, tool
+from agentrl.adapters.textarena import TextArenaEnv
 from agentrl.batch.provenance import check_rows
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.errors import RunStopped, SamplerError, UnknownNameError

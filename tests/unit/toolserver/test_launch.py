@@ -108,7 +108,7 @@ def test_a_tool_that_the_environments_file_registers_has_a_server(tmp_path: Path
     (tmp_path / "greeter.py").write_text(OWN_FILE, encoding="utf-8")
     (offered_tool,) = env_class(f"{tmp_path}/greeter.py:Greeter")().tools
     service = find_service(offered_tool.server)
-    arguments = service.launch_arguments({}, EnvTasks(Env, 0), tmp_path / "server")
+    arguments = service.launch_arguments({}, EnvTasks(Env, 0, {}), tmp_path / "server")
 
     async def call(url: str) -> ToolResult:
         client = service.client(url, {})

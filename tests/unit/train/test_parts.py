@@ -84,9 +84,9 @@ class Board(Env):
 @pytest.mark.parametrize(
     ("tasks", "split", "message"),
     [
-        (EnvTasks(Board, 3), "eval", r"^tasks\.eval_split=eval: Board\.tasks\('eval', 3\) raised KeyError: 'eval' \(test_p"),
-        (EnvTasks(Board, 3), "eval", r"\(test_parts\.py:\d+\); it must return the tasks of the split, or \(\) if it has none"),
-        (EnvTasks(Env, 3), "eval", r"Env\.tasks\('eval', 3\) raised NotImplementedError: Env defines no tasks"),
+        (EnvTasks(Board, 3, {}), "eval", r"^tasks\.eval_split=eval: Board\.tasks\('eval', 3\) raised KeyError: 'eval' \(test_p"),
+        (EnvTasks(Board, 3, {}), "eval", r"_parts\.py:\d+\); it must return the tasks of the split, or \(\) if it has none"),
+        (EnvTasks(Env, 3, {}), "eval", r"Env\.tasks\('eval', 3\) raised NotImplementedError: Env defines no tasks"),
         (Given(TASKS), "eval", r"Given\.split\('eval'\) raised KeyError: 'eval' \(test_parts\.py:\d+\)"),
         (Given(None), "train", "must return a sequence of Tasks, it returned None"),
         (Given(iter(TASKS)), "train", "it returned <list_iterator"),

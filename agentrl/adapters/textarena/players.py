@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from agentrl import Message
+from agentrl.core.types import Message
 
 
 class RandomPlayer:

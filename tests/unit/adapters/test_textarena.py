@@ -6,9 +6,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from agentrl_envs.textarena import TextArenaEnv
 
 from agentrl import ConfigError, Message
+from agentrl.adapters.textarena import TextArenaEnv
 from agentrl.core.errors import UnknownNameError
 from agentrl.testing import check_multi_agent_env
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from agentrl import ConfigError, MadeTasks, Message, MultiAgentEnv, MultiReset, MultiStep, Task, View, unknown_name
+from agentrl.adapters.base import Json, SeededTasks, text_after_reasoning
+from agentrl.adapters.textarena.players import RandomPlayer
+from agentrl.adapters.textarena.random_state import GlobalRandom
+from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.extras import require
-from agentrl.core.multi_agent_env import PlayerFactory
-
-from .players import RandomPlayer
-from .random_state import GlobalRandom
+from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, PlayerFactory, View
+from agentrl.core.task import Task
+from agentrl.core.types import Message
 
 
 class TextArenaEnv(MultiAgentEnv):
@@ -49,16 +51,16 @@ class TextArenaEnv(MultiAgentEnv):
         self.possible_agents = [f"player_{number}" for number in range(players)]
 
     @classmethod
-    def tasks(cls, split: str, seed: int) -> MadeTasks:
+    def tasks(cls, split: str, seed: int) -> SeededTasks:
         """Return 1000 tasks; the seed of an episode decides about the game."""
-        return _Games(split, 1000)
+        return SeededTasks("textarena", split)
 
     @classmethod
     def example_task(cls) -> Task:
         """Return a task."""
         return Task("textarena/example", ())
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> MultiReset:
+    def reset(self, seed: int | None = None, options: Json | None = None) -> MultiReset:
         """Begin a game."""
         super().reset(seed, options)
         self._begin(int(self.np_random.integers(2**31)))
@@ -81,7 +83,7 @@ class TextArenaEnv(MultiAgentEnv):
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Make the move of the player whose turn it is."""
         (agent,) = self.acting
-        text = actions[agent].content.rpartition("</think>")[2].strip() if agent in actions else ""
+        text = text_after_reasoning(actions[agent]) if agent in actions else ""
         agents = list(self.agents)
         if not self._move(text):
             self._next()
@@ -127,14 +129,14 @@ class TextArenaEnv(MultiAgentEnv):
         views[self.possible_agents[player]] = {"messages": (Message("user", text),)}
         return views
 
-    def _infos(self) -> dict[str, dict[str, Any]]:
+    def _infos(self) -> dict[str, Json]:
         return {agent: {} for agent in self.agents}
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         """Return the game's seed and all moves: `set_state` plays them again."""
         return super().get_state() | {"game_seed": self.game_seed, "moves": list(self.moves)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         """Play the moves of a game again."""
         self._begin(state["game_seed"])
         for move in state["moves"]:
@@ -142,11 +144,3 @@ class TextArenaEnv(MultiAgentEnv):
             self._move(move)
         self._views()
         super().set_state(state)
-
-
-class _Games(MadeTasks):
-    """Tasks that differ in nothing but their ids."""
-
-    def make(self, index: int) -> Task:
-        """Return a task without a prompt."""
-        return Task(f"textarena/{self.split}/{index}", ())

@@ -1,5 +1,0 @@
-"""Games of TextArena."""
-
-from .env import TextArenaEnv
-
-__all__ = ["TextArenaEnv"]
