@@ -127,9 +127,10 @@ class RewardConfig(Section):
     """A reward function in place of the environment's own. ``reward=F`` is short for ``reward.function=F``."""
 
     function: str | None = None
-    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math, squad_exact_match, squad_f1."""
+    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math, dapo, deepscaler, gpqa, ifbench,
+    code, squad_exact_match, squad_f1. docs/how_to/rewards.md."""
     key: str | None = None
-    """The key of the reward if the function returns a mapping; the other keys become metrics."""
+    """The key of the reward if the function returns a mapping, ``score`` by default; the other keys become metrics."""
     on_error: Literal["stop", "drop", "score"] = "stop"
     """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
     error_score: float = 0.0

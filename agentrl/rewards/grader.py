@@ -130,6 +130,8 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> s
     return str(getattr(origin, "__name__", origin))
 
 
+SCORE = "score"
+"""Key of the reward in a mapping without ``reward.key``."""
 _EXCERPT = 400
 """Characters of a prompt or response in a message."""
 
@@ -195,7 +197,7 @@ class RewardGrader:
         """Return the reward, and the other numbers of a mapping as metrics."""
         if not isinstance(result, Mapping):
             return _finite(result, "it returned"), {}
-        key = self._config.key
+        key = self._config.key or (SCORE if SCORE in result else None)
         has = f"it returned a mapping with the keys {', '.join(map(str, result)) or 'none'}"
         if key is None:
             raise ValueError(f"{has}; set reward.key to the one that is the reward")
@@ -250,7 +252,8 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
         return
     make_grader(reward)
     from_files = data.path is not None or data.eval_path is not None
-    if from_files and data.label_key is None and reward.function in names(REWARDS):
+    needs_label = reward.function in names(REWARDS) and reward_function(reward.function) is not builtin.ifbench
+    if from_files and data.label_key is None and needs_label:
         raise ConfigError(
             f"reward.function={reward.function} compares with the right answer: set data.label_key to its column"
         )
@@ -273,15 +276,16 @@ def check_labels(reward: RewardConfig, tasks: Iterable[Task]) -> None:
     """Check that a reward function of agentrl can compare with the answers of tasks.
 
     Raises:
-        ConfigError: an answer is no text and no number.
+        ConfigError: an answer is none that the function compares with.
     """
     if reward.function is None or reward.function not in names(REWARDS):
         return
-    if reward_function(reward.function).__module__ != builtin.__name__:
+    function = reward_function(reward.function)
+    if function.__module__ != builtin.__name__:
         return
     for task in tasks:
         try:
-            builtin.check_label(task.answer, task.id)
+            builtin.check_task(function, task.answer, task.metadata, task.id)
         except ValueError as error:
             raise ConfigError(f"reward.function={reward.function}: {error}") from None
 

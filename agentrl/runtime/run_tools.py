@@ -12,7 +12,7 @@ from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
-from agentrl.core.registry import TOOLS, env_class, names, reference_paths
+from agentrl.core.registry import TOOLS, env_class, names, reference_paths, reward_function
 from agentrl.core.tool import Tool, ToolService
 from agentrl.data.hub import PREFIX
 from agentrl.episode.custom_loop import required_tools
@@ -35,9 +35,14 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
 
 def _source_tools(config: Config) -> tuple[str, ...]:
+    """Return the tools of a source's episodes, and those that its reward function calls (``tool_names``)."""
+    function = config.reward.function
+    scoring = tuple(getattr(reward_function(function), "tool_names", ())) if function is not None else ()
     if config.rollout.agent.setting is not None:  # the program has its own
-        return env_class(config.env.name).tool_names if config.rollout.agent.reward == "environment" else ()
-    return required_tools(config.rollout.generate, env_class(config.env.name))
+        named = env_class(config.env.name).tool_names if config.rollout.agent.reward == "environment" else ()
+    else:
+        named = required_tools(config.rollout.generate, env_class(config.env.name))
+    return tuple(dict.fromkeys((*named, *scoring)))
 
 
 def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[str, Tool]:

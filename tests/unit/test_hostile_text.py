@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from agentrl_envs.code_contest.program import can_be_sent, program_in
 from agentrl_envs.python_math.scoring import is_numeral
 from agentrl_envs.search_r1.protocol import parse as search_r1_action
 from agentrl_tools.judge.verdicts import Rule
@@ -22,6 +21,9 @@ from agentrl.render.parsers.base import split_markers, split_reasoning
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.special_token_escaping import unicode_text
 from agentrl.rewards import answer_text, exact_match, f1, last_boxed, last_number, normalize
+from agentrl.rewards.choices import named_option
+from agentrl.rewards.constraints import CHECKS, sentences
+from agentrl.rewards.programs import is_encodable, program_in
 
 SIZE = 8_000
 """Characters of a text: a quadratic function takes half a second."""
@@ -71,11 +73,16 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
     **{f"parser {name}": parsed(name) for name in PARSERS},
     "without_fence": without_fence,
     "program_in": program_in,
-    "can_be_sent": can_be_sent,
+    "is_encodable": is_encodable,
     "is_numeral": is_numeral,
     "search_r1": search_r1_action,
     "answer_text": answer_text,
     "last_boxed": last_boxed,
+    "named_option": named_option,
+    "sentences": sentences,
+    "highlights": lambda text: CHECKS["detectable_format:number_highlighted_sections"](text, num_highlights=1),
+    "placeholders": lambda text: CHECKS["detectable_content:number_placeholders"](text, num_placeholders=1),
+    "titles": CHECKS["detectable_format:title"],
     "last_number": last_number,
     "normalize": normalize,
     "exact_match": lambda text: exact_match(text, (text[1:],)),

@@ -1,6 +1,7 @@
 """Programming problems, scored by hidden tests."""
 
+from agentrl.rewards.programs import HiddenTests
+
 from .env import CodeContestEnv
-from .hidden import HiddenTests
 
 __all__ = ["CodeContestEnv", "HiddenTests"]

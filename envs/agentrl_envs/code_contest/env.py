@@ -26,9 +26,9 @@ from agentrl import (
     ToolStatus,
     served_tools,
 )
+from agentrl.rewards.programs import is_encodable, program_in
 
 from .hidden import hidden_tests
-from .program import can_be_sent, program_in
 
 Scoring = Literal["share", "all"]
 """``share``: the fraction of hidden tests passed; ``all``: 1 if all are passed, else 0."""
@@ -139,7 +139,7 @@ class CodeContestEnv(Env):
 
     def _submit(self, content: str) -> Step:
         program = program_in(content)
-        if program is None or not can_be_sent(program):
+        if program is None or not is_encodable(program):
             return (), 0.0, True, False, self._info()
         self._has_program = True
         self._judging = "judge"

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from agentrl_envs.code_contest import CodeContestEnv
 from agentrl_envs.code_contest.env import FAULTS, NO_TRIES
-from agentrl_envs.code_contest.program import program_in
 from agentrl_tools.judge import JudgeTool, Verdict
 
 from agentrl.core.errors import ConfigError, TaskError, ToolFailure
 from agentrl.core.task import Task
 from agentrl.core.types import CallStatus, Message, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
+from agentrl.rewards.programs import program_in
 
 SECRET = "only-the-judge-knows-31337"
 TASK = Task("t", (Message("user", "Print it."),), answer={"inputs": ["1\n", "2\n"], "outputs": [SECRET, SECRET]})

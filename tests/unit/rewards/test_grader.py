@@ -191,7 +191,7 @@ def test_checks_before_a_run(tmp_path: Path):
     assert make_grader(RewardConfig()) is None
     config = load_config(None, ["env.name=single_turn"])
     check_reward(config, needs_reward=False)
-    with pytest.raises(ConfigError, match=r"reward\.function.*exact_match, f1, math, numeric"):
+    with pytest.raises(ConfigError, match=r"reward\.function.*exact_match, f1, gpqa, ifbench, math, numeric"):
         check_reward(config, needs_reward=True)
     with pytest.raises(UnknownNameError, match=r"Did you mean 'exact_match'.*file\.py:function"):
         check_reward(load_config(None, ["reward=exact_matc"]), needs_reward=True)

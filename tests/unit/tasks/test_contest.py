@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agentrl_envs.code_contest.program import program_in
 from agentrl_tasks.contest import Contest, make_policy
 from agentrl_tasks.contest.data import FAMILIES, Generated, is_held_out
 from agentrl_tasks.contest.problem import examples
@@ -23,6 +22,7 @@ from agentrl.core.registry import model_folder
 from agentrl.core.task import Task
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
+from agentrl.rewards.programs import program_in
 
 
 def run(program: str, stdin: str) -> str | None:
