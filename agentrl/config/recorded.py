@@ -25,6 +25,7 @@ FIXED = (
     "tasks.train_split",
     "tasks.data_source",
     "data.path",
+    "data.rows_key",
     "data.limit",
     "data.streaming",
     "data.shuffle_buffer",

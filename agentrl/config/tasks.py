@@ -107,6 +107,8 @@ class DataConfig(Section):
     """The column of the row's id; without it, rows are named by file and line."""
     apply_chat_template: bool = True
     """Render prompts with the model's chat template; with false, strings are used as they are."""
+    rows_key: str | None = None
+    """In a ``.json`` file with one object, the key of its list of rows, such as ``data``; ``a.b`` is ``b`` in ``a``."""
     limit: int | None = Field(default=None, ge=1)
     """Use only this many rows, from the start of each file."""
     streaming: bool = False
@@ -116,7 +118,7 @@ class DataConfig(Section):
     """Rows of a dataset of the hub that are shuffled with each other with ``streaming``."""
     convert: str | None = None
     """A function of a row, as ``module:function`` or ``FILE.py:function``: it returns the row as it is used, or None to leave it
-    out."""
+    out. Built in: ``gsm8k`` (the answer is what follows ``####``) and ``sharegpt`` (chats with ``from`` and ``value``)."""
     max_prompt_tokens: PositiveInt | None = None
     """Leave out rows of ``path`` whose prompt has more tokens, in the chat format and without what the environment adds."""
     workers: int = Field(default=0, ge=0)

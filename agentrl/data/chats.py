@@ -11,8 +11,9 @@ from agentrl.config.sft import SftConfig
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import schema_problem
 from agentrl.core.types import Message
-from agentrl.data.conversion import RowConversion, make_messages, make_prompt
+from agentrl.data.conversion import RowConversion, make_messages, make_prompt, untrained_messages
 from agentrl.data.rows import Row
 
 
@@ -28,6 +29,8 @@ class Chat:
     """What the policy may call."""
     first: int
     """Index of the first message that is no part of the prompt: assistant messages before it are not trained."""
+    untrained: frozenset[int] = frozenset()
+    """Indices of further messages that are not trained: ``weight: 0`` of a message."""
 
 
 class ChatConversion:
@@ -65,8 +68,10 @@ class ChatConversion:
 
     def _make(self, row: Row) -> Chat:
         data, sft = self._data, self._sft
+        untrained: frozenset[int] = frozenset()
         if row.values.get(sft.messages_key) is not None:
             messages, first = make_messages(row, sft.messages_key, "sft.messages_key"), 0
+            untrained = untrained_messages(row, sft.messages_key, "sft.messages_key")
         elif row.values.get(sft.completion_key) is not None:
             prompt = make_prompt(row, data)
             messages, first = (*prompt, *self._completion(row)), len(prompt)
@@ -76,14 +81,15 @@ class ChatConversion:
                 f"(sft.completion_key); it has the keys: {', '.join(map(str, row.columns)) or 'none'}"
             )
         turns = [index for index in range(first, len(messages)) if messages[index].role == "assistant"]
-        if not turns:
-            raise ConfigError(f"{row.location} has no message of the role assistant to train on")
+        if not {*turns} - untrained:
+            weights = " whose weight is not 0" if turns else ""
+            raise ConfigError(f"{row.location} has no message of the role assistant to train on{weights}")
         for index in turns:
             if index > first and messages[index - 1].role == "assistant":
                 raise ConfigError(f"{row.location}: message {index + 1} of the role assistant follows another one")
             if messages[index].content == "" and not messages[index].tool_calls:
                 raise ConfigError(f"{row.location}: message {index + 1} of the role assistant is empty")
-        return Chat(row.location, messages[: turns[-1] + 1], self._tools(row), first)
+        return Chat(row.location, messages[: turns[-1] + 1], self._tools(row), first, untrained)
 
     def _completion(self, row: Row) -> tuple[Message, ...]:
         key = self._sft.completion_key
@@ -100,17 +106,18 @@ class ChatConversion:
     def _tools(self, row: Row) -> tuple[Tool, ...]:
         key = self._sft.tools_key
         value = row.values.get(key)
-        if isinstance(value, str):
+        if is_text := isinstance(value, str):
             try:
                 value = json.loads(value or "[]")
             except (ValueError, RecursionError):
                 raise ConfigError(f"{row.location}: {key!r} (sft.tools_key) is no JSON: {value!r:.80}") from None
         if value is not None and not isinstance(value, Sequence):
             raise ConfigError(f"{row.location}: {key!r} (sft.tools_key) must be a list of tools, and is {value!r:.80}")
-        return tuple(_tool(tool, f"{row.location}: {key!r} (sft.tools_key)", row) for tool in value or ())
+        tools = value if is_text else row.without_fill(value)  # JSON text has the nulls that it should have
+        return tuple(_tool(tool, f"{row.location}: {key!r} (sft.tools_key)") for tool in tools or ())
 
 
-def _tool(value: Any, where: str, row: Row) -> Tool:
+def _tool(value: Any, where: str) -> Tool:
     """Return a tool in the format of OpenAI: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
     function = value.get("function", value) if isinstance(value, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -121,4 +128,6 @@ def _tool(value: Any, where: str, row: Row) -> Tool:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
         raise ConfigError(f"{where}: the parameters of {name} are {parameters!r:.80}, and no JSON Schema")
-    return Tool(name, str(function.get("description") or ""), dict(row.without_fill(parameters)))
+    if problem := schema_problem(parameters):
+        raise ConfigError(f"{where}: {name}: {problem}")
+    return Tool(name, str(function.get("description") or ""), dict(parameters))

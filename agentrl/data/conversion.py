@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, get_arg
 from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.tasks import DataConfig
 from agentrl.core.child_process import init_worker_process
-from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError
-from agentrl.core.imports import load_object
+from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError, unknown_name
+from agentrl.core.imports import is_reference, load_object
 from agentrl.core.task import Task
 from agentrl.core.types import THINK, THINK_END, Message, Role, ToolCall
 from agentrl.core.user_code import calling
+from agentrl.data.row_formats import CONVERSIONS
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.obs.waiting import waiting
 
@@ -29,6 +30,8 @@ _ROLES = get_args(Role)
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of reasoning in messages of OpenAI, vLLM and Harmony."""
 _FIELDS = ("role", "content", *_REASONING, "tool_calls", "tool_call_id")
+_IGNORED = {("name", "tool"), ("weight", "assistant")}
+"""Further fields, with the role that has them: the name of a tool, which its call has, and what `untrained_messages` reads."""
 PIECE = 16
 """Rows that a worker process gets at a time."""
 
@@ -96,7 +99,8 @@ class RowConversion:
     def filters(self) -> str:
         """The keys with which rows may be left out; empty if none is."""
         data = self._data
-        keys = {"data.convert": data.convert, "data.max_prompt_tokens": self._limit and self._limit.tokens}
+        convert = data.convert if data.convert not in CONVERSIONS else None
+        keys = {"data.convert": convert, "data.max_prompt_tokens": self._limit and self._limit.tokens}
         return " and ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
 
     def __call__(self, row: Row) -> Task | None:
@@ -122,7 +126,9 @@ class RowConversion:
             return row
         call = f"data.convert={reference}"
         if self._function is None:
-            self._function = load_object(reference, "data.convert")
+            if not is_reference(reference) and reference not in CONVERSIONS:
+                raise unknown_name("conversion", reference, CONVERSIONS, "data.convert")
+            self._function = CONVERSIONS.get(reference) or load_object(reference, "data.convert")
             if not callable(self._function):
                 raise ConfigError(f"{call} is {self._function!r:.100}, and no function")
         with calling(f"{row.location}: {call}"):
@@ -191,7 +197,35 @@ def make_messages(row: Row, column: str, key: str) -> tuple[Message, ...]:
     messages = _messages_of_text(value) if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {value!r:.80}")
-    return tuple(_message(message, f"{where}, message {number}", row) for number, message in enumerate(messages, 1))
+    clean = _as_it_is if isinstance(value, str) else row.without_fill
+    return tuple(_message(message, f"{where}, message {number}", clean) for number, message in enumerate(messages, 1))
+
+
+def _as_it_is(value: object) -> object:
+    """Return a value of JSON text, whose nulls the text has."""
+    return value
+
+
+def untrained_messages(row: Row, column: str, key: str) -> frozenset[int]:
+    """Return the indices of the messages of a column that have ``weight: 0``, as in OpenAI's files for fine-tuning.
+
+    Raises:
+        ConfigError: a weight is neither 0 nor 1.
+    """
+    value = row.get(column, key)
+    messages = _messages_of_text(value) if isinstance(value, str) else value
+    weights = {
+        index: message["weight"]
+        for index, message in enumerate(messages or ())
+        if isinstance(message, Mapping) and message.get("weight") is not None
+    }
+    for index, weight in weights.items():
+        if weight not in (0, 1):
+            raise ConfigError(
+                f"{row.location}: {column!r} ({key}), message {index + 1} has the weight {weight!r:.40}; it is 0, not "
+                "trained, or 1"
+            )
+    return frozenset(index for index, weight in weights.items() if weight == 0)
 
 
 def _messages_of_text(text: str) -> list[Any] | None:
@@ -206,13 +240,13 @@ def _messages_of_text(text: str) -> list[Any] | None:
     return value if value and are_messages else None
 
 
-def _message(message: Any, where: str, row: Row) -> Message:
+def _message(message: Any, where: str, clean: Callable[[Any], Any]) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
     role, content = message.get("role"), _text(message.get("content"))
     if role not in _ROLES:
         raise ConfigError(f"{where} has the role {role!r}; roles are {', '.join(_ROLES)}")
-    calls = tuple(_call(call, where, row) for call in message.get("tool_calls") or ())
+    calls = tuple(_call(call, where, clean) for call in message.get("tool_calls") or ())
     thoughts = [message[name] for name in _REASONING if message.get(name)]
     if content is None and (calls or thoughts):
         content = ""
@@ -223,7 +257,7 @@ def _message(message: Any, where: str, row: Row) -> Message:
         raise ConfigError(f"{where} has the role {role!r} and {what}, which only an assistant makes")
     call_id = message.get("tool_call_id")
     more = sorted(key for key, value in message.items() if value not in (None, [], "") and key not in _FIELDS)
-    more = [key for key in more if not (key == "name" and role == "tool")]  # the call has it
+    more = [key for key in more if (key, role) not in _IGNORED]
     if more:
         raise ConfigError(f"{where} has {', '.join(more)}; a message has {', '.join(_FIELDS)}")
     if thoughts:
@@ -248,7 +282,7 @@ def _with_reasoning(thoughts: Sequence[Any], content: str, where: str) -> str:
     return f"{THINK}\n{thoughts[0].strip()}\n{THINK_END}\n\n{content}"
 
 
-def _call(call: Any, where: str, row: Row) -> ToolCall:
+def _call(call: Any, where: str, clean: Callable[[Any], Any]) -> ToolCall:
     """Return a call in the format of OpenAI: ``{"id", "function": {"name", "arguments"}}``, arguments as object or text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -259,7 +293,7 @@ def _call(call: Any, where: str, row: Row) -> ToolCall:
         except (ValueError, RecursionError):
             name = None
     elif isinstance(arguments, Mapping):
-        arguments = row.without_fill(arguments)
+        arguments = clean(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping | None):
         raise ConfigError(
             f"{where} has the tool call {call!r:.120}, which must be {{id, function: {{name, arguments}}}} with arguments as JSON"
@@ -278,7 +312,7 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
 
 def _json_able(row: Row, column: str, key: str) -> Any:
     """Return a value that can be written to JSON; parquet has others too, such as dates."""
-    value = row.get(column, key)
+    value = row.get_parsed(column, key)
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

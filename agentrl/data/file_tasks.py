@@ -216,9 +216,11 @@ def convert_all(
         DataError: a worker process died.
     """
     if not workers:
-        yield from ((row.location, convert(row)) for row in islice(read_rows(path, key), data.limit))
+        yield from (
+            (row.location, convert(row)) for row in islice(read_rows(path, key, rows_key=data.rows_key), data.limit)
+        )
         return
-    table = open_table(path, key, convert.columns)
+    table = open_table(path, key, convert.columns, data.rows_key)
     size = min(len(table), data.limit or len(table))
     pieces = (Piece(0, {"position": start}, range(start, min(start + PIECE, size))) for start in range(0, size, PIECE))
     results = OrderedRows(path, pieces, RowWorker(table, convert), workers)
@@ -243,7 +245,7 @@ class TaskStream:
         if str(path).startswith(PREFIX):
             self._rows: HubRows | TableRows = HubRows(path, data, convert.columns)
         else:
-            table = open_table(path, KEY, convert.columns)
+            table = open_table(path, KEY, convert.columns, data.rows_key)
             self._rows = TableRows(table, min(len(table), data.limit or len(table)))
 
     @property

@@ -69,6 +69,7 @@ class Row:
         value: Any = self.values
         names = [column] if column in self.values else column.split(".")
         for place, name in enumerate(names):
+            value = self._parse_cell(value)
             if not isinstance(value, Mapping) or value.get(name) is None:
                 fault = "is null" if isinstance(value, Mapping) and name in value else "is missing"
                 owner = repr(".".join(names[:place])) if place else "the row"
@@ -78,6 +79,18 @@ class Row:
                 )
             value = value[name]
         return value
+
+    def get_parsed(self, column: str, key: str) -> Any:
+        """Return the value of ``column`` as `get` does; a list or an object that a cell of a CSV file has as JSON is parsed."""
+        return self._parse_cell(self.get(column, key))
+
+    def _parse_cell(self, value: Any) -> Any:
+        if self.path.suffix != ".csv" or not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
 
     def without_fill(self, value: Any) -> Any:
         """Return a value without the nulls with which formats with columns fill up mappings of different keys."""
@@ -95,13 +108,16 @@ def describe_location(path: Path, number: int) -> str:
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {number}"
 
 
-def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> Iterator[Row]:
+def read_rows(
+    path: Path, key: str, columns: Collection[str] | None = None, rows_key: str | None = None
+) -> Iterator[Row]:
     """Yield the rows of a file or dataset; empty lines of JSONL are skipped.
 
     Args:
         path: a file with one of `SUFFIXES`, or a Hugging Face dataset; see `agentrl.data.hub.open_dataset`.
         key: the configuration key that names it, for messages.
         columns: of a parquet file or dataset, read only those of these names that it has: others may be large.
+        rows_key: of a ``.json`` file with one object, the key of its list of rows; see ``data.rows_key``.
 
     Raises:
         ConfigError: there is no such file or dataset, its suffix says neither, or a row does not parse; the message has the
@@ -116,8 +132,8 @@ def read_rows(path: Path, key: str, columns: Collection[str] | None = None) -> I
     if path.suffix == ".parquet":
         require("pyarrow", f"{key}={path}")
         return _parquet(path, key, columns)
-    if _is_read_whole(path):
-        return iter(_read_whole(path, key))
+    if _is_read_whole(path, rows_key):
+        return iter(_read_whole(path, key, rows_key))
     return _jsonl(path, key)
 
 
@@ -133,20 +149,20 @@ def check_file(path: Path, key: str) -> None:
         raise ConfigError(f"{key}={path}: rows are read from {', '.join(SUFFIXES)} files, not from {path.suffix!r}")
 
 
-def _is_read_whole(path: Path) -> bool:
+def _is_read_whole(path: Path, rows_key: str | None) -> bool:
     """Return whether a file has no rows that can be read one by one. A ``.json`` file may have lines, as JSONL has."""
-    if path.suffix != ".json":
-        return path.suffix == ".csv"
+    if path.suffix != ".json" or rows_key is not None:
+        return path.suffix in (".csv", ".json")
     with path.open("rb") as file:
         return file.read(_SHOWN).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def _read_whole(path: Path, key: str) -> list[Row]:
+def _read_whole(path: Path, key: str, rows_key: str | None) -> list[Row]:
     """Return the rows of a ``.json`` file with a list of objects, or of a ``.csv`` file, whose values are texts."""
     with reading(f"{key}={path}", f"{path.suffix} file"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".json":
             source = file.read()
-            rows = json.loads(source)
+            rows = _rows_in(json.loads(source), path, key, rows_key)
             _check_texts(source, rows)
         else:
             csv.field_size_limit(sys.maxsize)
@@ -164,6 +180,18 @@ def _read_whole(path: Path, key: str) -> list[Row]:
         if path.suffix == ".csv" and isinstance(values.get(""), list):
             raise ConfigError(f"{path}, row {number} ({key}) has more values than there are columns: {values['']}")
     return [Row(path, number, values) for number, values in enumerate(rows, 1)]
+
+
+def _rows_in(value: object, path: Path, key: str, rows_key: str | None) -> list[Any]:
+    """Return the list of rows in the value of a ``.json`` file: the value itself, or what is behind ``rows_key``."""
+    for name in rows_key.split(".") if rows_key is not None and isinstance(value, Mapping) else ():
+        if not isinstance(value, Mapping) or name not in value:
+            keys = ", ".join(map(str, value)) if isinstance(value, Mapping) else ""
+            raise ConfigError(f"data.rows_key={rows_key}: {key}={path} has no {name!r}; there are: {keys or 'no keys'}")
+        value = value[name]
+    if not isinstance(value, list):
+        raise ConfigError(f"data.rows_key={rows_key}: in {key}={path} it is {value!r:.80}, and no list of rows")
+    return value
 
 
 def _check_texts(source: str, value: object) -> None:
@@ -190,7 +218,8 @@ def parse_line(path: Path, number: int, line: bytes, key: str) -> Row:
         _check_texts(line.decode(errors="replace"), values)
     except (ValueError, RecursionError) as error:
         shown = line[:_SHOWN].decode(errors="replace").rstrip()
-        raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}") from None
+        hint = "; data.rows_key names the list of rows in a file with one object" if path.suffix == ".json" else ""
+        raise ConfigError(f"{path}, line {number} ({key}) is no JSON: {error}: {shown}{hint}") from None
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path}, line {number} ({key}) must be a JSON object, and is a {type(values).__name__}: "
@@ -222,13 +251,14 @@ class RowTable(Protocol):
         """Return a row; several threads may read."""
 
 
-def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTable:
+def open_table(path: Path, key: str, columns: Collection[str] | None, rows_key: str | None = None) -> RowTable:
     """Return the rows of a file or dataset. A JSONL file is read once, for the places of its lines; so is a parquet file.
 
     Args:
         path: as for `read_rows`.
         key: the configuration key that names it, for messages.
         columns: of formats with columns, read only those of these names that it has; None: all.
+        rows_key: see `read_rows`.
 
     Raises:
         ConfigError: there is no such file or dataset, it cannot be read, or it is empty.
@@ -240,18 +270,21 @@ def open_table(path: Path, key: str, columns: Collection[str] | None) -> RowTabl
     else:
         check_file(path, key)
         stat = path.stat()
-        table = _open_file(path, key, None if columns is None else frozenset(columns), stat.st_size, stat.st_mtime_ns)
+        names = None if columns is None else frozenset(columns)
+        table = _open_file(path, key, names, rows_key, stat.st_size, stat.st_mtime_ns)
     if len(table) == 0:
         raise ConfigError(f"{key}={path}: the file holds no rows")
     return table
 
 
 @lru_cache(maxsize=4)
-def _open_file(path: Path, key: str, columns: frozenset[str] | None, size: int, changed: int) -> RowTable:
+def _open_file(
+    path: Path, key: str, columns: frozenset[str] | None, rows_key: str | None, size: int, changed: int
+) -> RowTable:
     """Return the rows of a file of this size and time of change. Several parts of a command open it."""
     if path.suffix == ".parquet":
         return ParquetTable(path, key, columns)
-    return _read_whole(path, key) if _is_read_whole(path) else JsonlTable(path, key)
+    return _read_whole(path, key, rows_key) if _is_read_whole(path, rows_key) else JsonlTable(path, key)
 
 
 class JsonlTable:

@@ -50,7 +50,9 @@ async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", na
     """
     messages, name = chat.messages, name or chat.location
     turn_indices = [index for index in range(chat.first, len(messages)) if messages[index].role == "assistant"]
-    observed_turns = len(turn_indices) - 1 if turns == "last" else 0
+    trained_turns = [number for number, index in enumerate(turn_indices) if index not in chat.untrained]
+    trained_turns = trained_turns[-1:] if turns == "last" else trained_turns
+    observed_turns = {*range(len(turn_indices))} - {*trained_turns}
     state = EpisodeState(name, 0, trajectory=DemonstratedTrajectory(observed_turns))
     ids: tuple[int, ...] = ()
     conversation = Conversation(scripted_context(_no_env, renderer, lambda _: ids, {}), state, chat.tools)
@@ -297,7 +299,8 @@ class Chats(SftData):
 
     async def _rows(self, positions: range) -> list[Row]:
         if self._table is None:
-            self._table = open_table(self.file.path, self.file.key, self._convert.columns)
+            rows_key = self._config.data.rows_key
+            self._table = open_table(self.file.path, self.file.key, self._convert.columns, rows_key)
         rows = []
         for position in positions:
             epoch, place = divmod(position, len(self.file.numbers))

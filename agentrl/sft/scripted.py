@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from typing_extensions import override
 
@@ -71,18 +71,19 @@ class DemonstratedTrajectory(Trajectory):
     """A trajectory whose turns are demonstrated.
 
     Args:
-        observed_turns: turns at its start that are only observed.
+        observed_turns: the turns that are only observed, by their numbers from 0.
     """
 
-    def __init__(self, observed_turns: int = 0) -> None:
+    def __init__(self, observed_turns: Collection[int] = ()) -> None:
         super().__init__()
         self._observed_turns = observed_turns
+        self._turn = 0
 
     @override
     def append_sampled(self, generation: Generation) -> None:
         """Add the tokens of a turn."""
-        if self._observed_turns:
-            self._observed_turns -= 1
+        self._turn += 1
+        if self._turn - 1 in self._observed_turns:
             self.extend_to((*self.token_ids, *generation.token_ids), added=len(generation.token_ids))
         else:
             self.append_demonstrated(generation.token_ids)
