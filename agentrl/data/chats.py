@@ -113,7 +113,8 @@ class ChatConversion:
                 raise ConfigError(f"{row.location}: {key!r} (sft.tools_key) is no JSON: {value!r:.80}") from None
         if value is not None and not isinstance(value, Sequence):
             raise ConfigError(f"{row.location}: {key!r} (sft.tools_key) must be a list of tools, and is {value!r:.80}")
-        tools = value if is_text else row.without_fill(value)  # JSON text has the nulls that it should have
+        # JSON text has the nulls that it should have.
+        tools: Any = value if is_text else row.without_fill(value)
         return tuple(_tool(tool, f"{row.location}: {key!r} (sft.tools_key)") for tool in tools or ())
 
 

@@ -240,7 +240,7 @@ def _messages_of_text(text: str) -> list[Any] | None:
     return value if value and are_messages else None
 
 
-def _message(message: Any, where: str, clean: Callable[[Any], Any]) -> Message:
+def _message(message: Any, where: str, clean: Callable[[object], object]) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
     role, content = message.get("role"), _text(message.get("content"))
@@ -282,7 +282,7 @@ def _with_reasoning(thoughts: Sequence[Any], content: str, where: str) -> str:
     return f"{THINK}\n{thoughts[0].strip()}\n{THINK_END}\n\n{content}"
 
 
-def _call(call: Any, where: str, clean: Callable[[Any], Any]) -> ToolCall:
+def _call(call: Any, where: str, clean: Callable[[object], object]) -> ToolCall:
     """Return a call in the format of OpenAI: ``{"id", "function": {"name", "arguments"}}``, arguments as object or text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -80,24 +80,25 @@ class Row:
             value = value[name]
         return value
 
-    def get_parsed(self, column: str, key: str) -> Any:
+    def get_parsed(self, column: str, key: str) -> object:
         """Return the value of ``column`` as `get` does; a list or an object that a cell of a CSV file has as JSON is parsed."""
         return self._parse_cell(self.get(column, key))
 
-    def _parse_cell(self, value: Any) -> Any:
+    def _parse_cell(self, value: object) -> object:
         if self.path.suffix != ".csv" or not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
             return value
         try:
-            return json.loads(value)
+            parsed: object = json.loads(value)
         except (ValueError, RecursionError):
             return value
+        return parsed
 
-    def without_fill(self, value: Any) -> Any:
+    def without_fill(self, value: object) -> object:
         """Return a value without the nulls with which formats with columns fill up mappings of different keys."""
         return _without_nulls(value) if self.path.suffix == ".parquet" or is_dataset(self.path) else value
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
