@@ -25,6 +25,15 @@ from agentrl.runtime.run_dir import LockHolder, lock_holder
 Severity = Literal["problem", "hint", "state"]
 """A problem ends or spoils the run, a hint is worth a look, a state is neither."""
 
+RECENT = 10
+"""Steps that are judged."""
+FLAT_STEPS = 20
+"""Least steps for a judgement of the reward."""
+FLAT_GROUPS = 0.8
+"""From this share of groups whose rewards are all equal on there is nothing to learn from."""
+SOLVED = 0.95
+"""A constant mean reward from this on is no problem: most rewards are at most 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

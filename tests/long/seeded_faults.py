@@ -222,8 +222,8 @@ FAULTS = (
     ),
     SeededFault(
         "few tasks, learned by heart",
-        "evaluations were far better",
-        "by heart",
+        "only 2 tasks",
+        r"by heart.*data\.path",
         ("data.path=few.jsonl", "learner.optimizer.lr=2.0e-3", "train.eval_every=4"),
     ),
     SeededFault(

@@ -500,6 +500,37 @@ def test_turns_that_are_cut(run):
     assert "sampler.max_new_tokens" in findings["limits cut most turns"].advice[0]
 
 
+def test_turns_that_grow_until_they_are_cut(run):
+    title = "limits cut most turns, and the reward rises as turns grow longer"
+    cut = {"rollout__cut_turns": lambda step: min(1.0, step / 10)}
+    findings = run.steps(30, train__reward=lambda step: step / 30, **cut).found()
+    assert problems(findings)[0] == title
+    assert "reward.function may pay for length" in findings[title].advice[0]
+    assert title not in run.steps(30, train__reward=lambda step: 1 - step / 30, **cut).found()
+    assert title not in run.steps(30, train__reward=lambda step: step / 30, rollout__cut_turns=0.6).found()
+
+
+def test_few_tasks(run):
+    save_config(
+        validate({"data": {"path": "few.jsonl"}, "rollout": {"batch_size": 4}, "train": {"steps": 30}}), run.folder
+    )
+    run.steps(30, train__reward=lambda step: step / 30)
+    write_tasks(run.folder, 30, 2)
+    finding = run.found()["only 2 tasks, each trained 60 times"]
+    assert finding.evidence[0] == "the last 1 steps have 2 tasks of data.path=few.jsonl"
+    assert "data.path" in finding.advice[0]
+    write_tasks(run.folder, 29, 5)
+    assert problems(run.found()) == []
+
+
+def write_tasks(folder, step, tasks):
+    """Write a rollout of each task."""
+    file = RolloutFile(folder / "rollouts" / f"step_{step:06d}.jsonl")
+    for number in range(tasks):
+        file.write(replace(good(), prompt_id=f"few.jsonl:{number}", rollout_id=f"few.jsonl:{number}/0"))
+    file.finish()
+
+
 def test_tools_that_fail_and_tools_that_are_slow(run):
     tools = {"tool/slow/calls": 50.0, "tool/slow/seconds": 3.0, "tool/slow/failed_share": 0.0}
     tools |= {"tool/quick/calls": 100.0, "tool/quick/seconds": 0.1, "tool/quick/failed_share": 0.1}
