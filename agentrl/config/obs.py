@@ -31,6 +31,16 @@ class ObsConfig(Section):
     """Group of the run at Weights & Biases, such as the seeds of one experiment."""
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run at Weights & Biases."""
+    trackio: bool = False
+    """Log to trackio: in its folder on this machine (``TRACKIO_DIR``), or at the server or Space that ``TRACKIO_SERVER_URL`` or
+    ``TRACKIO_SPACE_ID`` names."""
+    trackio_project: str = "agentrl"
+    """The project of the run at trackio."""
+    mlflow: str | None = None
+    """Address of MLflow: a tracking server, such as ``http://127.0.0.1:5000``, or a database, such as ``sqlite:///mlflow.db``.
+    Its login is in ``MLFLOW_TRACKING_USERNAME`` and ``MLFLOW_TRACKING_PASSWORD``, or ``MLFLOW_TRACKING_TOKEN``."""
+    mlflow_experiment: str = "agentrl"
+    """The experiment of the run at MLflow."""
     table_rows: int = Field(default=8, ge=0)
     """Rollouts of each step in the trackers' sample tables."""
     progress: Literal["auto", "live", "plain"] = "auto"
@@ -46,6 +56,13 @@ class ObsConfig(Section):
     otlp: str | None = None
     """Address of an OpenTelemetry collector that gets the spans over HTTP, such as ``http://127.0.0.1:4318/v1/traces``. Headers
     are in the environment variable ``OTEL_EXPORTER_OTLP_HEADERS``."""
+
+    @field_validator("mlflow")
+    @classmethod
+    def _is_tracking_address(cls, value: str | None) -> str | None:
+        if value is not None and not value.partition("://")[1]:
+            raise ValueError(f"{value!r} is no address of MLflow, such as http://127.0.0.1:5000 or sqlite:///mlflow.db")
+        return value
 
     @field_validator("otlp")
     @classmethod

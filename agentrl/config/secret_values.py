@@ -19,7 +19,7 @@ _NAME = re.compile(
     r"|(^|[_-])(pass|pw|auth|auth[_-]header|jwt|bearer|creds|dsn|sas|access[_-]key[_-]id|session[_-]?id))$",
     re.IGNORECASE,
 )
-_ADDRESS_NAME = re.compile(r"(urls?|endpoint|address|host|otlp|proxy)$", re.IGNORECASE)
+_ADDRESS_NAME = re.compile(r"(urls?|endpoint|address|host|mlflow|otlp|proxy)$", re.IGNORECASE)
 """Names of values in which ``@`` ends a user and a password, also without a scheme."""
 _WHOLE = {"headers": (), "env": ("tools", "rollout"), "environment": ("tools",)}
 """Names of mappings all of whose values are secret, and the sections in which they are; without one: in all."""

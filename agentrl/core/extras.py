@@ -19,6 +19,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "mcp": "mcp",
     "megatron": "megatron",
+    "mlflow": "mlflow",
     "opentelemetry": "otlp",
     "pandas": "pandas",
     "peft": "lora",
@@ -32,6 +33,7 @@ EXTRAS = {
     "textarena": "textarena",
     "tokenizers": "train",
     "torch": "train",
+    "trackio": "trackio",
     "transformers": "train",
     "wandb": "wandb",
 }

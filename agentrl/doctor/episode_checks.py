@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from agentrl.doctor.record import FLAT_GROUPS, RECENT, SOLVED, Finding, RunRecord, mean
 
 FILTERED = 0.75
-TRUNCATED, CUT_GROWTH = 0.5, 0.3
-"""From the first on most episodes or turns are cut; the share of turns has grown by the second."""
+TRUNCATED = 0.5
+"""From this share on most episodes or turns are cut."""
+CUT_FROM_START, CUT_GROWTH = 0.75, 0.3
+"""From the first on cut turns may be why all rewards are equal; if the share has grown by the second, the policy has changed."""
 LIMITS = {
     "max_tokens": "rollout.max_tokens, sampler.max_new_tokens",
     "max_turns": "rollout.max_turns",
@@ -64,8 +66,8 @@ def cut_turns(run: RunRecord) -> Iterator[Finding]:
         f"sampler.max_new_tokens={run.config.sampler.max_new_tokens}",
     ]
     advice = ["raise sampler.max_new_tokens, rollout.max_tokens", "algo.overlong shapes the reward of long answers"]
-    if first >= TRUNCATED and flat and mean(flat) >= FLAT_GROUPS and mean(rewards) < SOLVED:
-        if rewards[-1] <= first_rewards[0]:
+    if first >= CUT_FROM_START and flat and mean(flat) >= FLAT_GROUPS and mean(rewards) < SOLVED:
+        if mean(shares) >= CUT_FROM_START and rewards[-1] <= first_rewards[0]:
             yield Finding("problem", "limits cut most turns", tuple(evidence), tuple(advice))
     elif mean(shares) > first + CUT_GROWTH and rewards and mean(rewards) > mean(first_rewards):
         evidence.append(

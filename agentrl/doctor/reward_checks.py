@@ -30,27 +30,27 @@ def few_tasks(run: RunRecord) -> Iterator[Finding]:
     batch = config.rollout.batch_size
     if config.data.path is None or config.obs.rollouts != "all" or len(run.steps) * batch < 2 * TASK_REPEATS:
         return
-    tasks: set[str] = set()
+    task_ids: set[str] = set()
     try:
         for step in sorted(files)[-RECENT:]:
             for header in scan_headers(files[step]):
                 if isinstance(header.rollout, Rollout):
-                    tasks.add(header.rollout.prompt_id)
-            if len(tasks) > batch:
+                    task_ids.add(header.rollout.prompt_id)
+            if len(task_ids) > batch:
                 return
     except UserError:
         return  # a damaged file
-    repeats = len(run.steps) * batch / max(1, len(tasks))
-    if tasks and repeats >= TASK_REPEATS:
+    repeats = len(run.steps) * batch / max(1, len(task_ids))
+    if task_ids and repeats >= TASK_REPEATS:
         evidence = (
-            f"the last {min(RECENT, len(files))} steps have {len(tasks)} tasks of data.path={config.data.path}",
+            f"the last {min(RECENT, len(files))} steps have {len(task_ids)} tasks of data.path={config.data.path}",
             f"{len(run.steps)} steps with rollout.batch_size={batch}",
         )
         advice = (
             "they are learned by heart: more tasks in data.path, or fewer train.steps",
             "eval.size, with tasks that are not trained, shows what else the policy has learned",
         )
-        yield Finding("problem", f"only {len(tasks)} tasks, each trained {repeats:.0f} times", evidence, advice)
+        yield Finding("problem", f"only {len(task_ids)} tasks, each trained {repeats:.0f} times", evidence, advice)
 
 
 def constant_reward(run: RunRecord) -> Iterator[Finding]:

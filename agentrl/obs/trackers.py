@@ -1,4 +1,7 @@
-"""Metric trackers besides ``metrics.jsonl``: TensorBoard, and Weights & Biases."""
+"""Metric trackers besides ``metrics.jsonl``: what they have in common, TensorBoard, and Weights & Biases.
+
+`agentrl.obs.trackio_tracker` and `agentrl.obs.mlflow_tracker` are the others.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +114,8 @@ def _cell(value: Any) -> str:
     return escaped.replace("\n", "<br>")
 
 
-ID_FILE = "wandb_run_id"
-"""File in the run's folder with the W&B run id, for a resume, and a line that names the folder."""
+ID_FILE = "tracker_run_id"
+"""File in the run's folder with the id under which trackers know the run, for a resume, and a line that names the folder."""
 STEP = "step"
 """The x-axis of all metrics. W&B's own step counter only grows, and would reject the steps that a resumed run repeats."""
 
@@ -195,7 +198,10 @@ def has_key() -> bool:
 
 
 def run_id(folder: Path) -> str:
-    """Return the W&B run id of the run in a folder. A copy of a folder gets a new one; a folder that was moved keeps its id."""
+    """Return the id under which trackers know the run in a folder.
+
+    A copy of a folder gets a new one; a folder that was moved keeps its id.
+    """
     status = folder.stat()
     inode, path, file = f"{status.st_dev}:{status.st_ino}", str(folder.resolve()), folder / ID_FILE
     if file.is_file():

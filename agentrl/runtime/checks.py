@@ -11,6 +11,7 @@ from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.obs import ObsConfig
 from agentrl.config.schema import Config
+from agentrl.config.secret_values import hide_secrets
 from agentrl.config.tasks import EnvConfig
 from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, MissingError, unknown_name
@@ -113,6 +114,8 @@ def check_packages(learner: LearnerConfig, obs: ObsConfig) -> None:
         ("peft", learner.lora is not None, "learner.lora"),
         ("tensorboard", obs.tensorboard is True, "obs.tensorboard=true"),
         ("wandb", obs.wandb != "off", f"obs.wandb={obs.wandb}"),
+        ("trackio", obs.trackio, "obs.trackio=true"),
+        ("mlflow", obs.mlflow is not None, f"obs.mlflow={hide_secrets(str(obs.mlflow))}"),
         ("opentelemetry", obs.otlp is not None, f"obs.otlp={obs.otlp}"),
         ("pyarrow", obs.rollout_format == "parquet", "obs.rollout_format=parquet"),
     ):

@@ -17,10 +17,12 @@ from agentrl.core.extras import install_command, is_installed
 from agentrl.obs.host_memory import HostMemory
 from agentrl.obs.idle_time import IdleTime
 from agentrl.obs.metrics import MetricsLog, plot_curve
+from agentrl.obs.mlflow_tracker import open_mlflow
 from agentrl.obs.otlp import OtlpSpans, open_otlp
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.trace import TraceFiles
 from agentrl.obs.trackers import Tracker, open_tensorboard, open_wandb
+from agentrl.obs.trackio_tracker import open_trackio
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.runners.messages import PULSE_S
 
@@ -80,10 +82,13 @@ def open_metrics(
         extra_trackers: beside those of the configuration.
     """
     trackers = [*extra_trackers, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
-    if config.obs.wandb != "off":
-        settings = redact(config.model_dump(mode="json"))
-        wandb = open_wandb(folder, config.obs, config=settings, note=note)
-        trackers += [wandb] if wandb else []
+    obs, settings = config.obs, redact(config.model_dump(mode="json"))
+    if obs.wandb != "off":
+        trackers += filter(None, [open_wandb(folder, obs, config=settings, note=note)])
+    if obs.trackio:
+        trackers += filter(None, [open_trackio(folder, obs.trackio_project, config=settings, note=note)])
+    if obs.mlflow is not None:
+        trackers += filter(None, [open_mlflow(folder, obs.mlflow, obs.mlflow_experiment, config=settings, note=note)])
     return MetricsLog(folder, trackers=trackers, table_rows=config.obs.table_rows, resume_after=resume_after)
 
 

@@ -26,7 +26,7 @@ _RATE = 1e-12
 _TRIAL: Tree = {
     "learner": {"optimizer": {"lr": _RATE}},
     "train": {"steps": _STEPS, "minutes": None, "eval_every": 0, "eval_first": False, "save_every": 0},
-    "obs": {"progress": "plain", "wandb": "off", "tensorboard": False},
+    "obs": {"progress": "plain", "wandb": "off", "trackio": False, "mlflow": None, "tensorboard": False},
 }
 
 

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         settings: dict[str, Any] = {
             "run": {"dir": str(folder / "run")},
             "train": {"steps": arguments.steps},
-            "obs": {"progress": "plain", "wandb": "off"},
+            "obs": {"progress": "plain", "wandb": "off", "trackio": False, "mlflow": None},
         }
         if arguments.scripted is not None:
             settings |= scripted_settings(exits, folder, resolve_config(arguments), arguments.scripted)

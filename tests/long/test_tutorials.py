@@ -29,16 +29,19 @@ def test_there_are_seven() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all: later tutorials use files of earlier ones."""
-    return tmp_path_factory.mktemp("tutorials")
+    """One folder with the files of all, since later tutorials use those of earlier ones."""
+    folder = tmp_path_factory.mktemp("tutorials")
+    for page in PAGES:
+        for name, content in re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL):
+            (folder / name).write_text(content)
+    return folder
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tutorial(page: Path, folder: Path) -> None:
     text = page.read_text()
-    for name, content in re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", text, re.DOTALL):
-        (folder / name).write_text(content)
     bin_folder = str(Path(sys.executable).parent)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{bin_folder}:{os.environ['PATH']}"}
     for line in (line for block in blocks(page) for line in block.splitlines()):

@@ -498,6 +498,8 @@ def test_turns_that_are_cut(run):
     findings = run.steps(30, rollout__cut_turns=0.8, train__reward=0.0, train__flat_groups=1.0).found()
     assert problems(findings)[0] == "limits cut most turns"
     assert "sampler.max_new_tokens" in findings["limits cut most turns"].advice[0]
+    findings = run.steps(30, rollout__cut_turns=0.6, train__reward=0.5, train__flat_groups=1.0).found()
+    assert problems(findings) == ["every reward is 0.5, so there is nothing to learn from"], "not all turns are cut"
 
 
 def test_turns_that_grow_until_they_are_cut(run):
