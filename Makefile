@@ -2,6 +2,7 @@
 # make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
+# make test-trackio  install trackio into .venv-trackio, and run its tests
 # make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
@@ -9,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
 AGENTS := .venv-agents
+TRACKIO := .venv-trackio
 # The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -22,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-trackio test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -67,7 +69,7 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not browser and not gpu"
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not trackio and not browser and not gpu"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -106,6 +108,18 @@ $(AGENTS)/.installed: agentrl/gateway/harnesses/recipes.py tests/with_agents/ins
 
 test-agents: install install-agents
 	$(BIN)/python -m pytest tests/with_agents
+
+# trackio in front of all else that is installed: it requires an older Pillow than .venv has.
+$(TRACKIO)/.installed: | $(VENV)/.installed
+	$(BIN)/python -m venv $(TRACKIO)
+	$(TRACKIO)/bin/pip install --quiet 'trackio>=0.43'
+	@$(TRACKIO)/bin/python -c 'import site, sys; from pathlib import Path; \
+	Path(site.getsitepackages()[0], "agentrl.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+	"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	@touch $@
+
+test-trackio: install $(TRACKIO)/.installed
+	$(TRACKIO)/bin/python -m pytest -rs tests/with_trackio
 
 # Debian's Chromium: playwright's own comes from a server that not every machine reaches.
 browser:
@@ -154,4 +168,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) build site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) build site *.egg-info

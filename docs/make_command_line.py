@@ -35,7 +35,7 @@ agentrl train --resume                                      # continue the newes
 agentrl train --env search_r1 --config algo/gspo             # another algorithm
 agentrl train --env search_r1 --config lr.yaml --dry-run    # every value with its origin, and what is missing
 agentrl train --replay runs/search_r1-20261121-120000       # train on recorded rollouts, without engine or tools
-agentrl train --env search_r1 obs.wandb=online              # Weights & Biases too
+agentrl train --env search_r1 obs.wandb=online              # Weights & Biases too; also trackio, MLflow
 agentrl rollout --env search_r1 --out samples.jsonl         # sample without training
 agentrl eval --checkpoint runs/search_r1-20261121-120000 "eval.sets={greedy: {temperature: 0}, many: {n_samples: 8}}"
 agentrl view runs/search_r1-20261121-120000 --html

@@ -53,8 +53,8 @@ FILES = {
     "my.sbatch.j2": "#SBATCH --job-name={{ name }} --partition={{ settings.partition }}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
-LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "rollout.agent.harness"}
-"""Keys that ask for GPUs, for a tool server that the reader has started, or for an agent program."""
+LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "rollout.agent.harness", "obs.trackio"}
+"""Keys that ask for GPUs, a tool server that the reader has started, an agent program, or an extra that .venv cannot have."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 TUTORIALS = ROOT / "docs" / "tutorials"

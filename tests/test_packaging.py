@@ -122,7 +122,10 @@ def test_the_constraints_fit_what_the_package_requires() -> None:
     versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     project = SETUP_FILE["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *(text for name, texts in extras.items() if name != "sglang" for text in texts)]
+    texts = [
+        *project["dependencies"],
+        *(text for name, texts in extras.items() if name not in ("sglang", "trackio") for text in texts),
+    ]
     for requirement in map(Requirement, texts):
         if requirement.name != project["name"]:
             version = versions[re.sub(r"[-_.]+", "-", requirement.name).lower()]

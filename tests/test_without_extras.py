@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "faiss": "faiss-cpu",
     "huggingface_hub": "huggingface-hub",
     "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
     "opentelemetry": "opentelemetry-sdk",
     "sglang_router": "sglang-router",
 }
@@ -39,6 +40,8 @@ COMMANDS = {
     "search_r1": ["train", "--env", "search_r1", "--dry-run"],
     "tensorboard": ["train", "--env", "search_r1", "obs.tensorboard=true"],
     "wandb": ["train", "--env", "search_r1", "obs.wandb=offline"],
+    "mlflow": ["train", "--env", "search_r1", "obs.mlflow=http://me:secret@127.0.0.1:1"],
+    "trackio": ["train", "--env", "search_r1", "obs.trackio=true"],
     "otlp": ["train", "--env", "search_r1", "obs.otlp=http://127.0.0.1:1/v1/traces"],
     "parquet rollouts": ["train", "--env", "search_r1", "obs.rollout_format=parquet"],
     "parquet prompts": ["train", "--env", "single_turn", "data.path=prompts.parquet", "data.label_key=a", "reward=f1"],
@@ -188,6 +191,11 @@ def test_help_and_the_first_command_need_no_extra(played: dict[str, tuple[int, s
         ),
         ("wandb", "obs.wandb=offline needs the package wandb: pip install 'agentrl-framework[wandb]'"),
         (
+            "mlflow",
+            "obs.mlflow=http://<redacted>@127.0.0.1:1 needs the package mlflow: pip install 'agentrl-framework[mlflow]'",
+        ),
+        ("trackio", "obs.trackio=true needs the package trackio: pip install 'agentrl-framework[trackio]'"),
+        (
             "otlp",
             "obs.otlp=http://127.0.0.1:1/v1/traces needs the package opentelemetry: pip install 'agentrl-framework[otlp]'",
         ),
@@ -235,7 +243,7 @@ def test_all_is_every_extra_that_any_machine_can_have() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
     assert set(everything.removeprefix(f"{DISTRIBUTION}[").rstrip("]").split(",")) == {*extras} - {
-        "all", "dev", "docs", "megatron", "router", "sglang",
+        "all", "dev", "docs", "megatron", "router", "sglang", "trackio",
     }  # fmt: skip
     assert "agentrl-framework[all,docs,megatron,router]" in extras["dev"]
 

@@ -9,8 +9,8 @@ from agentrl.doctor.record import FLAT_GROUPS, RECENT, SOLVED, Finding, RunRecor
 FILTERED = 0.75
 TRUNCATED = 0.5
 """From this share on most episodes or turns are cut."""
-CUT_FROM_START, CUT_GROWTH = 0.75, 0.3
-"""From the first on cut turns may be why all rewards are equal; if the share has grown by the second, the policy has changed."""
+CUT, SAME_REWARD = 0.75, 0.02
+"""From this share on cut turns may be why all rewards are equal, if no reward was higher by more than the second before."""
 LIMITS = {
     "max_tokens": "rollout.max_tokens, sampler.max_new_tokens",
     "max_turns": "rollout.max_turns",
@@ -52,32 +52,19 @@ def truncated_episodes(run: RunRecord) -> Iterator[Finding]:
 
 
 def cut_turns(run: RunRecord) -> Iterator[Finding]:
-    """Yield that most turns are cut: since the start, and nothing is learned; or more and more, while the reward rises.
-
-    An environment may read the beginning of a turn alone, so the cut is no failure by itself.
-    """
+    """Yield that most turns are cut since the start and nothing is learned; an environment may read the beginning alone."""
     shares, flat = run.recent("rollout/cut_turns", RECENT), run.recent("train/flat_groups", RECENT)
-    if not shares or mean(shares) < TRUNCATED:
+    if not shares or not flat or mean(flat) < FLAT_GROUPS:
         return
     first = mean([cut_share(row) for row in run.steps[:3]])
-    rewards, first_rewards = run.recent("train/reward", RECENT), run.values("train/reward")[:3]
-    evidence = [
-        f"rollout/cut_turns is {mean(shares):.2f} over the last {len(shares)} steps: turns that end by a limit of tokens",
-        f"sampler.max_new_tokens={run.config.sampler.max_new_tokens}",
-    ]
-    advice = ["raise sampler.max_new_tokens, rollout.max_tokens", "algo.overlong shapes the reward of long answers"]
-    if first >= CUT_FROM_START and flat and mean(flat) >= FLAT_GROUPS and mean(rewards) < SOLVED:
-        if mean(shares) >= CUT_FROM_START and rewards[-1] <= first_rewards[0]:
-            yield Finding("problem", "limits cut most turns", tuple(evidence), tuple(advice))
-    elif mean(shares) > first + CUT_GROWTH and rewards and mean(rewards) > mean(first_rewards):
-        evidence.append(
-            f"in the first 3 steps it was {first:.2f}; train/reward: {mean(first_rewards):.3f} → {mean(rewards):.3f}"
+    reward, first_rewards = mean(run.recent("train/reward", RECENT)), run.values("train/reward")[:3]
+    if min(mean(shares), first) >= CUT and reward < SOLVED and max(first_rewards) <= reward + SAME_REWARD:
+        evidence = (
+            f"rollout/cut_turns is {mean(shares):.2f} over the last {len(shares)} steps: turns that end by a limit of tokens",
+            f"sampler.max_new_tokens={run.config.sampler.max_new_tokens}",
         )
-        advice.insert(
-            0, "reward.function may pay for length: compare long and short answers of a task in `agentrl view --steps`"
-        )
-        title = "limits cut most turns, and the reward rises as turns grow longer"
-        yield Finding("problem", title, tuple(evidence), tuple(advice))
+        advice = ("raise sampler.max_new_tokens, rollout.max_tokens", "algo.overlong shapes the reward of long answers")
+        yield Finding("problem", "limits cut most turns", evidence, advice)
 
 
 def cut_share(row: Mapping[str, float]) -> float:

@@ -12,6 +12,7 @@ _CHECKS = (
     update_checks.null_metrics,
     update_checks.nonfinite_gradients,
     reward_checks.few_tasks,
+    reward_checks.rewarded_length,
     update_checks.kl_divergence,
     update_checks.gradient_norm,
     update_checks.sampler_mismatch,

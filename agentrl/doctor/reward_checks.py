@@ -3,25 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from math import hypot, isnan, nan
 from statistics import stdev
 
 from agentrl.core.errors import UserError
 from agentrl.core.types import Rollout
-from agentrl.doctor.episode_checks import CUT_GROWTH, cut_share
+from agentrl.doctor.episode_checks import cut_share
 from agentrl.doctor.record import FLAT_GROUPS, FLAT_STEPS, RECENT, SOLVED, Finding, RunRecord, mean
 from agentrl.obs.rollout_headers import scan_headers
 from agentrl.obs.rollouts import rollout_files
 
 CONSTANT_STEPS = 3
 """Least steps in which all rewards are equal."""
-CHANGED_LENGTH = 1.15
-"""Turns that are so many times as long, or as short, are those of another policy."""
+CHANGED_LENGTH, CUT_GROWTH = 1.15, 0.3
+"""Turns that are so many times as long, or as short, are those of another policy; or cut so much more often."""
+LENGTH_STEPS, LENGTH_ROLLOUTS, LENGTH_CORRELATION = 5, 500, 0.8
+"""The first steps and rollouts in which length and reward are compared, and the correlation from which length is what pays."""
 TASK_REPEATS = 50
 """Tasks that are fewer than a step's groups, and were trained so many times, are learned by heart."""
 COLLAPSE_STEPS = 10
 """Least steps for a judgement of a reward that collapses."""
+
+
+def rewarded_length(run: RunRecord) -> Iterator[Finding]:
+    """Yield that longer answers of a task get the higher reward, and answers have grown."""
+    first_rows, last_rows = run.steps[:3], run.steps[-RECENT:]
+    if len(run.steps) < RECENT:
+        return
+    cut = [mean([cut_share(row) for row in rows]) for rows in (first_rows, last_rows)]
+    lengths = [mean([_turn_length(row) for row in rows]) for rows in (first_rows, last_rows)]
+    if lengths[1] <= CHANGED_LENGTH * lengths[0] or (correlation := _length_correlation(run)) < LENGTH_CORRELATION:
+        return
+    evidence = (
+        f"correlation of reward and length within a group: {correlation:.2f} in the first {LENGTH_STEPS} steps",
+        f"tokens of a turn: {lengths[0]:.0f} in the first 3 steps, {lengths[1]:.0f} in the last {len(last_rows)}",
+        f"rollout/cut_turns: {cut[0]:.2f}, {cut[1]:.2f}",
+    )
+    advice = (
+        "reward.function pays for length: compare short and long answers of a task in `agentrl view --steps`",
+        "algo.overlong takes reward off long answers; sampler.max_new_tokens limits them",
+    )
+    yield Finding("problem", "longer answers get higher rewards, and answers grow", evidence, advice)
+
+
+def _length_correlation(run: RunRecord) -> float:
+    """Return the correlation of reward and characters of the policy's turns in the first steps, both less their group's mean."""
+    files = rollout_files(run.folder)
+    headers = chain.from_iterable(scan_headers(files[step]) for step in sorted(files)[:LENGTH_STEPS])
+    groups: dict[str, list[tuple[float, float]]] = {}
+    try:
+        for header in islice(headers, LENGTH_ROLLOUTS):
+            if isinstance(episode := header.rollout, Rollout):
+                characters = sum(len(turn.action) for turn in episode.turns)
+                groups.setdefault(episode.prompt_id, []).append((float(characters), float(episode.reward)))
+    except UserError:
+        return 0.0  # a damaged file
+    lengths, rewards = [], []
+    for pairs in groups.values():
+        group_lengths, group_rewards = zip(*pairs, strict=True)
+        lengths += [length - mean(list(group_lengths)) for length in group_lengths]
+        rewards += [reward - mean(list(group_rewards)) for reward in group_rewards]
+    spread = hypot(*lengths) * hypot(*rewards)
+    return sum(a * b for a, b in zip(lengths, rewards, strict=True)) / spread if spread else 0.0
 
 
 def few_tasks(run: RunRecord) -> Iterator[Finding]:

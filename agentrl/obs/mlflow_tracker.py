@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.config.secret_values import hide_secrets
 from agentrl.core.extras import require
 from agentrl.obs.trackers import markdown, run_id
 
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+T = TypeVar("T")
 RUN_TAG = "agentrl.run"
 """Tag of a run at MLflow with the id of the training run, by which a resume finds it."""
 BATCH = 100
@@ -36,7 +40,7 @@ def metric_name(key: str) -> str:
 class Mlflow:
     """A run at MLflow; opened by `open_mlflow`. One thread sends what is logged, in order."""
 
-    def __init__(self, client: Any, mlflow_run_id: str, note: Callable[[str], None]) -> None:
+    def __init__(self, client: MlflowClient, mlflow_run_id: str, note: Callable[[str], None]) -> None:
         self._client = client
         self._run_id = mlflow_run_id
         self._note = note
@@ -52,7 +56,7 @@ class Mlflow:
         for batch in _batches(rows):
             self._send(self._client.log_batch, self._run_id, metrics=batch)
 
-    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+    def samples(self, step: int, table: Sequence[Sequence[object]]) -> None:
         """Log the sample table of a step as Markdown, among the artifacts."""
         self._send(self._client.log_text, self._run_id, markdown(table), f"samples/step_{step:06d}.md")
 
@@ -108,7 +112,7 @@ def open_mlflow(
     return Mlflow(client, mlflow_run_id, note)
 
 
-def _start_run(client: Any, experiment: str, folder: Path, config: Mapping[str, object]) -> str:
+def _start_run(client: MlflowClient, experiment: str, folder: Path, config: Mapping[str, object]) -> str:
     """Return MLflow's id of the run, which has been started or goes on."""
     from mlflow.entities import Param
 
@@ -135,6 +139,6 @@ def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
 
 
-def _batches(rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _batches(rows: Sequence[T]) -> Iterator[Sequence[T]]:
     for start in range(0, len(rows), BATCH):
         yield rows[start : start + BATCH]

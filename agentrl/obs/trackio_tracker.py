@@ -7,23 +7,31 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from agentrl.core.extras import require
 from agentrl.obs.trackers import COLUMNS, run_id
 
 
+class _Run(Protocol):
+    """What is used of ``trackio.Run``."""
+
+    def log(self, metrics: dict[str, object], step: int | None = None) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 class Trackio:
     """A run at trackio; opened by `open_trackio`. Its own thread writes what is logged."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: _Run) -> None:
         self._run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics. trackio keeps both values of a step that a resumed run repeats."""
         self._run.log(dict(metrics), step=step)
 
-    def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
+    def samples(self, step: int, table: Sequence[Sequence[object]]) -> None:
         """Log the sample table of a step."""
         import trackio
 
@@ -31,7 +39,7 @@ class Trackio:
 
     def close(self) -> None:
         """Write what is left, for half a minute at most."""
-        with _silenced():
+        with _silent_stdout():
             self._run.finish()
 
 
@@ -57,7 +65,7 @@ def open_trackio(
     name = f"{folder.resolve().name}-{run_id(folder)}"
     settings = {"name": name, "resume": "allow", "config": dict(config), "embed": False}
     try:
-        with _silenced():
+        with _silent_stdout():
             # An empty context: a run that the caller's script has open at trackio would be finished otherwise.
             run = Context().run(trackio.init, project, **settings, auto_log_cpu=False, auto_log_gpu=False)
     except Exception as error:  # any error: a tracker that fails must not end the run
@@ -67,6 +75,6 @@ def open_trackio(
     return Trackio(run)
 
 
-def _silenced() -> contextlib.redirect_stdout[io.StringIO]:
+def _silent_stdout() -> contextlib.redirect_stdout[io.StringIO]:
     """Keep trackio's prints out of the live table."""
     return contextlib.redirect_stdout(io.StringIO())

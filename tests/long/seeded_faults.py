@@ -143,8 +143,8 @@ FAULTS = (
         "entropy collapse",
         "entropy has collapsed",
         r"algo\.entropy_coef",
-        ("learner.optimizer.lr=1.0e-3", "algo.advantage.options={std_normalise: false}", "train.steps=40"),
-        reward("return {'score': float('spouse' in sample.final) + (calls % 7) / 700}"),
+        ("learner.optimizer.lr=1.0e-3", "train.steps=40"),
+        reward("return {'score': 1 - len(sample.final) / 200 + (calls % 7) / 700}"),
     ),
     SeededFault(
         "slow tool",
@@ -189,8 +189,8 @@ FAULTS = (
     ),
     SeededFault(
         "reward for length",
-        "very long|limits cut",
-        r"algo\.overlong",
+        "longer answers get higher rewards",
+        r"reward\.function.*\n.*algo\.overlong",
         ("sampler.max_new_tokens=200", "learner.optimizer.lr=1.0e-3", "train.steps=40"),
         reward("return {'score': min(1.0, len(sample.final) / 1500)}"),
     ),

@@ -18,6 +18,7 @@ from agentrl.cli.main import main
 from agentrl.config.layers import save_config
 from agentrl.config.load import validate
 from agentrl.core.errors import CheckpointError, ConfigError, RunStopped
+from agentrl.core.types import FinishReason, Turn
 from agentrl.doctor.diagnose import diagnose
 from agentrl.obs.journal import JournalLog
 from agentrl.obs.rollouts import RolloutFile
@@ -500,16 +501,40 @@ def test_turns_that_are_cut(run):
     assert "sampler.max_new_tokens" in findings["limits cut most turns"].advice[0]
     findings = run.steps(30, rollout__cut_turns=0.6, train__reward=0.5, train__flat_groups=1.0).found()
     assert problems(findings) == ["every reward is 0.5, so there is nothing to learn from"], "not all turns are cut"
+    rewards = {
+        "train__reward": lambda step: 0.3 if step < 3 else 0.0,
+        "rollout__sampled_tokens": 1000.0,
+        "rollout__turns": 1.0,
+    }
+    cut = {"rollout__cut_turns": lambda step: 0.7 if step < 3 else 1.0}
+    flat = {"train__flat_groups": lambda step: 0.2 if step < 3 else 1.0}
+    findings = run.steps(30, **rewards, **cut, **flat).found()
+    assert "limits cut most turns" not in findings, "a policy that broke"
 
 
-def test_turns_that_grow_until_they_are_cut(run):
-    title = "limits cut most turns, and the reward rises as turns grow longer"
-    cut = {"rollout__cut_turns": lambda step: min(1.0, step / 10)}
-    findings = run.steps(30, train__reward=lambda step: step / 30, **cut).found()
+def test_a_reward_that_pays_for_length(run):
+    title = "longer answers get higher rewards, and answers grow"
+    growing = {"rollout__sampled_tokens": lambda step: 1000.0 + 100 * step, "rollout__turns": 1.0}
+    write_answers(run.folder, [10, 40, 20, 30])
+    findings = run.steps(30, train__reward=lambda step: step / 30, **growing).found()
     assert problems(findings)[0] == title
-    assert "reward.function may pay for length" in findings[title].advice[0]
-    assert title not in run.steps(30, train__reward=lambda step: 1 - step / 30, **cut).found()
-    assert title not in run.steps(30, train__reward=lambda step: step / 30, rollout__cut_turns=0.6).found()
+    assert findings[title].evidence[0] == "correlation of reward and length within a group: 1.00 in the first 5 steps"
+    assert title not in run.steps(30, train__reward=lambda step: step / 30, **SIZES).found(), "answers do not grow"
+    write_answers(run.folder, [40, 10, 10, 40])
+    assert title not in run.steps(30, train__reward=lambda step: step / 30, **growing).found(), "length does not pay"
+
+
+def write_answers(folder, lengths):
+    """Write the rollouts of two groups, whose rewards rise with 10, 40, 20 and 30 characters."""
+    file = RolloutFile(folder / "rollouts" / "step_000001.jsonl")
+    for group, base in (("a", 0.0), ("b", 5.0)):
+        for number, (length, reward) in enumerate(zip(lengths, (0.1, 0.4, 0.2, 0.3), strict=True)):
+            turns = [Turn("x" * length, "", FinishReason.STOP)]
+            rollout = replace(
+                good(), prompt_id=group, rollout_id=f"{group}/{number}", reward=base + reward, turns=turns
+            )
+            file.write(rollout)
+    file.finish()
 
 
 def test_few_tasks(run):
