@@ -51,6 +51,9 @@ class AgentConfig(Section):
     idle_timeout_s: Seconds | None = None
     """Seconds without a request, turns in progress not counted, after which an agent that runs elsewhere counts as lost; null:
     only ``rollout.max_seconds`` holds."""
+    tasks: Literal["run", "application"] = "run"
+    """Whose tasks an agent that runs elsewhere plays. ``application``: those that it brings with its sessions, such as requests
+    in production; sessions with the same ``task.id`` are the samples of a group."""
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each episode, which is removed after the reward."""
     files: Path | None = None
@@ -122,6 +125,11 @@ class AgentConfig(Section):
         """Where agents elsewhere start sessions, without ``/v1/sessions``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Whether the agent brings the tasks to train on."""
+        return self.tasks == "application"
 
     @property
     def settings(self) -> list[str]:

@@ -81,6 +81,8 @@ def _task_and_reward(config: Config) -> Iterator[str]:
     if reward.key is not None and reward.function is None:
         yield f"reward.key={reward.key} is set, but no reward.function to return a mapping"
     yield from _agent(config)
+    if config.rollout.agent.brings_tasks:
+        yield from _application_tasks(config)
     if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
         yield (
             f"algo.overlong.buffer_tokens={overlong.buffer_tokens} is more than algo.overlong.max_tokens="
@@ -97,7 +99,7 @@ def _agent(config: Config) -> Iterator[str]:
     if len(agent.settings) > 1:
         yield f"{' and '.join(agent.settings)} all say what plays the episodes; leave out all but one"
     defaults = AgentConfig()
-    idle = ("cwd", "files", "sandbox", "env", "answer") if agent.is_elsewhere else ("host", "idle_timeout_s")
+    idle = ("cwd", "files", "sandbox", "env", "answer") if agent.is_elsewhere else ("host", "idle_timeout_s", "tasks")
     for key in idle:
         if getattr(agent, key) != getattr(defaults, key):
             kind = "a program that the run starts" if agent.is_elsewhere else "an agent elsewhere (rollout.agent.port)"
@@ -118,6 +120,24 @@ def _agent(config: Config) -> Iterator[str]:
         yield (
             f"rollout.agent.reward=session and reward.function={config.reward.function} both say what the reward is; leave out "
             "one"
+        )
+
+
+def _application_tasks(config: Config) -> Iterator[str]:
+    """Rules of tasks that the agent brings: nothing else says which they are, or must know them before."""
+    key, data_source = "rollout.agent.tasks=application", config.tasks.data_source
+    for setting, value in (("data.path", config.data.path), ("tasks.name", config.tasks.name)):
+        if value is not None:
+            yield f"{setting}={value} and {key} both say where tasks are; set {setting}=null to train on the application's"
+    if data_source != type(data_source)():
+        yield (
+            f"tasks.data_source.name={data_source.name} chooses among the tasks of the run, and with {key} the application does; "
+            "leave it out"
+        )
+    if config.rollout.agent.reward == "environment":
+        yield (
+            f"rollout.agent.reward=environment with {key}: the environment begins before the application brings the task; set "
+            "rollout.agent.reward=session or function"
         )
 
 

@@ -24,6 +24,7 @@ from agentrl.core.imports import is_reference, load_object
 from agentrl.core.registry import build, env_class, make_tasks
 from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name, task_to_dict
 from agentrl.core.user_code import calling
+from agentrl.data.application_tasks import ApplicationTasks, Placeholders
 from agentrl.data.buffer import get_tasks
 from agentrl.data.conversion import PromptLimit
 from agentrl.data.file_tasks import FileTasks, StreamOrder, TaskStream
@@ -68,7 +69,7 @@ class EnvTasks(TaskSet):
 
 
 class NoTasks(TaskSet):
-    """An empty taskset, for evaluations whose sets all have files."""
+    """An empty taskset, for tasks that an application brings, and evaluations whose sets all have files."""
 
     def split(self, name: str) -> Sequence[Task]:
         """Return an empty sequence."""
@@ -96,7 +97,7 @@ def open_tasks(config: Config) -> TaskSources:
 def _taskset_settings(config: Config) -> tuple[object, ...]:
     """Return the settings that a taskset depends on."""
     env = (config.env.name, config.env.options) if config.tasks.name is None else None
-    return config.data, config.tasks.name, config.tasks.options, env
+    return config.data, config.tasks.name, config.tasks.options, env, config.rollout.agent.brings_tasks
 
 
 def _open(config: Config) -> TaskSet:
@@ -106,6 +107,8 @@ def _open(config: Config) -> TaskSet:
         return FileTasks(data, None if limit is None else PromptLimit(limit, config.model, config.render))
     if tasks.name is not None:
         return make_tasks(tasks.name, tasks.options)
+    if config.rollout.agent.brings_tasks:
+        return NoTasks()
     cls = env_class(config.env.name)
     if all(getattr(cls, name).__func__ is getattr(EnvBase, name).__func__ for name in ("tasks", "configured_tasks")):
         raise ConfigError(
@@ -234,7 +237,7 @@ def read_split(tasks: TaskSet, name: str, key: str) -> Sequence[Task]:
 def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eval"] = "train") -> dict[str, Split]:
     """Return the tasks of each source's ``tasks.train_split`` or ``tasks.eval_split``, under their ids in the run.
 
-    With ``data.streaming`` those of ``data.path`` are a stream.
+    With ``data.streaming`` those of ``data.path`` are a stream. There are none to train on if the agent brings them.
 
     Raises:
         UserError: as in `read_split`.
@@ -244,7 +247,9 @@ def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eva
         with errors_name_source(name):
             section, taskset = source_config.tasks, tasks[name]
             split = section.train_split if which == "train" else section.eval_split
-            if isinstance(taskset, FileTasks) and taskset.stream is not None and split == "train":
+            if which == "train" and source_config.rollout.agent.brings_tasks:
+                splits[name] = Placeholders(name)
+            elif isinstance(taskset, FileTasks) and taskset.stream is not None and split == "train":
                 splits[name] = taskset.stream.with_source(name)
             else:
                 splits[name] = with_source_ids(name, read_split(taskset, split, f"tasks.{which}_split"))
@@ -253,6 +258,8 @@ def read_splits(config: Config, tasks: TaskSources, which: Literal["train", "eva
 
 def split_size(split: Split) -> int | None:
     """Return the number of tasks, of a stream that of its rows; None: not known."""
+    if isinstance(split, Placeholders):
+        return None
     return split.size if isinstance(split, TaskStream) else len(split)
 
 
@@ -280,6 +287,8 @@ def make_data_source(section: DataSourceConfig, tasks: Split, seed: int) -> Data
             needs tasks by number, which a stream does not have.
     """
     name, key = section.name, "tasks.data_source.name"
+    if isinstance(tasks, Placeholders):
+        return ApplicationTasks(tasks, seed)
     if isinstance(tasks, TaskStream):
         if DATA_SOURCES.get(name) is TaskOrder and not section.options:
             return StreamOrder(tasks, seed)
@@ -316,7 +325,7 @@ def _describe(split: Split) -> str:
     checksum, size = 0, split_size(split)
     for task in _sample(split):
         checksum = zlib.crc32(orjson.dumps(task_to_dict(task), option=orjson.OPT_SORT_KEYS), checksum)
-    count = "stream" if size is None else f"{size} tasks"
+    count = "no end" if isinstance(split, Placeholders) else "stream" if size is None else f"{size} tasks"
     in_files = ""
     if isinstance(split, TaskStream):
         files = [split.path] if split.path.is_file() else sorted(split.path.rglob("*"))

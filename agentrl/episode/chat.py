@@ -174,6 +174,10 @@ class Agent:
         """Wall time since the attempt began."""
         return time.monotonic() - self._began
 
+    def set_task(self, task: Task) -> None:
+        """Set the task, which the agent has brought: before the first chat."""
+        self.task = self.tools.task = task
+
     def begin_time(self) -> None:
         """Count `seconds` from here: the attempt has waited for an agent, and begins."""
         self._began = time.monotonic()

@@ -43,7 +43,8 @@ class ToolRunner:
         self, clients: Mapping[str, ToolClient], task: Task, episode_id: str, served: Mapping[str, Tool] | None = None
     ) -> None:
         self._clients = clients
-        self._task = task
+        self.task = task
+        """The episode's."""
         self._episode_id = episode_id
         self._served = served or {}
         self._sessions: dict[str, ToolClient] = {}
@@ -139,7 +140,7 @@ class ToolRunner:
         elif self._closed:
             raise ToolFailure(f"tool {call.name!r}: the sessions of episode {self._episode_id} are closed")
         else:
-            image = self._task.sandbox_image
+            image = self.task.sandbox_image
             client = self._sessions[tool.server] = find_client(self._clients, tool.server, call.name)
             stopped = nullcontext() if self.clock is None else self.clock.pause(counted=tool.timeout_s)
             with stopped, waiting(TOOL, call.name, f"call {call.id}", f"server {tool.server}"):

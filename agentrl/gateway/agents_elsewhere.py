@@ -20,10 +20,12 @@ from agentrl.core.background import first_ended
 from agentrl.core.errors import AgentProgramError
 from agentrl.core.task import Task
 from agentrl.core.types import Rollout, json_state
+from agentrl.data.application_tasks import APPLICATION_TASK, is_placeholder
 from agentrl.episode.chat import Agent
 from agentrl.episode.env_steps import AnswerScoring
 from agentrl.gateway.agent_loop import AgentLoop, late, time_left
 from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
+from agentrl.gateway.application_groups import TaskBody, TaskGroup, TaskGroups
 from agentrl.gateway.dialects.base import BadRequestError, Json, OpenAiErrors, convert
 from agentrl.gateway.program_process import program_prompt
 from agentrl.gateway.server import (
@@ -58,6 +60,7 @@ class _StartBody(msgspec.Struct):
 
     wait_s: float = 30.0
     source: str | None = None
+    task: TaskBody | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,12 +70,17 @@ class _WaitingEpisode:
     config: AgentConfig
     task: Task
     source: str
-    episode_id: str
+    agent: Agent
+    """Of the episode; gets the task that a session brings."""
+    group: TaskGroup | None = None
+    """That of its task, if the agent brings it; ``task`` is a placeholder then."""
+    limit: asyncio.TimerHandle | None = None
+    """Fails it if no session takes it in time, once its group has a task."""
     key: str = field(default_factory=make_key)
     models: list[str] = field(default_factory=list)
     """Names of the policy, or of the agents, once its sessions are open."""
-    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done when an agent takes it."""
+    taken: asyncio.Future[Task] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Its task, when an agent takes it."""
     opened: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Whether its sessions have been opened; False if the episode was cancelled before."""
 
@@ -112,6 +120,7 @@ class AgentsElsewhere:
         )
         """The endpoints of the sessions."""
         self._waiting: list[_WaitingEpisode] = []
+        self._groups = TaskGroups()
         self._changed = asyncio.Event()  # replaced each time that it is set
         self.standing_key = ""
         """With it an episode is always open, without a start: when that has ended, the next one takes its place."""
@@ -142,27 +151,32 @@ class AgentsElsewhere:
 
     @asynccontextmanager
     async def sessions(
-        self, config: AgentConfig, task: Task, source: str, agent: Agent
+        self, config: AgentConfig, task: Task, source: str, agent: Agent, samples: int
     ) -> AsyncIterator[AgentSessions]:
         """Wait until an agent takes an episode, and yield its sessions.
 
         Args:
             config: of the agent.
-            task: of the episode.
+            task: of the episode; of a placeholder the agent brings what it is, and ``agent`` gets it.
             source: of the task; empty in a run with one environment.
             agent: of the episode.
+            samples: episodes of the task.
 
         Raises:
-            AgentProgramError: `end_all` was called before an agent took it.
+            AgentProgramError: `end_all` was called before an agent took it, or no session took this sample of a task that the
+                agent has brought.
         """
-        episode = _WaitingEpisode(config, task, source, agent.episode_id)
+        episode = _WaitingEpisode(config, task, source, agent)
+        if is_placeholder(task):
+            episode.group = self._groups.find(agent.state, source, samples)
         self._waiting.append(episode)
+        self._limit_wait(episode)
         self._give_standing_key()
         self._notify()
         sessions: AgentSessions | None = None
         try:
-            with agent.clock.pause(), waiting("agent", f"to start a session at {self.gateway.url}"):
-                await episode.taken
+            with agent.clock.pause(), waiting("agent", lambda: self._describe_wait(episode)):
+                agent.set_task(await episode.taken)
             agent.begin_time()
             sessions = AgentSessions.open(agent, config)
             sessions.may_end = True
@@ -175,6 +189,7 @@ class AgentsElsewhere:
         finally:
             if episode in self._waiting:
                 self._waiting.remove(episode)
+                self._settle(episode)
             if not episode.opened.done():
                 episode.opened.set_result(False)
             if episode is self._standing:
@@ -197,10 +212,90 @@ class AgentsElsewhere:
         """Give the standing key, if no episode has it, to one that waits, and return that."""
         if not self.standing_key or self._standing is not None or not self._waiting:
             return None
-        self._standing = episode = self._waiting.pop(0)
+        self._standing = episode = self._waiting[0]
         episode.key = self.standing_key
-        episode.taken.set_result(None)
+        self._give(episode)
         return episode
+
+    def _give(self, episode: _WaitingEpisode) -> None:
+        """Let an episode begin: an agent takes it."""
+        self._waiting.remove(episode)
+        episode.taken.set_result(episode.task if episode.group is None else episode.group.task or episode.task)
+        self._settle(episode)
+
+    def _settle(self, episode: _WaitingEpisode) -> None:
+        """Record that an episode waits no longer for a session."""
+        if episode.limit is not None:
+            episode.limit.cancel()
+        if episode.group is not None:
+            self._groups.settle(episode.group, episode.agent.state.rollout_id)
+            self._notify()  # with the last sample of a task the next session of the same id begins another group
+
+    def _limit_wait(self, episode: _WaitingEpisode) -> None:
+        """Have an episode fail that no session takes, once one has brought the task of its group."""
+        if episode.group is not None and episode.group.task is not None:
+            loop, max_seconds = asyncio.get_running_loop(), episode.agent.clock.seconds
+            episode.limit = loop.call_later(max_seconds, self._give_up, episode, episode.group, episode.group.task)
+
+    def _give_up(self, episode: _WaitingEpisode, group: TaskGroup, task: Task) -> None:
+        """Fail an episode that no session has taken, as a rollout of the task that the agent has brought."""
+        if episode.taken.done():
+            return
+        self._waiting.remove(episode)
+        self._settle(episode)
+        episode.agent.set_task(task)
+        fault = (
+            f"no session took this sample of the task {group.name!r} within rollout.max_seconds="
+            f"{episode.agent.clock.seconds:g} of the first; a group has rollout.n_samples_per_prompt={group.samples}"
+        )
+        episode.taken.set_exception(AgentProgramError(f"{KEY}.tasks=application: {fault}"))
+
+    def _choose(self, body: _StartBody) -> _WaitingEpisode | None:
+        """Return the episode for a start: the oldest that waits, for a task of the agent in the group that has it or is free.
+
+        None: there is none now.
+        """
+        waiting = [episode for episode in self._waiting if body.source in (None, episode.source)]
+        if body.task is None:
+            return next((episode for episode in waiting if episode.group is None), None)
+        groups = [(episode, group) for episode in waiting if (group := episode.group) is not None]
+        for episode, group in groups:
+            if group.task is not None and group.name == body.task.id:
+                return episode
+        if self._groups.incomplete(body.task.id, body.source) is not None:
+            return None  # its other samples have no slot yet
+        for episode, group in groups:
+            if group.task is None:
+                self._groups.begin(group, episode.task, body.task)
+                for other, other_group in groups:
+                    if other_group is group:
+                        self._limit_wait(other)
+                return episode
+        return None
+
+    def _describe_wait(self, episode: _WaitingEpisode) -> str:
+        """Return what an episode waits for, and what can be changed."""
+        start = f"POST {self.gateway.url}{SESSIONS_PATH}"
+        if episode.group is None:
+            return f"elsewhere to begin: no session takes the task {episode.task.id!r} ({start})"
+        if episode.group.task is None:
+            return f'elsewhere to bring a task: {start} {{"task": {{"id": …}}}}'
+        return (
+            f"elsewhere to take another sample of its task {episode.group.name!r} ({start}), at most "
+            f"rollout.max_seconds={episode.agent.clock.seconds:g}"
+        )
+
+    def _nothing_waits(self, body: _StartBody) -> str:
+        """Return why a start gets no episode."""
+        groups = [episode.group is not None for episode in self._waiting if body.source in (None, episode.source)]
+        if body.task is None and any(groups):
+            return (
+                f"this run trains on the tasks of its agent ({KEY}.tasks=application), and no other episode waits: send "
+                '{"task": {"id": …}}'
+            )
+        if body.task is not None and groups and not any(groups):
+            return f"the episodes that wait have tasks of the run; {KEY}.tasks=application trains on those of its agent"
+        return "no episode waits for an agent; ask again"
 
     def _notify(self) -> None:
         """Wake the requests that wait for an episode."""
@@ -219,6 +314,8 @@ class AgentsElsewhere:
     async def _start(self, http: Request) -> Response:
         """Open a session for an episode that waits, the oldest first."""
         body = convert(read_object(await read_body(http) or b"{}"), _StartBody)
+        if body.task is not None:
+            body.task.check()
         if not 0 <= body.wait_s <= MAX_WAIT_S:
             raise BadRequestError(f"wait_s={body.wait_s} is not within 0 and {MAX_WAIT_S:g}")
         key, replaced = http.headers.get("idempotency-key", ""), asyncio.Event()
@@ -261,14 +358,12 @@ class AgentsElsewhere:
                     raise ClientDisconnect
                 if replaced.is_set():
                     raise BadRequestError("this start was sent again with its Idempotency-Key", 409)
-                fits = (episode for episode in self._waiting if body.source in (None, episode.source))
-                if (episode := next(fits, None)) is not None:
-                    self._waiting.remove(episode)
-                    episode.taken.set_result(None)
+                if (episode := self._choose(body)) is not None:
+                    self._give(episode)
                     if await episode.opened:
                         return _describe(episode)
                 elif left_s <= 0:
-                    raise BadRequestError("no episode waits for an agent; ask again", 429)
+                    raise BadRequestError(self._nothing_waits(body), 429)
                 else:
                     async with first_ended(
                         changed.wait(), replaced.wait(), asyncio.shield(disconnect), asyncio.sleep(left_s)
@@ -279,14 +374,16 @@ class AgentsElsewhere:
 
 
 def _describe(episode: _WaitingEpisode) -> Json:
-    prompt = [{"role": message.role, "content": message.content} for message in episode.task.prompt]
-    task = {"id": episode.task.id, "prompt": prompt, "metadata": json_state(episode.task.metadata)}
+    task, name, metadata = episode.agent.task, episode.task.id, dict(episode.agent.task.metadata)
+    if episode.group is not None:
+        name = metadata.pop(APPLICATION_TASK)
+    prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
     return {
-        "id": episode.episode_id,
+        "id": episode.agent.episode_id,
         "key": episode.key,
-        "task": task,
+        "task": {"id": name, "prompt": prompt, "metadata": json_state(metadata)},
         "source": episode.source,
-        "prompt": program_prompt(episode.config, episode.task),
+        "prompt": program_prompt(episode.config, task),
         "model": episode.models[0],
         "models": episode.models,
     }
@@ -299,15 +396,16 @@ class AgentElsewhere(AgentLoop):
         config: of the agent.
         source: of the tasks; empty in a run with one environment.
         agents: has the address.
+        samples: episodes of a task in training.
     """
 
-    def __init__(self, config: AgentConfig, source: str, agents: AgentsElsewhere) -> None:
+    def __init__(self, config: AgentConfig, source: str, agents: AgentsElsewhere, samples: int = 1) -> None:
         super().__init__(config)
-        self._source, self._agents = source, agents
+        self._source, self._agents, self._samples = source, agents, samples
 
     @override
     async def run(self, task: Task, agent: Agent, scoring: AnswerScoring | None) -> list[Rollout]:
-        async with self._agents.sessions(self.config, task, self._source, agent) as sessions:
+        async with self._agents.sessions(self.config, task, self._source, agent, self._samples) as sessions:
             sessions.fault = await self._wait(sessions, agent)
         self.check(sessions)
         end = sessions.ended.result()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -53,28 +54,40 @@ class AgentClient:
         self._patience_s = patience_s
         self._http = httpx.Client(base_url=url, timeout=_TIMEOUT_S, transport=transport)
 
-    def start(self, *, source: str | None = None) -> AgentSession | None:
+    def start(
+        self, task: Mapping[str, object] | None = None, *, source: str | None = None, wait_s: float = math.inf
+    ) -> AgentSession | None:
         """Wait for an episode, and return its session; None: the run is over.
 
         Args:
+            task: that the application brings, with ``rollout.agent.tasks=application``: ``id``, and if you like ``prompt`` (a
+                text or messages), ``answer`` and ``metadata`` for the reward function. Sessions with the same id are samples of
+                one group, whose task is that of the first.
             source: of a mixed run, whose tasks alone are played.
+            wait_s: seconds to wait; by default until the run is over.
 
         Raises:
+            TimeoutError: no episode waited within ``wait_s``.
             httpx.TransportError: the run cannot be reached.
             httpx.HTTPStatusError: it refuses, such as a wrong token.
         """
-        body = {"wait_s": _WAIT_S, "source": source}
+        end = time.monotonic() + wait_s
+        body: dict[str, object] = {"source": source} | ({} if task is None else {"task": task})
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         while True:
-            response = self._post("/v1/sessions", body, headers)
+            wait = min(_WAIT_S, max(0.0, end - time.monotonic()))
+            response = self._post("/v1/sessions", {**body, "wait_s": wait}, headers)
             if response.status_code == httpx.codes.GONE:
                 return None
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 _check(response)
                 return AgentSession(self, **response.json())
-            time.sleep(float(response.headers.get("Retry-After", "1")))
+            retry_after_s = float(response.headers.get("Retry-After", "1"))
+            if time.monotonic() + retry_after_s >= end:
+                raise TimeoutError(f"no episode within wait_s={wait_s:g}: {response.text:.1000}")
+            time.sleep(retry_after_s)
 
     def post(self, path: str, key: str, body: Mapping[str, object]) -> None:
         """Post to a session's own path.

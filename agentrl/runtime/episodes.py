@@ -96,7 +96,7 @@ def load_loop(config: Config, source: str, agents: AgentsElsewhere | None) -> Ge
         from agentrl.gateway.agents_elsewhere import AgentElsewhere
 
         assert agents is not None, "open_services has opened the address"
-        return AgentElsewhere(rollout.agent, source, agents)
+        return AgentElsewhere(rollout.agent, source, agents, rollout.n_samples_per_prompt)
     from agentrl.gateway.program import AgentProgram
 
     return AgentProgram(rollout.agent, config.sandbox)

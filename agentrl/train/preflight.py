@@ -21,6 +21,7 @@ from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class
 from agentrl.core.task import MadeTasks, Task
+from agentrl.data.application_tasks import Placeholders
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
 from agentrl.data.rows import check_file
@@ -217,12 +218,14 @@ def check_comparisons(config: Config) -> None:
     Raises:
         ConfigError: a task has one rollout, and nothing else is trained on.
     """
-    if config.rollout.n_samples_per_prompt > 1 or config.rollout.loop is not None or config.algo.trains_everything:
+    if config.rollout.n_samples_per_prompt > 1 or config.algo.trains_everything:
         return
     single = [
         source.algo.advantage.name
         for source in config.by_source().values()
-        if estimator_class(source.algo.advantage).compares_group
+        if (source.rollout.loop is None or source.rollout.agent.brings_tasks)  # a loop may return several rollouts
+        and not source.rollout.agent.agents
+        and estimator_class(source.algo.advantage).compares_group
         and not issubclass(env_class(source.env.name), MultiAgentEnv)  # its roles are compared
     ]
     if single and not config.algo.distillation.teachers:
@@ -349,6 +352,8 @@ def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
     by_source, lines = config.by_source(), []
     for name, source_config in by_source.items():
         origin = source_config.data.path or source_config.tasks.name or "of the environment"
+        if source_config.rollout.agent.brings_tasks:
+            origin = "of the application"
         facts = {
             "environment": source_config.env.name,
             "tasks": f"{origin}: {_to_train_on(train.get(name))}",
@@ -367,6 +372,8 @@ def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
 def _to_train_on(split: Split | None) -> str:
     if isinstance(split, TaskStream):
         return f"{'rows' if split.size is None else f'{split.size} rows'}, read when their tasks are taken"
+    if isinstance(split, Placeholders):
+        return "those that its sessions bring"
     return "not there yet" if split is None else f"{len(split)} to train on"
 
 

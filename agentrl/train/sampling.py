@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
 from agentrl.train.rollout_source import Consumer, RolloutSource, RunInputs, StepRollouts, TaskPosition
 from agentrl.weight_sync.adapter import for_adapters
 from agentrl.weight_sync.registry import for_transport
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -156,6 +159,7 @@ async def open_sampling(
         services.reserved += self_play.engines.fleets
         opponents = {group.position: group.opponent for group in records.journal.pending}
         self_play.restore(run.state["source"].get("self_play"), opponents)
+    _warn_of_lost_sessions(config, records.journal)
     data_source = make_order(config, read_splits(config, tasks))
     jobs = TaskJobs(config, data_source, int(records.journal.first_keys["rollout.batch_size"]))
     sampling = Sampling(config, services, jobs, weights, records, interrupt, self_play)
@@ -164,6 +168,17 @@ async def open_sampling(
     if (data := run.state["source"].get("data")) is not None:
         jobs.buffer.load_state(data)
     return sampling
+
+
+def _warn_of_lost_sessions(config: Config, journal: Journal) -> None:
+    """Log that tasks which an application had brought are not sampled again, as their sessions have ended with the run."""
+    lost = sum(not group.finished for group in journal.pending)
+    if lost and any(source.rollout.agent.brings_tasks for source in config.by_source().values()):
+        _log.warning(
+            "rollout.agent.tasks=application: %d groups had not ended when the run did. Tasks that the application had brought "
+            "for them are given up, and are trained only if it starts their sessions again",
+            lost,
+        )
 
 
 @dataclass(slots=True)

@@ -1,0 +1,140 @@
+"""Groups of tasks that an application brings: which of its sessions are samples of the same task."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import orjson
+
+from agentrl.core.errors import AgentProgramError
+from agentrl.core.task import Task
+from agentrl.core.types import Message
+from agentrl.data.application_tasks import fill_placeholder
+from agentrl.episode.state import EpisodeState
+from agentrl.gateway.dialects.base import BadRequestError
+
+TASK_BYTES = 2**20
+"""Bytes of the largest task of an application: it is recorded with each rollout."""
+_NAME_CHARACTERS = 500
+_COMPLETE = 1024
+"""Complete groups that are remembered for retries of their episodes."""
+
+
+class _PromptMessage(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class TaskBody(msgspec.Struct):
+    """``task`` of ``POST /v1/sessions``: a task that the application brings."""
+
+    id: str
+    prompt: str | list[_PromptMessage] = ""
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Check what the types do not say.
+
+        Raises:
+            BadRequestError: the id is empty or too long, or the task is too long, or has what is not recorded.
+        """
+        if not 0 < len(self.id) <= _NAME_CHARACTERS:
+            raise BadRequestError(f"task.id has {len(self.id)} characters; it must have 1 to {_NAME_CHARACTERS}")
+        try:
+            size = len(orjson.dumps([self.answer, self.metadata, msgspec.to_builtins(self.prompt)]))
+        except (TypeError, ValueError) as error:
+            raise BadRequestError(f"task has what no rollout can record: {error}") from None
+        if size > TASK_BYTES:
+            raise BadRequestError(f"task has {size} bytes; it may have {TASK_BYTES}", 413)
+
+    def fill(self, placeholder: Task) -> Task:
+        """Return the task in the place of a placeholder."""
+        messages = [Message(message.role, message.content) for message in self._messages]
+        return fill_placeholder(placeholder, self.id, messages, self.answer, self.metadata)
+
+    @property
+    def _messages(self) -> list[_PromptMessage]:
+        if isinstance(self.prompt, list):
+            return self.prompt
+        return [_PromptMessage("user", self.prompt)] if self.prompt else []
+
+
+@dataclass(slots=True, eq=False)
+class TaskGroup:
+    """The episodes of one placeholder: samples of the same task, once a session has brought it."""
+
+    key: str
+    """Of the group in the run, such as ``3/0``."""
+    source: str
+    """Of the task in a mixed run; else empty."""
+    samples: int
+    """``rollout.n_samples_per_prompt``."""
+    task: Task | None = None
+    """None until a session has brought it."""
+    name: str = ""
+    """The application's id of the task."""
+    settled: set[str] = field(default_factory=set)
+    """Ids of the episodes that were taken or have ended without a session."""
+
+
+class TaskGroups:
+    """The groups of the application's tasks, in a run."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, TaskGroup] = {}
+        self._incomplete: dict[tuple[str, str], TaskGroup] = {}
+        """Groups with a task whose episodes are not all settled, by source and the application's id."""
+        self._complete: deque[str] = deque()
+        """Keys of the groups whose episodes are all settled, the oldest first."""
+
+    def find(self, episode: EpisodeState, source: str, samples: int) -> TaskGroup:
+        """Return the group of an episode, which a retry shares with the attempts before.
+
+        Args:
+            episode: whose ``rollout_id`` is such as ``3/0/1``.
+            source: see `TaskGroup`.
+            samples: see `TaskGroup`.
+
+        Raises:
+            AgentProgramError: it is a retry, and its task is forgotten.
+        """
+        key = episode.rollout_id.rpartition("/")[0]
+        if key not in self._groups:
+            if episode.attempt:
+                raise AgentProgramError(
+                    f"the task of {episode.rollout_id} is forgotten, after {_COMPLETE} others; it cannot be retried"
+                )
+            self._groups[key] = TaskGroup(key, source, samples)
+        return self._groups[key]
+
+    def incomplete(self, name: str, source: str | None) -> TaskGroup | None:
+        """Return the group that has samples of a task left; None: there is none, and a session with it begins one.
+
+        Args:
+            name: the application's id.
+            source: of a mixed run; None: any.
+        """
+        if source is not None:
+            return self._incomplete.get((source, name))
+        return next((group for (_, other), group in self._incomplete.items() if other == name), None)
+
+    def begin(self, group: TaskGroup, placeholder: Task, body: TaskBody) -> None:
+        """Give a group the task of a session."""
+        group.task, group.name = body.fill(placeholder), body.id
+        self._incomplete[group.source, group.name] = group
+
+    def settle(self, group: TaskGroup, rollout_id: str) -> None:
+        """Record that an episode was taken, or has ended without a session."""
+        if rollout_id in group.settled:
+            return
+        group.settled.add(rollout_id)
+        if len(group.settled) < group.samples:
+            return
+        self._incomplete.pop((group.source, group.name), None)
+        self._complete.append(group.key)
+        if len(self._complete) > _COMPLETE:
+            del self._groups[self._complete.popleft()]
