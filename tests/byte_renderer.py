@@ -20,6 +20,11 @@ def byte_tokenizer(template: str) -> Any:
     base = Tokenizer(models.BPE(vocabulary, []))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
+    return chat_tokenizer(base, template)
+
+
+def chat_tokenizer(base: Tokenizer, template: str) -> Any:
+    """Return a tokenizer with a chat template and the special tokens of ChatML."""
     tokenizer_class: Any = PreTrainedTokenizerFast  # its constructor is not typed
     tokenizer = tokenizer_class(tokenizer_object=base, eos_token="<|im_end|>", pad_token="<|pad|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]}, replace_extra_special_tokens=False)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -292,5 +293,36 @@ def check_dialects(
     return expected
 
 
+def check_environment(play: Callable[..., Played], steps: Sequence[Step], *, seeded: bool = False) -> None:
+    """Check that what an environment can do of an episode is the same in a loop, but for the names of a compaction.
+
+    After a compaction an environment's conversation goes on, and a loop's is another one, whose turns have other names.
+    Environments have no branches, no other conversations and no requests.
+
+    Args:
+        play: see `check_dialects`.
+        steps: of the episode.
+        seeded: the sampler draws by seeds, which depend on names: compactions are left out.
+    """
+    steps = [step for step in steps if step[0] != "compact" or not seeded]
+    linear = [("compact" if how == "compact" else "continue", 0, text) for how, _, text in steps if how in LINEAR]
+    expected = play(as_loop(linear), is_loop=True)
+    played = play(None, env=partial(TalkEnv, linear))
+    assert played.rollout.failure is None, played.rollout.failure
+    if any(how == "compact" for how, _, _ in linear):
+        assert trained(played.rollout) == trained(expected.rollout)
+    else:
+        assert plain(played.rollout) == plain(expected.rollout)
+        assert played.sampler.requests == expected.sampler.requests
+
+
+def trained(rollout: Rollout) -> Any:
+    """Return what is trained."""
+    rows = [(row.token_ids.tolist(), row.mask.tolist(), row.logprobs.tobytes()) for row in rollout.rows]
+    return rows, rollout.reward, [turn.action for turn in rollout.turns]
+
+
+LINEAR = ("continue", "retry", "lost", "compact")
+"""Steps that go on from the last turn, or from the prompt again."""
 LIMITS = {"max_turns": 100, "max_tokens": 50_000}
 CLIENTS: tuple[Client, ...] = (ChatClient(), ResponsesClient(), MessagesClient())

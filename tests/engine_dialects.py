@@ -1,45 +1,109 @@
-"""Episodes in every dialect with an engine: the same ids, masks, log-probabilities and rewards as in a loop, bit for bit."""
+"""Drawn episodes in every dialect with an engine: the same ids, masks, log-probabilities and rewards as in a loop, bit for bit.
+
+Each is also played through an environment, without what environments have not: branches, other conversations, titles.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
 
-from dialect_episodes import LIMITS, Step, TalkEnv, as_loop, check_dialects, plain
+import hypothesis
+import pytest
+from dialect_episodes import LIMITS, STEPS, Step, check_dialects, check_environment
 from gateway_episodes import EngineSampler, Played, play_with
 
+from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 
-EPISODES: tuple[list[Step], ...] = (
-    [
-        ("continue", 0, "go on"),
-        ("retry", 0, "Né? 🎈"),
-        ("branch", 0, "«»"),
-        ("lost", 0, " white "),
-        ("compact", 0, "go on"),
-    ],
-    [
-        ("parallel", 0, "a\r\nb"),
-        ("continue", 0, "go on"),
-        ("subagent", 0, "Né? 🎈"),
-        ("continue", 0, "«»"),
-        ("title", 0, "x"),
-    ],
+EPISODES = 300
+"""Of a proof."""
+KINDS = (
+    *("continue", "branch", "parallel", "compact", "subagent", "title", "retry", "lost"),
+    *("fork branch", "fork context", "thoughts", "calls", "several calls", "not ASCII"),
 )
-"""All kinds of steps."""
-LINEAR: list[Step] = [("continue", 0, text) for text in ("go on", "Né? 🎈", " white ", "«»")]
+"""What the episodes of a proof must have."""
 
 
-def check_engine(
-    renderer: ChatRenderer, url: str, temperature: float, episodes: tuple[list[Step], ...] = EPISODES
-) -> list[Played]:
-    """Check episodes in every dialect, and one through an environment; return those of the loops."""
+def long_proof(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of 300 episodes, which takes minutes."""
+    return pytest.mark.long(pytest.mark.timeout(7200)(test))
 
-    def play(talk: object, **options: object) -> Played:
-        limits = LIMITS | {"max_tokens": 6000, "max_new_tokens": 120, "max_seconds": 300.0}
-        return play_with(renderer, EngineSampler(url), talk, temperature=temperature, **limits, **options)
 
-    played = [check_dialects(play, steps) for steps in EPISODES]
-    loop, environment = play(as_loop(LINEAR), is_loop=True), play(None, env=partial(TalkEnv, LINEAR))
-    assert environment.rollout.failure is None, environment.rollout.failure
-    assert plain(environment.rollout) == plain(loop.rollout)
-    return [*played, loop]
+class PlayOn(Protocol):
+    """Makes the episodes of an engine."""
+
+    def __call__(self, *, temperature: float) -> EngineEpisodes:
+        """Return episodes that are sampled with a temperature."""
+        ...
+
+
+class EngineEpisodes:
+    """Plays drawn episodes on an engine, and counts what was in them.
+
+    Args:
+        model: folder of the engine's policy.
+        url: of the engine.
+        temperature: of all turns.
+    """
+
+    def __init__(self, model: Path, url: str, temperature: float) -> None:
+        self.renderer: ChatRenderer = load_renderer(model)
+        self.counts = Counter[str]()
+        self._url = url
+        self._temperature = temperature
+
+    def play(self, talk: object, **options: Any) -> Played:
+        """Play one episode; see `gateway_episodes.play_with`."""
+        limits = LIMITS | {"max_tokens": 3000, "max_new_tokens": 48, "max_seconds": 300.0}
+        sampler = EngineSampler(self._url)
+        return play_with(self.renderer, sampler, talk, temperature=self._temperature, **limits, **options)
+
+    def check(self, episodes: int, seed: int) -> None:
+        """Draw episodes, and check that each is the same in every dialect, streamed and whole, and through an environment.
+
+        Args:
+            episodes: how many.
+            seed: draws them.
+        """
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=episodes,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(steps=STEPS)
+        def check_episode(steps: list[Step]) -> None:
+            expected = check_dialects(self.play, steps)
+            check_environment(self.play, steps, seeded=self._temperature > 0)
+            self._count(steps, expected)
+
+        check_episode()
+
+    def prove(self, seed: int) -> None:
+        """Check 300 episodes, in which all kinds of steps and turns occur, and print what was in them."""
+        started = time.monotonic()
+        try:
+            self.check(EPISODES, seed)
+        finally:
+            print(f"{time.monotonic() - started:.0f} s, temperature {self._temperature:g}:", dict(self.counts))
+        missing = [kind for kind in KINDS if not self.counts[kind]]
+        assert not missing
+        assert self.counts["episodes"] == EPISODES
+
+    def _count(self, steps: list[Step], played: Played) -> None:
+        rollout = played.rollout
+        self.counts.update(how for how, _, _ in steps)
+        self.counts.update({"episodes": 1, "turns": len(rollout.turns), "tokens": rollout.sampled_tokens})
+        self.counts.update(f"fork {row.fork.value}" for row in rollout.rows if row.fork is not None)
+        for turn in rollout.turns:
+            calls = turn.action.count("<tool_call>")
+            self.counts.update({"thoughts": "<think>" in turn.action, "calls": calls, "several calls": calls > 1})
+            self.counts["not ASCII"] += not turn.action.isascii()

@@ -92,10 +92,14 @@ def answer(call: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 class EngineSampler:
-    """Samples one episode with an engine, whose prefix cache is empty at the beginning, and records the requests."""
+    """Samples one episode with an engine, whose prefix cache is empty at the beginning, and records the requests.
+
+    ``gate``, if set, is waited for before a request is sent.
+    """
 
     def __init__(self, url: str) -> None:
         self.requests: list[RecordedRequest] = []
+        self.gate: asyncio.Event | None = None
         self._url = url
         self._client: SGLangClient | None = None
         self._opening = asyncio.Lock()
@@ -104,6 +108,8 @@ class EngineSampler:
         self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
     ) -> Generation:
         self.requests.append(RecordedRequest(prompt, params, session_id, request_id, len(self.requests), policy))
+        if self.gate is not None:
+            await self.gate.wait()
         async with self._opening:
             if self._client is None:
                 self._client = SGLangClient(self._url, timeout_s=300)
@@ -169,7 +175,9 @@ def play_with(
     place of the coroutine.
     """
     sampler = script
-    if not isinstance(script, EngineSampler):
+    if isinstance(script, EngineSampler):
+        script.gate = gate
+    else:
         sampler = ScriptedSampler(
             script, encode=renderer.encode, end_token_id=renderer.end_token_id, version=7, gate=gate
         )

@@ -1,19 +1,26 @@
-"""A tiny policy that talks, reasons and calls tools, trained within seconds, for engines."""
+"""A tiny policy that talks, reasons and calls tools, trained within seconds, for engines.
+
+Its tokens are merges of bytes, so that a turn has about ten, and a text has several tokenisations, of which it samples others
+than the tokenizer's.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
-from byte_renderer import byte_tokenizer
+from byte_renderer import chat_tokenizer
 from dialect_episodes import WORDS
 from gateway_episodes import CHATML
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-CONTEXT = 8192
-_TOKENS, _ROWS, _STEPS = 256, 4, 240
+CONTEXT = 4096
+_VOCABULARY = 512
+_TOKENS, _ROWS, _STEPS = 128, 8, 240
 
 
 def _turn(rng: random.Random) -> str:
@@ -33,9 +40,23 @@ def _talk(rng: random.Random) -> str:
     )
 
 
+def _tokenizer() -> Any:
+    """Return a tokenizer whose tokens are merges over the policy's talks, also across words."""
+    rng = random.Random(1)
+    base = Tokenizer(models.BPE())
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    base.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY - 3, initial_alphabet=alphabet, max_token_length=12, show_progress=False
+    )
+    base.train_from_iterator((_turn(rng) for _ in range(1000)), trainer)
+    return chat_tokenizer(base, CHATML)
+
+
 def save_talking_policy(folder: Path) -> Path:
     """Train the policy and write it, with its tokenizer."""
-    tokenizer, rng = byte_tokenizer(CHATML), random.Random(0)
+    tokenizer, rng = _tokenizer(), random.Random(0)
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -47,7 +68,7 @@ def save_talking_policy(folder: Path) -> Path:
     config = Qwen3Config(
         **sizes,
         intermediate_size=128,
-        vocab_size=384,
+        vocab_size=_VOCABULARY,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -58,7 +79,7 @@ def save_talking_policy(folder: Path) -> Path:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=_STEPS)
     for _ in range(_STEPS):
-        texts = ("".join(_talk(rng) for _ in range(6)) for _ in range(_ROWS))
+        texts = ("".join(_talk(rng) for _ in range(8)) for _ in range(_ROWS))
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)[:_TOKENS] for text in texts])
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()

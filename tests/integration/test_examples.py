@@ -1,16 +1,24 @@
 """Every folder of examples/ runs by its own command, here for a small step, and says what to expect of all of them."""
 
+import asyncio
 import json
 import math
 import re
 import shlex
 import shutil
+from collections import Counter
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
+from byte_renderer import byte_renderer
 from shared_runs import Services, here, metrics
 
-from agentrl.core.registry import env_class
+from agentrl.config.load import load_config, read_yaml
+from agentrl.core.registry import env_class, make_env, make_tasks
+from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import check_env
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -93,6 +101,41 @@ def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 1]
     if name == "09_agent_program":
         check_agent_program(cwd / "run")
+
+
+def test_a_warm_start_teaches_what_the_agent_program_does() -> None:
+    """SmolLM2's warm start has the program's prompt, and its demonstrations earn what the program's reward gives."""
+    folder = EXAMPLES / "09_agent_program"
+    files = {
+        name: read_yaml(folder / name)
+        for name in ("config.yaml", "environment.yaml", "smollm2.yaml", "smollm2_sft.yaml")
+    }
+    prompts = {content["rollout"]["agent"]["prompt"] for content in files.values() if "agent" in content["rollout"]}
+    prompts |= {content["env"]["options"]["prompt"] for content in files.values() if "options" in content["env"]}
+    assert len(prompts) == 1
+    assert load_config(folder / "smollm2.yaml").model.warm_start == "smollm2_sft.yaml"
+    config = load_config(
+        folder / "smollm2_sft.yaml",
+        [f"tasks.name={folder}/page_tasks.py:Pages", f"env.name={folder}/page_env.py:PageEnv"],
+    )
+    assert config.tasks.name is not None
+    tasks = make_tasks(config.tasks.name)
+    renderer = byte_renderer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    rng = np.random.default_rng(0)
+
+    async def rewards() -> list[float]:
+        env = partial(make_env, config.env.name, config.env.options)
+        demonstrations = [
+            await demonstrate(
+                env, task, tasks.demonstrator(task, rng), seed=0, tool_clients={}, renderer=renderer, max_turns=4
+            )
+            for task in islice(tasks.split("train"), 60)
+        ]
+        return [reward for _, reward in demonstrations]
+
+    counts = Counter(asyncio.run(rewards()))
+    assert set(counts) == {0.25, 1.0}
+    assert counts[0.25] > counts[1.0] > 5
 
 
 def check_agent_program(run: Path) -> None:

@@ -5,11 +5,11 @@ prefix cache. Sampling is greedy: SGLang on a CPU has no seeds.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_dialects import check_engine
-from gateway_episodes import make_test_renderer
+from engine_dialects import EngineEpisodes, PlayOn, long_proof
 from talking_policy import save_talking_policy
 
 from agentrl.inference.launch.processes import launch_sglang
@@ -20,13 +20,18 @@ ALONE = {"device": "cpu", "max_running_requests": 1, "disable_radix_cache": True
 
 
 @pytest.fixture(scope="module")
-def url(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def play_on(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayOn]:
     folder = tmp_path_factory.mktemp("policy")
     model = save_talking_policy(folder / "model")
     engine = launch_sglang(model, log=folder / "engine.log", options=ALONE, python=sglang_python, timeout_s=300)
-    yield engine.url
+    yield partial(EngineEpisodes, model, engine.url)
     engine.stop()
 
 
-def test_an_episode_is_the_same_bit_for_bit_on_sglang(url: str) -> None:
-    check_engine(make_test_renderer(), url, temperature=0.0)
+def test_an_episode_is_the_same_bit_for_bit_on_sglang(play_on: PlayOn) -> None:
+    play_on(temperature=0.0).check(6, seed=0)
+
+
+@long_proof
+def test_300_episodes_are_the_same_bit_for_bit_on_sglang(play_on: PlayOn) -> None:
+    play_on(temperature=0.0).prove(seed=0)
