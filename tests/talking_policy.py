@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 CONTEXT = 4096
 _VOCABULARY = 512
-_TOKENS, _ROWS, _STEPS = 128, 8, 240
+_TOKENS, _ROWS, _STEPS = 128, 8, 120
 
 
 def _turn(rng: random.Random) -> str:
