@@ -71,9 +71,16 @@ def parse_override(text: str) -> Tree:
 
 
 def _expand_short_forms(tree: Tree) -> Tree:
-    """Return the tree with the short ``reward: F`` as ``reward: {function: F}``, so that it merges with other keys of it."""
+    """Return the tree with ``reward: F`` as ``reward: {function: F}``, and ``env: {tools: T}`` as ``env: {options: {tools: T}}``.
+
+    So they merge with other keys of these sections.
+    """
     if "reward" in tree and isinstance(tree["reward"], str | None):
         tree = {**tree, "reward": {"function": tree["reward"]}}
+    env = tree.get("env")
+    if isinstance(env, dict) and "tools" in env and isinstance(options := env.get("options") or {}, dict):
+        others = {key: value for key, value in env.items() if key != "tools"}
+        tree = {**tree, "env": {**others, "options": {**options, "tools": env["tools"]}}}
     if isinstance(sources := tree.get("sources"), dict):
         sources_tree = {
             name: _expand_short_forms(source) if isinstance(source, dict) else source

@@ -47,7 +47,7 @@ class EnvConfig(Section):
     name: str = "search_r1"
     """A registered environment, or ``path/to/file.py:Class``; ``--env`` sets it."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
+    """Keyword arguments of the environment's constructor. ``env.tools=T`` is short for ``env.options.tools=T``."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     """Who plays, by role or agent, in an environment of several agents. The policy plays all others and is trained on them."""
 

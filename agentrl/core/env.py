@@ -122,6 +122,8 @@ class EnvBase:
     """Tools that the runner offers to the policy and runs on its behalf."""
     tool_names: ClassVar[tuple[str, ...]] = ()
     """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, next to its own ``tools``."""
+    offered_servers: Sequence[str] = ()
+    """Registered tools of which the policy may call all that their servers have with the run's options, next to `tools`."""
     handles_tool_calls: ClassVar[bool] = False
     """Whether `step` also receives messages with calls of `tools`, and answers them (mostly by returning them as
     `ToolCalls`). Otherwise the runner runs them, and the environment receives only messages without calls."""
@@ -129,6 +131,11 @@ class EnvBase:
     """Whether it returns no reward itself, so that a run needs ``reward.function``."""
     task: Task
     """The task of the running episode."""
+
+    @classmethod
+    def registered_tools(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the registered tools whose servers a run needs, by the options of the constructor: `tool_names`."""
+        return cls.tool_names
 
     @classmethod
     def example_task(cls) -> Task:
@@ -163,7 +170,8 @@ class Env(EnvBase, gymnasium.Env[Observation, Action]):
     return `ToolCalls` instead; the runner runs them and steps again with the `ToolResults`. An environment that shortens
     the conversation returns a `Rewrite`: the policy continues from its messages alone.
 
-    The last ``info`` of an episode may hold ``metrics``, a ``dict[str, float]`` that is averaged over episodes and logged.
+    The last ``info`` of an episode may hold ``metrics``, a ``dict[str, float]`` that is averaged over episodes and logged, and
+    ``final_answer``, which reward functions get as ``Sample.final``; without it, that is the policy's last turn.
     """
 
     observation_space: gymnasium.Space[Any] = MessageSpace()

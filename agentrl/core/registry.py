@@ -302,15 +302,28 @@ def tool_service(name: str) -> ToolService:
     return tool
 
 
+MCP = "mcp:"
+"""Begins the name of an MCP server that ``tools.NAME.options`` configure: ``mcp:files``."""
+
+
+def is_mcp(name: str) -> bool:
+    """Return whether the name of a tool is that of an MCP server without a definition in code."""
+    return name.startswith(MCP) and len(name) > len(MCP)
+
+
 def lookup_tool(name: str) -> ToolService | Tool:
     """Return the tool or tool service registered under ``name``, or what ``path/to/file.py:name`` refers to.
+
+    ``mcp:NAME`` is the registered ``mcp`` under this name, so that a run may have several.
 
     Raises:
         UnknownNameError: nothing has that name.
         ConfigError: the file, or the name in it, does not exist or is no tool.
     """
     key = f"tools.{name}"
-    definition = lookup(TOOLS, name, "tool", key)
+    definition = lookup(TOOLS, "mcp" if is_mcp(name) else name, "tool", key)
+    if is_mcp(name):
+        definition = type(definition.__name__, (definition,), {"name": name})
     tool = definition() if inspect.isclass(definition) and issubclass(definition, ToolService) else definition
     if not isinstance(tool, ToolService | Tool):
         raise ConfigError(f"{key}: {name} is {tool!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")

@@ -24,7 +24,8 @@ THINK, THINK_END = "<think>", "</think>"
 
 Info = dict[str, Any]
 """What an environment returns next to its observation. The key ``metrics`` holds metrics of the episode
-(a ``dict[str, float]``), logged as ``rollout/<key>`` in training and ``eval/<key>`` in evaluation."""
+(a ``dict[str, float]``), logged as ``rollout/<key>`` in training and ``eval/<key>`` in evaluation. ``final_answer`` holds the
+final answer (`ANSWER`)."""
 
 
 class ToolStatus(StrEnum):
@@ -423,7 +424,8 @@ class SeatRecord:
 
 
 ANSWER = "agent_answer"
-"""Key of `Rollout.metadata` with the final answer of an agent program; without it, it is the last turn."""
+"""Key of `Rollout.metadata` with the final answer, of an agent program or as an environment names it; without it, it is the last
+turn."""
 
 
 @dataclass(frozen=True, slots=True)

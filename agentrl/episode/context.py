@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from agentrl.core.chat_endpoint import ChatEndpoint
-from agentrl.core.env import Env
+from agentrl.core.env import Env, EnvBase
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
@@ -23,6 +23,17 @@ _log = logging.getLogger(__name__)
 
 EnvFactory = Callable[[], Env | MultiAgentEnv]
 """Builds an environment for one episode."""
+
+
+def offered_tools(env: EnvBase, served: Mapping[str, Tool]) -> tuple[Tool, ...]:
+    """Return the tools of an environment: its own with the run's options, and all of its `EnvBase.offered_servers`.
+
+    Args:
+        env: the environment.
+        served: tools of the run's servers by name, with the run's options.
+    """
+    own_tools = (served.get(tool.name, tool) if tool.server else tool for tool in env.tools)
+    return (*own_tools, *(tool for tool in served.values() if tool.server in env.offered_servers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,10 @@ class EpisodeContext:
             if tool.server:
                 find_client(self.tool_clients, tool.server, tool.name)
         return tuple(self.served.get(tool.name, tool) if tool.server else tool for tool in tools)
+
+    def offered_tools(self, env: EnvBase) -> tuple[Tool, ...]:
+        """Return what an environment offers to the policy, with the run's options; `resolve_tools` checks it."""
+        return offered_tools(env, self.served)
 
     def author_failure(self, function: str, error: BaseException) -> EnvironmentFailure:
         """Return the failure for an exception of an author's code, with its line. Its traceback is logged once a line.

@@ -16,6 +16,7 @@ from agentrl.core.errors import AgentrlError, TaskError
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import (
+    ANSWER,
     Failure,
     FinishReason,
     Fork,
@@ -163,7 +164,7 @@ class BaseConversation(ABC):
             seconds=seconds,
             tool_seconds=tool_seconds,
             sampled_tokens=state.trajectory.sampled_tokens,
-            metadata=dict(task.metadata),
+            metadata=dict(task.metadata) | ({} if state.answer is None else {ANSWER: state.answer}),
             label=json_state(task.answer),
             messages=state.first_messages,
             tools=tuple(self.tools),

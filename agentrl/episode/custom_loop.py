@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.core.env import EnvBase
@@ -59,10 +59,16 @@ def load_generate(reference: str) -> Generate:
     return function  # type: ignore[no-any-return]
 
 
-def required_tools(reference: str | None, env: type[EnvBase]) -> tuple[str, ...]:
-    """Return the names of a run's registered tools: those of its generate function, otherwise those of its environment."""
+def required_tools(reference: str | None, env: type[EnvBase], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a run's registered tools: those of its generate function, otherwise those of its environment.
+
+    Args:
+        reference: of the generate function, if there is one.
+        env: class of the environment.
+        options: of its constructor.
+    """
     named = getattr(load_generate(reference), "tool_names", None) if reference is not None else None
-    return tuple(named) if named is not None else env.tool_names
+    return tuple(named) if named is not None else env.registered_tools(options)
 
 
 async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Agent) -> list[Rollout]:

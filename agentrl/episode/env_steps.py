@@ -71,6 +71,8 @@ class EnvSteps:
         self._state.reward += number
         if (metrics := self._env.metrics(info)) is not None:
             self._state.metrics = metrics
+        if (answer := self._env.answer(info)) is not None:
+            self._state.answer = answer
         return number
 
 
@@ -109,7 +111,7 @@ class AnswerScoring:
         """
         async with self._in_time("begin"):
             observation, info = await self._env.reset(self._task, self._state.env_seed)
-            self._offered = self._context.resolve_tools(self._env.read("tools", lambda env: tuple(env.tools)))
+            self._offered = self._context.resolve_tools(self._env.read("tools", self._context.offered_tools))
             return await self._steps.begin(observation, info, self._offered)
 
     async def score(self, answer: str) -> tuple[float, dict[str, float]]:

@@ -91,6 +91,13 @@ class _Threaded(Generic[E]):
             raise EnvironmentFailure(f"{self.name}: info['metrics'] is {metrics!r:.100}, not a dict of numbers")
         return {str(key): self.number(value, f"the metric {key!r}") for key, value in metrics.items()}
 
+    def answer(self, info: Info) -> str | None:
+        """Return the final answer in an ``info``, if it has one; `EnvironmentFailure` if it is no text."""
+        answer = info.get("final_answer")
+        if not isinstance(answer, str | None):
+            raise EnvironmentFailure(f"{self.name}: info['final_answer'] is {answer!r:.100}, not a text")
+        return answer
+
     async def _call(self, name: str, method: Callable[[], T]) -> T:
         """Call a synchronous method in the pool."""
 

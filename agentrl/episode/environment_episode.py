@@ -94,7 +94,7 @@ class Episode:
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.env_seed)
-        self.conversation.tools = self._context.resolve_tools(self._env.read("tools", lambda env: tuple(env.tools)))
+        self.conversation.tools = self._context.resolve_tools(self._env.read("tools", self._context.offered_tools))
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
             return

@@ -184,7 +184,7 @@ class PolicyParticipant(Participant):
         clock: EpisodeClock,
     ) -> None:
         super().__init__(agent, state)
-        self.conversation = open_conversation(context, state, context.resolve_tools(env.tools))
+        self.conversation = open_conversation(context, state, context.resolve_tools(context.offered_tools(env)))
         self._task = task
         self._env = env
         self._tools = tools

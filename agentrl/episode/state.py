@@ -90,6 +90,8 @@ class EpisodeState:
     """Sum so far."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the environment from the latest ``info``."""
+    answer: str | None = None
+    """The final answer from the latest ``info`` that names one; None: none does."""
     prompt: str = ""
     """The first prompt as text."""
     first_messages: tuple[Message, ...] = ()
@@ -163,6 +165,7 @@ class EpisodeState:
             "turns": [turn_to_dict(turn) for turn in self.turns],
             "reward": self.reward,
             "metrics": dict(self.metrics),
+            "answer": self.answer,
             "prompt": self.prompt,
             "first_messages": [message_to_dict(message) for message in self.first_messages],
             "seconds": self.seconds,
@@ -180,7 +183,17 @@ class EpisodeState:
     def _conversation_from_dict(
         cls, data: Mapping[str, Any], trajectory: Trajectory, counters: EpisodeCounters
     ) -> EpisodeState:
-        names = ("rollout_id", "seed", "attempt", "reset_seed", "reward", "prompt", "seconds", "counted_seconds")
+        names = (
+            "rollout_id",
+            "seed",
+            "attempt",
+            "reset_seed",
+            "reward",
+            "answer",
+            "prompt",
+            "seconds",
+            "counted_seconds",
+        )
         fields = {key: data[key] for key in names}
         branches = zip(data["branches"], trajectory.branches, strict=True)
         return cls(

@@ -21,7 +21,7 @@ class Sample:
     """Everything after the prompt: the policy's turns, and the observations between them."""
     final: str
     """The policy's last turn without its end token; only sampled text. Empty if there is none. Of an agent program it is the
-    final answer (``rollout.agent.answer``)."""
+    final answer (``rollout.agent.answer``), and of an environment that names it (``info["final_answer"]``), that."""
     label: Any
     """The task's right answer (``data.label_key``), or None."""
     metadata: Mapping[str, Any]

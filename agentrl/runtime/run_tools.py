@@ -12,9 +12,18 @@ from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
-from agentrl.core.registry import TOOLS, env_class, names, reference_paths, reward_function
+from agentrl.core.registry import (
+    TOOLS,
+    env_class,
+    is_mcp,
+    make_any_env,
+    names,
+    reference_paths,
+    reward_function,
+)
 from agentrl.core.tool import Tool, ToolService
 from agentrl.data.hub import PREFIX
+from agentrl.episode.context import offered_tools
 from agentrl.episode.custom_loop import required_tools
 from agentrl.sandbox.base import unsafe_warning
 from agentrl.sandbox.registry import backend_class
@@ -36,12 +45,12 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
 def _source_tools(config: Config) -> tuple[str, ...]:
     """Return the tools of a source's episodes, and those that its reward function calls (``tool_names``)."""
-    function = config.reward.function
+    function, env = config.reward.function, env_class(config.env.name)
     scoring = tuple(getattr(reward_function(function), "tool_names", ())) if function is not None else ()
     if config.rollout.agent.setting is not None:  # the program has its own
-        named = env_class(config.env.name).tool_names if config.rollout.agent.reward == "environment" else ()
+        named = env.registered_tools(config.env.options) if config.rollout.agent.reward == "environment" else ()
     else:
-        named = required_tools(config.rollout.generate, env_class(config.env.name))
+        named = required_tools(config.rollout.generate, env, config.env.options)
     return tuple(dict.fromkeys((*named, *scoring)))
 
 
@@ -61,6 +70,16 @@ def served_tools(config: Config, services: Mapping[str, ToolService]) -> dict[st
                 )
             served[tool.name] = tool
     return served
+
+
+def policy_tools(config: Config) -> tuple[Tool, ...]:
+    """Return the tools that the environment of a run, or of one source, offers to the policy, with the run's options.
+
+    Raises:
+        UserError: the environment or a tool cannot be made.
+    """
+    env = make_any_env(config.env.name, config.env.options)
+    return offered_tools(env, served_tools(config, run_services(config)))
 
 
 def check_tools(config: Config) -> None:
@@ -108,6 +127,10 @@ def private_files(config: Config) -> dict[Path, str]:
         "data.convert": config.data.convert,
         "rollout.generate": config.rollout.generate,
     }
+    named_tools = config.env.options.get("tools")
+    tool_names = [named_tools] if isinstance(named_tools, str) else named_tools
+    for number, name in enumerate(tool_names if isinstance(tool_names, list) else ()):
+        references[f"env.options.tools.{number}"] = name if isinstance(name, str) and not is_mcp(name) else None
     for key, reference in references.items():
         if reference is not None and is_reference(reference):
             paths |= dict.fromkeys(reference_paths(reference), f"run's {key}")

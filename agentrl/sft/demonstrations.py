@@ -141,7 +141,8 @@ class Demonstrations(SftData):
         """Return the clients of the environment's registered tools, and what they offer to the expert by tool name."""
         config = self._config
         if self._services is None:
-            self._services = {name: find_service(name) for name in env_class(config.env.name).tool_names}
+            env = env_class(config.env.name)
+            self._services = {name: find_service(name) for name in env.registered_tools(config.env.options)}
         clients = {
             name: service.local_client(taskset.corpora(), service_options(config, name, service))
             for name, service in self._services.items()

@@ -14,6 +14,7 @@ from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Observation
 from agentrl.core.user_code import user_error
+from agentrl.runtime.run_tools import policy_tools
 
 TRIED = 32
 """Most tasks whose first prompt is tried, evenly spaced; a run is refused if all of them fail."""
@@ -46,7 +47,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
     prompts = [prompt for task in tried if (prompt := _first_prompt(config.env, config.run.seed, task))]
-    tools, too_long = make_any_env(config.env.name, config.env.options).tools, 0
+    tools, too_long = policy_tools(config), 0
     for prompt in prompts:
         try:
             too_long += len(renderer.render(prompt, tools).token_ids) >= config.rollout.max_tokens

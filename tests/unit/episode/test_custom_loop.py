@@ -609,9 +609,9 @@ def test_functions_that_cannot_be_used(tmp_path, name):
 def test_the_tools_of_a_run(tmp_path):
     source = "import agentrl\n\n@agentrl.uses_tools('search')\nasync def named(task, agent): ...\n\n"
     (tmp_path / "mine.py").write_text(source + "async def silent(task, agent): ...\n")
-    assert required_tools(None, SearchR1Env) == ("search",)
-    assert required_tools(None, Env) == ()
-    assert required_tools(f"{tmp_path}/mine.py:silent", SearchR1Env) == ("search",)
-    assert required_tools(f"{tmp_path}/mine.py:named", Env) == ("search",)
+    assert required_tools(None, SearchR1Env, {}) == ("search",)
+    assert required_tools(None, Env, {}) == ()
+    assert required_tools(f"{tmp_path}/mine.py:silent", SearchR1Env, {}) == ("search",)
+    assert required_tools(f"{tmp_path}/mine.py:named", Env, {}) == ("search",)
     assert uses_tools()(returns_nothing).tool_names == ()
     assert {"Agent", "Chat", "Rollout", "uses_tools"} <= set(agentrl.__all__)
