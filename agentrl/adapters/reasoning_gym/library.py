@@ -1,0 +1,108 @@
+"""reasoning-gym in worker processes: its scorers may take unlimited time for an answer, and its datasets global random states."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from agentrl.adapters.reasoning_gym.worker import READY
+from agentrl.core.errors import ConfigError
+from agentrl.core.extras import require
+from agentrl.core.worker_process import ProcessPool, WorkerProcess
+
+SCORERS = max(2, min(8, os.cpu_count() or 1))
+"""Maximal number of processes that score answers."""
+_WAIT_S = 600.0
+"""Seconds for one call; the CPU time of a score has a lower limit, `agentrl.adapters.reasoning_gym.worker.CPU_S`."""
+_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "HOME")
+_ANSWERS_END_WORKERS_BY = (signal.SIGPROF, signal.SIGSEGV)
+"""Signals of a limit of CPU time, and of a stack that is too deep."""
+
+
+class AnswerLimitError(Exception):
+    """An answer took more time or stack than a score may take."""
+
+
+class LibraryError(Exception):
+    """reasoning-gym raised, or its worker process ended or did not answer."""
+
+
+class _Worker(WorkerProcess):
+    def __init__(self) -> None:
+        variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        super().__init__(
+            "agentrl.adapters.reasoning_gym.worker",
+            READY,
+            "worker of reasoning-gym",
+            {**variables, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+        )
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Return what a call returns.
+
+        Raises:
+            EOFError: the process ended.
+            ConfigError: reasoning-gym refuses the arguments.
+            LibraryError: it raised, or did not return.
+        """
+        self.send_line(json.dumps({"call": name, **arguments}))
+        line = self.read_line(time.monotonic() + _WAIT_S)
+        if line is None:
+            self.kill()
+            raise LibraryError(f"reasoning-gym: {name} took longer than {_WAIT_S:g} s")
+        reply = json.loads(line)
+        if "value" in reply:
+            return reply["value"]
+        if reply["usage"]:
+            raise ConfigError(f"reasoning-gym: {reply['error'].partition(': ')[2]}")
+        raise LibraryError(f"reasoning-gym: {name} raised {reply['error']}")
+
+
+class Library:
+    """Calls of reasoning-gym in worker processes; may be used by several threads.
+
+    Args:
+        processes: maximal number of workers.
+    """
+
+    def __init__(self, processes: int) -> None:
+        require("reasoning_gym", "env.name=reasoning_gym")
+        self._pool = ProcessPool(_Worker, processes)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Return what a function of `agentrl.adapters.reasoning_gym.worker` returns. A worker that something ends is replaced once.
+
+        Raises:
+            AnswerLimitError: the call went beyond a limit.
+            ConfigError: reasoning-gym refuses the arguments.
+            LibraryError: it raised, or two workers ended.
+        """
+        for _ in range(2):
+            with self._pool.worker() as worker:
+                try:
+                    return worker.call(name, arguments)
+                except EOFError:
+                    if (ending := worker.ending_signal()) in _ANSWERS_END_WORKERS_BY:
+                        raise AnswerLimitError(f"it ended the worker by {signal.Signals(ending).name}") from None
+        raise LibraryError(f"reasoning-gym: two workers ended in {name}")
+
+    def close(self) -> None:
+        """End the idle workers."""
+        self._pool.close()
+
+
+@cache
+def makers() -> Library:
+    """Return the process's library for entries: one worker, which keeps the datasets."""
+    return Library(1)
+
+
+@cache
+def scorers() -> Library:
+    """Return the process's library for scores."""
+    return Library(SCORERS)
