@@ -25,6 +25,7 @@ EXTRAS = {
     "peft": "lora",
     "pyarrow": "parquet",
     "ray": "train",
+    "reasoning_gym": "reasoning-gym",
     "renderers": "renderers",
     "safetensors": "train",
     "sglang": "sglang",
