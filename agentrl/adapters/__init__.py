@@ -1,1 +1,1 @@
-"""Environments of other libraries as environments of agentrl: TextArena, Gymnasium, OpenEnv, NeMo Gym."""
+"""Environments of other libraries as environments of agentrl: TextArena, Gymnasium, OpenEnv, NeMo Gym, reasoning-gym."""

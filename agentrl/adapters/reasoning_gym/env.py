@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from agentrl.adapters.reasoning_gym import library
 from agentrl.adapters.reasoning_gym.library import AnswerLimitError, scorers
-from agentrl.adapters.reasoning_gym.tasks import ReasoningGym, TaskOptions
+from agentrl.adapters.reasoning_gym.tasks import KEY, TaskOptions, open_split
 from agentrl.core.env import AsyncEnv, Step
-from agentrl.core.task import Task, TaskSet
+from agentrl.core.registry import build
+from agentrl.core.task import Task
 from agentrl.core.types import THINK_END, Action, Message
 from agentrl.core.user_code import call_in_thread
 
@@ -21,7 +24,8 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class ReasoningGymEnv(AsyncEnv):
     """Shows a question and ends with the policy's first turn. The reward is the score of the question's dataset, 0 to 1.
 
-    An answer that takes more than the CPU time of a score has the reward 0 and the metric ``over_limit``.
+    An answer that the scorer cannot read, or that takes more CPU time than a score may, has the reward 0 and the metric
+    ``unreadable`` or ``over_limit``.
 
     Args: see `TaskOptions`.
     """
@@ -31,9 +35,9 @@ class ReasoningGymEnv(AsyncEnv):
     def __init__(
         self,
         dataset: str | None = None,
-        config: Mapping[str, Any] = {},  # noqa: B006 never changed
+        config: Mapping[str, Any] = {},
         level: int | None = None,
-        datasets: Mapping[str, Mapping[str, Any]] = {},  # noqa: B006
+        datasets: Mapping[str, Mapping[str, Any]] = {},
         size: int = 5000,
         eval_size: int = 200,
         seed: int = 0,
@@ -44,26 +48,39 @@ class ReasoningGymEnv(AsyncEnv):
 
     @classmethod
     @override
-    def task_set(cls, options: Mapping[str, Any]) -> TaskSet:
-        return ReasoningGym(TaskOptions(**options))
-
-    @classmethod
-    @override
-    def tasks(cls, split: str, seed: int) -> Sequence[Task]:
-        return cls.task_set({}).split(split)
+    def configured_tasks(cls, split: str, seed: int, options: Mapping[str, object]) -> Sequence[Task]:
+        read_options: Callable[..., TaskOptions] = TaskOptions
+        return open_split(build(read_options, options, KEY), split)
 
     @classmethod
     @override
     def example_task(cls) -> Task:
-        return ReasoningGym(TaskOptions("chain_sum", size=1)).split("train")[0]
+        return open_split(TaskOptions("chain_sum", size=1), "train")[0]
 
     @override
     async def astep(self, action: Action) -> Step:
         assert isinstance(action, Message), "there are no tools"
         answer = read_answer(action.content, self._answer)
-        score, over_limit = await call_in_thread(lambda: score_answer(self.task, answer), "reasoning_gym")
-        metrics = {f"score/{self.task.metadata['dataset']}": score, "no_answer": float(answer is None)}
-        return (), score, True, False, {"metrics": {**metrics, "over_limit": float(over_limit)}}
+        score = await call_in_thread(lambda: score_answer(self.task, answer), "reasoning_gym")
+        metrics = {
+            f"score/{self.task.metadata['dataset']}": score.value,
+            "no_answer": float(answer is None),
+            "unreadable": float(score.unreadable),
+            "over_limit": float(score.over_limit),
+        }
+        return (), score.value, True, False, {"metrics": metrics}
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What reasoning-gym gives to an answer."""
+
+    value: float
+    """0 to 1."""
+    unreadable: bool = False
+    """Whether the scorer raised for the answer, and not for the entry's own one."""
+    over_limit: bool = False
+    """Whether the answer took more CPU time or stack than a score may take."""
 
 
 def read_answer(turn: str, form: str) -> str | None:
@@ -80,15 +97,16 @@ def read_answer(turn: str, form: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-def score_answer(task: Task, answer: str | None) -> tuple[float, bool]:
-    """Return the score that reasoning-gym gives to an answer, and whether it went beyond a limit.
+def score_answer(task: Task, answer: str | None) -> Score:
+    """Return the score that reasoning-gym gives to an answer; None: there is none.
 
     Raises:
-        LibraryError: reasoning-gym raised, or its processes ended.
+        LibraryError: the scorer raised for the entry's own answer, too, or the processes that score ended.
     """
     facts = task.metadata
     arguments = {name: facts[name] for name in ("dataset", "config", "level", "entry")}
     try:
-        return float(scorers().call("score_answer", answer=answer, **arguments)), False
+        value, readable = scorers().call("score_answer", answer=answer, cpu_s=library.CPU_S, **arguments)
     except AnswerLimitError:
-        return 0.0, True
+        return Score(0.0, over_limit=True)
+    return Score(value, unreadable=not readable)

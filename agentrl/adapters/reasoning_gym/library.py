@@ -17,8 +17,10 @@ from agentrl.core.worker_process import ProcessPool, WorkerProcess
 
 SCORERS = max(2, min(8, os.cpu_count() or 1))
 """Maximal number of processes that score answers."""
+CPU_S = 20.0
+"""CPU seconds that the score of an answer may take."""
 _WAIT_S = 600.0
-"""Seconds for one call; the CPU time of a score has a lower limit, `agentrl.adapters.reasoning_gym.worker.CPU_S`."""
+"""Seconds for one call."""
 _VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "HOME")
 _ANSWERS_END_WORKERS_BY = (signal.SIGPROF, signal.SIGSEGV)
 """Signals of a limit of CPU time, and of a stack that is too deep."""
@@ -42,25 +44,19 @@ class _Worker(WorkerProcess):
             {**variables, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         )
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return what a call returns.
+    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to a call.
 
         Raises:
             EOFError: the process ended.
-            ConfigError: reasoning-gym refuses the arguments.
-            LibraryError: it raised, or did not return.
+            LibraryError: it did not reply.
         """
         self.send_line(json.dumps({"call": name, **arguments}))
         line = self.read_line(time.monotonic() + _WAIT_S)
         if line is None:
-            self.kill()
             raise LibraryError(f"reasoning-gym: {name} took longer than {_WAIT_S:g} s")
-        reply = json.loads(line)
-        if "value" in reply:
-            return reply["value"]
-        if reply["usage"]:
-            raise ConfigError(f"reasoning-gym: {reply['error'].partition(': ')[2]}")
-        raise LibraryError(f"reasoning-gym: {name} raised {reply['error']}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
 class Library:
@@ -75,13 +71,21 @@ class Library:
         self._pool = ProcessPool(_Worker, processes)
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Return what a function of `agentrl.adapters.reasoning_gym.worker` returns. A worker that something ends is replaced once.
+        """Return what a function of `agentrl.adapters.reasoning_gym.worker` returns.
 
         Raises:
             AnswerLimitError: the call went beyond a limit.
             ConfigError: reasoning-gym refuses the arguments.
-            LibraryError: it raised, or two workers ended.
+            LibraryError: it raised, or something ended two workers.
         """
+        reply = self._reply(name, arguments)
+        if "value" in reply:
+            return reply["value"]
+        if reply["usage"]:
+            raise ConfigError(f"reasoning-gym: {reply['error'].partition(': ')[2]}")
+        raise LibraryError(f"reasoning-gym: {name} raised {reply['error']}")
+
+    def _reply(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(2):
             with self._pool.worker() as worker:
                 try:

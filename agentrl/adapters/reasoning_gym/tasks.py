@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from agentrl.adapters.reasoning_gym.library import makers
 from agentrl.core.errors import ConfigError, unknown_name
-from agentrl.core.task import MadeTasks, Task, TaskSet
+from agentrl.core.task import MadeTasks, Task
 from agentrl.core.types import Message
 
 KEY = "env.options"
@@ -163,32 +163,23 @@ class ReasoningGymTasks(MadeTasks):
         )
 
 
-class ReasoningGym(TaskSet):
-    """The splits ``train`` and ``eval``, whose entries have different seeds.
-
-    Args:
-        options: of the environment.
+def open_split(options: TaskOptions, split: str) -> ReasoningGymTasks:
+    """Return the tasks of a split, ``train`` or ``eval``, whose entries have different seeds.
 
     Raises:
-        ConfigError, UnknownNameError: reasoning-gym has no such dataset, or refuses an option.
+        ConfigError, UnknownNameError: there is no such split or dataset, or reasoning-gym refuses an option.
         MissingError: it is not installed.
     """
-
-    def __init__(self, options: TaskOptions) -> None:
-        names = makers().call("list_datasets")
-        for source in options.sources():
-            if source.name not in names:
-                key = f"{KEY}.dataset" if options.dataset is not None else f"{KEY}.datasets"
-                raise unknown_name("dataset of reasoning-gym", source.name, names, key)
-        prompts = makers().call("list_prompts")
-        self._prompt = prompts.get(options.system_prompt, options.system_prompt or "")
-        self._options = options
-        self._sources = options.sources() or tuple(DatasetOptions(name, level=options.level) for name in names)
-
-    @override
-    def split(self, name: str) -> ReasoningGymTasks:
-        if name not in ("train", "eval"):
-            raise unknown_name("split of reasoning_gym", name, ("train", "eval"), "tasks.train_split, tasks.eval_split")
-        tasks = ReasoningGymTasks(name, self._options, self._sources, self._prompt)
-        tasks.check()
-        return tasks
+    if split not in ("train", "eval"):
+        raise unknown_name("split of reasoning_gym", split, ("train", "eval"), "tasks.train_split, tasks.eval_split")
+    names = makers().call("list_datasets")
+    for source in options.sources():
+        if source.name not in names:
+            key = f"{KEY}.dataset" if options.dataset is not None else f"{KEY}.datasets"
+            raise unknown_name("dataset of reasoning-gym", source.name, names, key)
+    sources = options.sources() or tuple(DatasetOptions(name, level=options.level) for name in names)
+    prompts = makers().call("list_prompts")
+    prompt = prompts.get(options.system_prompt, options.system_prompt or "")
+    tasks = ReasoningGymTasks(split, options, sources, prompt)
+    tasks.check()
+    return tasks

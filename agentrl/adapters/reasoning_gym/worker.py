@@ -27,14 +27,19 @@ from typing import Any
 import numpy as np
 
 READY = "ready"
-CPU_S = 20.0
-"""CPU seconds for one call that scores. Beyond it the kernel ends the process, in any state and even if the parent is gone."""
 _MEMORY = 4 << 30
 """Bytes of address space; beyond it Python raises MemoryError."""
-_SCORERS_WITH_EVAL = ("algorithmic.string_insertion", "algorithmic.spiral_matrix", "algorithmic.binary_matrix", "games.n_queens")
+_SCORERS_WITH_EVAL = (
+    "algorithmic.string_insertion",
+    "algorithmic.spiral_matrix",
+    "algorithmic.binary_matrix",
+    "games.n_queens",
+)
 _SCORERS_WITH_SYMPY = ("games.puzzle24", "games.countdown")
 """Modules that import ``parse_expr`` by its name; others call ``sympy.parse_expr``."""
-_PLAIN_FUNCTIONS = frozenset({"sqrt", "cbrt", "root", "real_root", "max", "min", "abs", "round", "pow", "divmod", "int", "float"})
+_PLAIN_FUNCTIONS = frozenset(
+    {"sqrt", "cbrt", "root", "real_root", "max", "min", "abs", "round", "pow", "divmod", "int", "float"}
+)
 """Functions that expressions may call, besides the classes of SymPy."""
 
 
@@ -89,7 +94,9 @@ def guard(parse_expr: Callable[..., Any], namespace: Mapping[str, Any]) -> Calla
             name = token.string
             if token.type == tokenize.NAME:
                 known = namespace.get(name, getattr(builtins, name, None))
-                is_expression = isinstance(known, sympy.Basic) or (isinstance(known, type) and issubclass(known, sympy.Basic))
+                is_expression = isinstance(known, sympy.Basic) or (
+                    isinstance(known, type) and issubclass(known, sympy.Basic)
+                )
                 is_safe = known is None or is_expression or name in _PLAIN_FUNCTIONS
                 if not is_safe or keyword.iskeyword(name) or "__" in name:
                     raise ValueError(f"{name} is no mathematical function")
@@ -165,8 +172,13 @@ def make_entry(spec: str, index: int) -> dict[str, Any]:
     }
 
 
-def score_answer(dataset: str, config: Mapping[str, Any], level: int | None, entry: str, answer: str | None) -> float:
-    """Return the score that a dataset gives to an answer.
+def score_answer(
+    dataset: str, config: Mapping[str, Any], level: int | None, entry: str, answer: str | None, cpu_s: float
+) -> tuple[float, bool]:
+    """Return the score that a dataset gives to an answer, and whether its scorer can read the answer.
+
+    A scorer may raise for a text that has not the form of an answer. If it does not raise for the entry's own answer, the score
+    is 0; otherwise the scorer is at fault.
 
     Args:
         dataset: its name.
@@ -174,10 +186,15 @@ def score_answer(dataset: str, config: Mapping[str, Any], level: int | None, ent
         level: of its curriculum.
         entry: the literal of `make_entry`.
         answer: None: the policy gave none.
+        cpu_s: CPU seconds that it may take. Beyond it the kernel ends the process, in any state and even if the parent is gone.
     """
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    scorer, own_entry = _scorer(dataset, json.dumps(config), level), ast.literal_eval(entry)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
-        return float(_scorer(dataset, json.dumps(config), level).score_answer(answer, ast.literal_eval(entry)))
+        return float(scorer.score_answer(answer, own_entry)), True
+    except Exception:
+        scorer.score_answer(own_entry["answer"], own_entry)
+        return 0.0, False
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -216,13 +233,12 @@ def dataset_config(dataset: str, config: Mapping[str, Any], level: int | None, s
 
     _check_name(dataset)
     _, config_class = DATASETS[dataset]
+    if level is not None and not 0 <= level < (levels := count_levels(dataset)):
+        raise UsageError(f"{dataset} has {levels} levels, from 0, and not level {level}")
     try:
         if level is None:
             options = config_class(**{"size": size, **config})
         else:
-            levels = count_levels(dataset)
-            if not 0 <= level < levels:
-                raise UsageError(f"{dataset} has {levels} levels, from 0, and not level {level}")
             curriculum = create_curriculum(dataset)
             curriculum.set_global_level(level)
             options = curriculum.generate_configuration({"size": size, **config})
