@@ -28,6 +28,7 @@ DISTRIBUTIONS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "opentelemetry": "opentelemetry-sdk",
+    "reasoning_gym": "reasoning-gym",
     "sglang_router": "sglang-router",
 }
 """Names of packages at the index, where they are not those of the import."""

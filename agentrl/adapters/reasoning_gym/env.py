@@ -35,9 +35,9 @@ class ReasoningGymEnv(AsyncEnv):
     def __init__(
         self,
         dataset: str | None = None,
-        config: Mapping[str, Any] = {},
+        config: Mapping[str, object] = {},
         level: int | None = None,
-        datasets: Mapping[str, Mapping[str, Any]] = {},
+        datasets: Mapping[str, Mapping[str, object]] = {},
         size: int = 5000,
         eval_size: int = 200,
         seed: int = 0,
@@ -106,7 +106,9 @@ def score_answer(task: Task, answer: str | None) -> Score:
     facts = task.metadata
     arguments = {name: facts[name] for name in ("dataset", "config", "level", "entry")}
     try:
-        value, readable = scorers().call("score_answer", answer=answer, cpu_s=library.CPU_S, **arguments)
+        value, readable = scorers().call(
+            tuple[float, bool], "score_answer", answer=answer, cpu_s=library.CPU_S, **arguments
+        )
     except AnswerLimitError:
         return Score(0.0, over_limit=True)
     return Score(value, unreadable=not readable)

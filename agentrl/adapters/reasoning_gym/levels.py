@@ -56,7 +56,7 @@ class LevelCurriculum(DataSource):
         self._raise_at, self._lower_at, self._groups = raise_at, lower_at, groups
         self._top: dict[str, int] = {}
         for source in tasks.sources:
-            if levels := makers().call("count_levels", dataset=source.name):
+            if levels := makers().call(int, "count_levels", dataset=source.name):
                 self._top[source.name] = levels - 1 if max_level is None else min(max_level, levels - 1)
         if not self._top:
             raise ConfigError(f"no dataset of the run has a curriculum: {', '.join(s.name for s in tasks.sources)}")
@@ -104,7 +104,7 @@ class LevelCurriculum(DataSource):
         return self._levels[dataset] != level
 
     @override
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         return {"position": self._position, "levels": dict(self._levels), "scores": {**self._scores}}
 
     @override

@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TypeVar
+
+import msgspec
 
 from agentrl.adapters.reasoning_gym.worker import READY
 from agentrl.core.errors import ConfigError
@@ -24,6 +26,27 @@ _WAIT_S = 600.0
 _VARIABLES = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "HOME")
 _ANSWERS_END_WORKERS_BY = (signal.SIGPROF, signal.SIGSEGV)
 """Signals of a limit of CPU time, and of a stack that is too deep."""
+
+
+T = TypeVar("T")
+
+
+class _Reply(msgspec.Struct):
+    """See `agentrl.adapters.reasoning_gym.worker`."""
+
+    value: object = None
+    error: str = ""
+    usage: bool = False
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What ``make_entry`` returns."""
+
+    question: str
+    answer: str | None
+    dataset: str
+    entry: str
+    """The entry as a literal of Python."""
 
 
 class AnswerLimitError(Exception):
@@ -44,7 +67,7 @@ class _Worker(WorkerProcess):
             {**variables, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
         )
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Return the reply to a call.
 
         Raises:
@@ -55,8 +78,7 @@ class _Worker(WorkerProcess):
         line = self.read_line(time.monotonic() + _WAIT_S)
         if line is None:
             raise LibraryError(f"reasoning-gym: {name} took longer than {_WAIT_S:g} s")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        return line
 
 
 class Library:
@@ -70,22 +92,27 @@ class Library:
         require("reasoning_gym", "env.name=reasoning_gym")
         self._pool = ProcessPool(_Worker, processes)
 
-    def call(self, name: str, **arguments: Any) -> Any:
+    def call(self, kind: type[T], name: str, **arguments: object) -> T:
         """Return what a function of `agentrl.adapters.reasoning_gym.worker` returns.
+
+        Args:
+            kind: the type that it returns.
+            name: of the function.
+            arguments: of the function.
 
         Raises:
             AnswerLimitError: the call went beyond a limit.
             ConfigError: reasoning-gym refuses the arguments.
             LibraryError: it raised, or something ended two workers.
         """
-        reply = self._reply(name, arguments)
-        if "value" in reply:
-            return reply["value"]
-        if reply["usage"]:
-            raise ConfigError(f"reasoning-gym: {reply['error'].partition(': ')[2]}")
-        raise LibraryError(f"reasoning-gym: {name} raised {reply['error']}")
+        reply = msgspec.json.decode(self._reply(name, arguments), type=_Reply)
+        if not reply.error:
+            return msgspec.convert(reply.value, kind)
+        if reply.usage:
+            raise ConfigError(f"reasoning-gym: {reply.error.partition(': ')[2]}")
+        raise LibraryError(f"reasoning-gym: {name} raised {reply.error}")
 
-    def _reply(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _reply(self, name: str, arguments: Mapping[str, object]) -> str:
         for _ in range(2):
             with self._pool.worker() as worker:
                 try:

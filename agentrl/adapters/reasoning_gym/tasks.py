@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
-from agentrl.adapters.reasoning_gym.library import makers
+from agentrl.adapters.reasoning_gym.library import Entry, makers
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.task import MadeTasks, Task
 from agentrl.core.types import Message
@@ -142,23 +142,23 @@ class ReasoningGymTasks(MadeTasks):
         Raises:
             ConfigError: reasoning-gym refuses an option.
         """
-        makers().call("check_entries", spec=self._spec)
+        makers().call(type(None), "check_entries", spec=self._spec)
 
     @override
     def make(self, index: int) -> Task:
-        entry = makers().call("make_entry", spec=self._spec, index=index)
-        (source,) = (source for source in self.sources if source.name == entry["dataset"])
+        entry = makers().call(Entry, "make_entry", spec=self._spec, index=index)
+        (source,) = (source for source in self.sources if source.name == entry.dataset)
         level = "" if source.level is None else f"level-{source.level}/"
         system = (Message("system", self._prompt),) if self._prompt else ()
         return Task(
             f"reasoning_gym/{self.split}/{source.name}/{level}{index}",
-            (*system, Message("user", entry["question"])),
-            answer=entry["answer"],
+            (*system, Message("user", entry.question)),
+            answer=entry.answer,
             metadata={
                 "dataset": source.name,
                 "config": dict(source.config),
                 "level": source.level,
-                "entry": entry["entry"],
+                "entry": entry.entry,
             },
         )
 
@@ -172,14 +172,14 @@ def open_split(options: TaskOptions, split: str) -> ReasoningGymTasks:
     """
     if split not in ("train", "eval"):
         raise unknown_name("split of reasoning_gym", split, ("train", "eval"), "tasks.train_split, tasks.eval_split")
-    names = makers().call("list_datasets")
+    names = makers().call(list[str], "list_datasets")
     for source in options.sources():
         if source.name not in names:
             key = f"{KEY}.dataset" if options.dataset is not None else f"{KEY}.datasets"
             raise unknown_name("dataset of reasoning-gym", source.name, names, key)
     sources = options.sources() or tuple(DatasetOptions(name, level=options.level) for name in names)
-    prompts = makers().call("list_prompts")
-    prompt = prompts.get(options.system_prompt, options.system_prompt or "")
+    prompts = makers().call(dict[str, str], "list_prompts")
+    prompt = prompts.get(options.system_prompt or "", options.system_prompt or "")
     tasks = ReasoningGymTasks(split, options, sources, prompt)
     tasks.check()
     return tasks

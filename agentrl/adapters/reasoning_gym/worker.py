@@ -22,9 +22,12 @@ import sys
 import tokenize
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
 
 READY = "ready"
 _MEMORY = 4 << 30
@@ -80,7 +83,7 @@ def import_library() -> None:
         importlib.import_module(f"reasoning_gym.{name}").parse_expr = parse  # type: ignore[attr-defined]
 
 
-def guard(parse_expr: Callable[..., Any], namespace: Mapping[str, Any]) -> Callable[..., Any]:
+def guard(parse_expr: Callable[..., object], namespace: Mapping[str, object]) -> Callable[..., object]:
     """Return SymPy's ``parse_expr`` for mathematical expressions only; it raises ValueError for others.
 
     Args:
@@ -89,7 +92,7 @@ def guard(parse_expr: Callable[..., Any], namespace: Mapping[str, Any]) -> Calla
     """
     import sympy
 
-    def parse(text: str, *arguments: Any, **options: Any) -> Any:
+    def parse(text: str, *arguments: object, **options: object) -> object:
         for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline):
             name = token.string
             if token.type == tokenize.NAME:
@@ -107,7 +110,7 @@ def guard(parse_expr: Callable[..., Any], namespace: Mapping[str, Any]) -> Calla
     return parse
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return an entry's value with NumPy's scalars and arrays as Python's, so that its ``repr`` is a literal."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
@@ -155,7 +158,7 @@ def check_entries(spec: str) -> None:
     _composite(spec)
 
 
-def make_entry(spec: str, index: int) -> dict[str, Any]:
+def make_entry(spec: str, index: int) -> dict[str, str | None]:
     """Return an entry of a composite dataset.
 
     Args:
@@ -163,6 +166,7 @@ def make_entry(spec: str, index: int) -> dict[str, Any]:
         index: of the entry.
     """
     entry = plain(_composite(spec)[index])
+    assert isinstance(entry, dict), "entries are dictionaries"
     answer = entry["answer"]
     return {
         "question": entry["question"],
@@ -173,7 +177,7 @@ def make_entry(spec: str, index: int) -> dict[str, Any]:
 
 
 def score_answer(
-    dataset: str, config: Mapping[str, Any], level: int | None, entry: str, answer: str | None, cpu_s: float
+    dataset: str, config: Mapping[str, object], level: int | None, entry: str, answer: str | None, cpu_s: float
 ) -> tuple[float, bool]:
     """Return the score that a dataset gives to an answer, and whether its scorer can read the answer.
 
@@ -200,7 +204,7 @@ def score_answer(
 
 
 @cache
-def _composite(spec: str) -> Any:
+def _composite(spec: str) -> ProceduralDataset:
     from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
 
     options = json.loads(spec)
@@ -217,13 +221,13 @@ def _composite(spec: str) -> Any:
 
 
 @cache
-def _scorer(dataset: str, config: str, level: int | None) -> Any:
+def _scorer(dataset: str, config: str, level: int | None) -> ProceduralDataset:
     from reasoning_gym.factory import create_dataset
 
     return create_dataset(dataset, **{**dataset_config(dataset, json.loads(config), level, 1), "seed": 0, "size": 1})
 
 
-def dataset_config(dataset: str, config: Mapping[str, Any], level: int | None, size: int) -> dict[str, Any]:
+def dataset_config(dataset: str, config: Mapping[str, object], level: int | None, size: int) -> dict[str, object]:
     """Return the options of a dataset: those of ``config``, and of a level of its curriculum.
 
     Raises:
@@ -251,7 +255,7 @@ def dataset_config(dataset: str, config: Mapping[str, Any], level: int | None, s
     return fields
 
 
-def _validate(options: Any) -> None:
+def _validate(options: object) -> None:
     if hasattr(options, "validate"):
         options.validate()
 

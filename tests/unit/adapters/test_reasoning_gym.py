@@ -12,7 +12,7 @@ import pytest
 from agentrl import ConfigError, Message, Task
 from agentrl.adapters.reasoning_gym import LevelCurriculum, ReasoningGymEnv, library
 from agentrl.adapters.reasoning_gym.env import Score, read_answer, score_answer
-from agentrl.adapters.reasoning_gym.library import LibraryError, makers, scorers
+from agentrl.adapters.reasoning_gym.library import Entry, LibraryError, makers, scorers
 from agentrl.adapters.reasoning_gym.tasks import EVAL_SEEDS, TaskOptions, open_split
 from agentrl.core.errors import UnknownNameError
 from agentrl.core.task import task_from_dict, task_to_dict
@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_library() -> None:
 
 @pytest.mark.long
 def test_1000_scores_of_all_datasets_are_those_of_the_library() -> None:
-    datasets = makers().call("list_datasets")
+    datasets = makers().call(list[str], "list_datasets")
     count, differences = score_as_the_library_does(datasets, 12)
     assert len(datasets) == 105
     assert count >= 1000
@@ -104,7 +104,7 @@ def test_1000_scores_of_all_datasets_are_those_of_the_library() -> None:
 @pytest.mark.long
 def test_answers_of_all_datasets_tell_gold_from_random() -> None:
     """Of the tasks of each dataset the own answer has the best score, and one of another task a lower one in the mean."""
-    for dataset in makers().call("list_datasets"):
+    for dataset in makers().call(list[str], "list_datasets"):
         tasks = split(dataset=dataset, size=6)
         made = [tasks[index] for index in range(6)]
         assert [task_from_dict(json.loads(json.dumps(task_to_dict(task)))) for task in made] == made
@@ -178,6 +178,7 @@ def test_splits_have_different_seeds_and_the_same_tasks_each_time() -> None:
     assert not set(questions[0]) & set(questions[1])
     assert [task.question for task in split(**options)] == questions[0]
     entry = makers().call(
+        Entry,
         "make_entry",
         spec=json.dumps(
             {
@@ -190,7 +191,7 @@ def test_splits_have_different_seeds_and_the_same_tasks_each_time() -> None:
         ),
         index=3,
     )
-    assert entry["question"] == questions[1][3]
+    assert entry.question == questions[1][3]
 
 
 def test_composites_mix_by_weight() -> None:
