@@ -72,6 +72,8 @@ class AdvantageEstimator(Algorithm):
     """Whether it reads `AdvantageInput.values`. Then the run has a critic, which learns to predict `returns`."""
     needs_nonnegative_rewards: ClassVar[bool] = False
     """Whether rewards must be at least 0, so that penalties may not be taken off them."""
+    needs_several_rewards: ClassVar[bool] = False
+    """Whether it reads `Rollout.rewards`, which only ``reward.functions`` sets."""
     role_options: ClassVar[tuple[str, ...]] = ()
     """Options that list roles of the environment. With any, the environment must be one of several agents."""
 

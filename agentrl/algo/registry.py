@@ -111,7 +111,7 @@ def algorithm_faults(config: Config) -> list[str]:
     faults = run_and_source_faults(config, lambda source: _names_and_options(source.algo))
     if faults:  # the other rules read the declarations of classes that exist
         return faults
-    faults = run_and_source_faults(config, lambda source: _rewards(source.algo))
+    faults = run_and_source_faults(config, _rewards)
     algo, asynchronous = config.algo, config.asynchronous
     return [
         *faults,
@@ -129,7 +129,13 @@ def _names_and_options(algo: AlgoConfig) -> Iterator[str]:
             yield str(error)
 
 
-def _rewards(algo: AlgoConfig) -> Iterator[str]:
+def _rewards(config: Config) -> Iterator[str]:
+    algo = config.algo
+    if estimator_class(algo.advantage).needs_several_rewards and not config.reward.functions:
+        yield (
+            f"algo.advantage.name={algo.advantage.name} normalises several rewards apart, and there are none: set "
+            "reward.functions, or algo.advantage.name=grpo"
+        )
     penalties = {
         "algo.overlong.max_tokens": algo.overlong.max_tokens is not None,
         "algo.kl_in=reward": algo.needs_reference and algo.kl_in == "reward",

@@ -116,11 +116,8 @@ def _agent(config: Config) -> Iterator[str]:
             f"rollout.agent.cwd={agent.cwd} with rollout.agent.sandbox={agent.sandbox}, which has its own folder; leave out one "
             "of them, or set rollout.agent.files"
         )
-    if agent.reward == "session" and config.reward.function is not None:
-        yield (
-            f"rollout.agent.reward=session and reward.function={config.reward.function} both say what the reward is; leave out "
-            "one"
-        )
+    if agent.reward == "session" and config.reward.setting is not None:
+        yield f"rollout.agent.reward=session and {config.reward.setting} both say what the reward is; leave out one"
 
 
 def _application_tasks(config: Config) -> Iterator[str]:

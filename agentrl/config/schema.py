@@ -13,13 +13,14 @@ from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.obs import ObsConfig
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import RolloutConfig
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.self_play import SelfPlayConfig
 from agentrl.config.sft import SftConfig
 from agentrl.config.sources import SourceConfig, put_source_on
-from agentrl.config.tasks import DataConfig, EnvConfig, RewardConfig, TasksConfig
+from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
 from agentrl.config.toolserver import ToolConfig
 from agentrl.config.train import AsyncConfig, BatchConfig, RunConfig, TrainConfig, WeightsConfig
 

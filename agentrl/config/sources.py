@@ -10,8 +10,9 @@ from agentrl.config.agent import AgentConfig
 from agentrl.config.algo import AdvantageConfig, LossConfig, OverlongConfig
 from agentrl.config.base import Seconds, Section
 from agentrl.config.merging import Tree, overlay
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import ResetSeed
-from agentrl.config.tasks import DataConfig, EnvConfig, RewardConfig, TasksConfig
+from agentrl.config.tasks import DataConfig, EnvConfig, TasksConfig
 
 
 class SourceRollout(Section):
@@ -69,6 +70,10 @@ class SourceConfig(Section):
         return tree
 
 
+_OTHER_REWARD = {"function", "functions"}
+"""Keys of ``reward`` with which a source has another reward than the run."""
+
+
 def put_source_on(run: Tree, source: SourceConfig) -> Tree:
     """Return the sections of a run with those of a source on top.
 
@@ -85,6 +90,9 @@ def put_source_on(run: Tree, source: SourceConfig) -> Tree:
         tree["tasks"] = {**tree["tasks"], "name": None, "options": {}}
     if "reward" in source_tree and source_tree["reward"].get("function", "") is None:
         tree["reward"] = {}
+    elif replaced := _OTHER_REWARD & {*source_tree.get("reward", {})}:
+        dropped = {"functions", "remote", "judge"} | ({"function", "key"} if "functions" in replaced else set())
+        tree["reward"] = {key: value for key, value in tree["reward"].items() if key not in dropped}
     return overlay(tree, source_tree)
 
 

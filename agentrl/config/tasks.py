@@ -1,13 +1,13 @@
-"""What a run plays: the sections ``env``, ``reward``, and ``tasks`` or in its place ``data``."""
+"""What a run plays: the sections ``env``, and ``tasks`` or in its place ``data``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveInt, model_validator
 
-from agentrl.config.base import Seconds, Section
+from agentrl.config.base import Section
 from agentrl.config.services import EndpointConfig
 
 
@@ -123,19 +123,3 @@ class DataConfig(Section):
     """Leave out rows of ``path`` whose prompt has more tokens, in the chat format and without what the environment adds."""
     workers: int = Field(default=0, ge=0)
     """Processes that read and convert the rows of ``path``; 0: the process of the run. The order does not depend on it."""
-
-
-class RewardConfig(Section):
-    """A reward function in place of the environment's own. ``reward=F`` is short for ``reward.function=F``."""
-
-    function: str | None = None
-    """``module:function``, ``file.py:function``, or built in: exact_match, f1, numeric, math, dapo, deepscaler, gpqa, ifbench,
-    code, squad_exact_match, squad_f1. docs/how_to/rewards.md."""
-    key: str | None = None
-    """The key of the reward if the function returns a mapping, ``score`` by default; the other keys become metrics."""
-    on_error: Literal["stop", "drop", "score"] = "stop"
-    """What follows when the function raises or returns no finite number: stop the run, drop the sample, or score it."""
-    error_score: float = 0.0
-    """The reward of such a sample with ``on_error=score``."""
-    timeout_s: Seconds = 60.0
-    """Timeout of a call, seconds."""

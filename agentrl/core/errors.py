@@ -18,6 +18,7 @@
     │   ├── ToolFailure
     │   ├── SandboxFailure
     │   │   └── SandboxKilledError a sandbox that was killed as it started; another may start
+    │   ├── JudgeError             a judge or a reward model gave no score
     │   ├── TaskError
     │   └── ConversationError      messages that the chat format refuses, or would not show to the policy
     ├── ServiceError               a service that others run gave no usable reply
@@ -130,6 +131,12 @@ class SandboxFailure(EpisodeError):
 
 class SandboxKilledError(SandboxFailure):
     """A sandbox that was killed as it started: another may start."""
+
+
+class JudgeError(EpisodeError):
+    """A judge or a reward model gave no score. The sample has no reward, and is dropped."""
+
+    kind = FailureKind.REWARD
 
 
 class TaskError(EpisodeError):

@@ -423,6 +423,21 @@ class SeatRecord:
     """Its turns as text, if it is not trained."""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """One of several rewards of a rollout. Example: ``RewardTerm(0.5, weight=2.0)``."""
+
+    value: float | None
+    """Without its weight; None: what gives it has failed."""
+    weight: float = 1.0
+    """Its weight in the sum."""
+
+    @property
+    def weighted(self) -> float:
+        """Its part of the sum."""
+        return self.weight * (self.value or 0.0)
+
+
 ANSWER = "agent_answer"
 """Key of `Rollout.metadata` with the final answer, of an agent program or as an environment names it; without it, it is the last
 turn."""
@@ -457,7 +472,9 @@ class Rollout:
     stop_reason: StopReason
     """Why it ended."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The environment's metrics from the last ``info``."""
+    """The environment's metrics from the last ``info``, and those of the reward."""
+    rewards: dict[str, RewardTerm] = field(default_factory=dict)
+    """The rewards of ``reward.functions`` by name, whose weighted sum ``reward`` is; empty if there is a single one."""
     turns: list[Turn] = field(default_factory=list)
     """The turns as text, for display."""
     prompt: str = ""

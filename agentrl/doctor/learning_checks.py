@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentrl.doctor import episode_checks, reward_checks, tool_checks, update_checks
+from agentrl.doctor import episode_checks, judge_checks, reward_checks, tool_checks, update_checks
 from agentrl.doctor.record import Finding, RunRecord
 
 # Causes stand before their symptoms: without reward variance, for example, every other metric is still.
@@ -19,6 +19,7 @@ _CHECKS = (
     update_checks.cut_distribution,
     tool_checks.unread_tools,
     tool_checks.failing_tools,
+    judge_checks.failing_judges,
     episode_checks.truncated_episodes,
     episode_checks.cut_turns,
     episode_checks.filtered_groups,

@@ -60,13 +60,18 @@ def compute_metrics(
     return replace(_metrics(rollouts, pass_reward, games), groups=group_metrics)
 
 
+def _reward_values(rollout: Rollout) -> dict[str, float]:
+    return {f"reward/{name}": term.value for name, term in rollout.rewards.items() if term.value is not None}
+
+
 def _metrics(rollouts: Sequence[Rollout], pass_reward: float, games: bool) -> SetMetrics:
     prompts = _by_prompt([rollout for rollout in rollouts if not rollout.dropped])
     means = (
         {} if not prompts else {"reward": estimate([[rollout.reward for rollout in samples] for samples in prompts])}
     )
     metrics_by_prompt = [
-        [rollout.metrics | (game_metrics(rollout) if games else {}) for rollout in samples] for samples in prompts
+        [rollout.metrics | _reward_values(rollout) | (game_metrics(rollout) if games else {}) for rollout in samples]
+        for samples in prompts
     ]
     for key in sorted(
         {key for samples in metrics_by_prompt for sample_metrics in samples for key in sample_metrics} - {"reward"}

@@ -149,6 +149,15 @@ async def code(sample: Sample) -> dict[str, float]:
 code.tool_names = (JUDGE,)  # type: ignore[attr-defined]
 
 
+def environment(sample: Sample) -> float:
+    """Return the environment's own reward, for a sum with other rewards (``reward.functions``)."""
+    return sample.rollout.reward
+
+
+WITHOUT_LABEL = (ifbench, environment)
+"""Functions that need no label."""
+
+
 def _read(read: Callable[[], T], prompt_id: str) -> T:
     try:
         return read()
@@ -225,5 +234,5 @@ def check_task(function: Callable[..., object], label: object, metadata: Mapping
         _read(lambda: read_tests(label), prompt_id)
     elif function is gpqa:
         _right_option(label, metadata, prompt_id)
-    else:
+    elif function is not environment:
         check_label(label, prompt_id)

@@ -1,26 +1,34 @@
-"""Grades rollouts by the user's reward function (``reward.function``)."""
+"""Grades rollouts by the section ``reward``: functions, remote reward models, judges, and their weighted sum."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
-import typing
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
 
+from agentrl.config.rewards import JUDGE, REMOTE, RewardConfig, RewardFunctionConfig, WeightedRewardConfig
 from agentrl.config.schema import Config
-from agentrl.config.tasks import DataConfig, RewardConfig
-from agentrl.core.errors import ConfigError, RunStopped, SandboxFailure, ToolFailure
+from agentrl.config.tasks import DataConfig
+from agentrl.core.chat_endpoint import ChatEndpoint
+from agentrl.core.errors import ConfigError, EpisodeError, RunStopped
 from agentrl.core.registry import REWARDS, names, reward_function
 from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
-from agentrl.core.types import Failure, FailureKind, Rollout
-from agentrl.core.user_code import TimeLimitExceeded, await_user_code, call_in_thread, describe, user_error
+from agentrl.core.types import Failure, FailureKind, RewardTerm, Rollout
+from agentrl.core.user_code import describe
 from agentrl.obs.waiting import waiting
 from agentrl.rewards import builtin
+from agentrl.rewards.functions import FunctionScorer, short_text
+from agentrl.rewards.judge import JudgeScorer
+from agentrl.rewards.remote import RemoteScorer
 from agentrl.rewards.sample import Sample
+from agentrl.rewards.scoring import Outcome, Scorer
+
+ENVIRONMENT = "environment"
+"""The built-in function that returns the environment's own reward."""
 
 
 class Grader(Protocol):
@@ -42,193 +50,126 @@ class Grader(Protocol):
         ...
 
 
-THREADS = 16
-"""Concurrent calls of a plain function; an ``async def`` has no such limit."""
-_SEQUENCES = {"list", "List", "Sequence", "tuple", "Tuple", "Iterable"}
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """One of the rewards of a grader."""
 
-
-class FunctionRunner:
-    """Calls a reward function.
-
-    Args:
-        function: plain or ``async``; takes one sample, or a group if its parameter is named ``samples`` or
-            annotated as ``list[Sample]`` or another sequence.
-        name: its name in the configuration, for messages.
-        timeout_s: seconds a call may take.
-
-    Raises:
-        ConfigError: the function does not take exactly one argument.
-    """
-
-    def __init__(self, function: Callable[..., Any], name: str, timeout_s: float) -> None:
-        self._function = function
-        self._timeout_s = timeout_s
-        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object with `async def __call__`
-        )
-        self._threads = asyncio.Semaphore(THREADS)
-        self.group = takes_group(function, name)
-        """Whether it takes all samples of a task at once."""
-
-    async def __call__(self, samples: Sequence[Sample]) -> Any:
-        """Return the function's result for one sample, or for a group.
-
-        Raises:
-            TimeoutError: it took longer than ``timeout_s``. A plain function's thread cannot be ended and runs on.
-            BaseException: what the function raises; see `agentrl.core.user_code.user_error`.
-        """
-        argument: Any = list(samples) if self.group else samples[0]
-        if self._async:
-            return await self._in_time(self._function(argument))
-        async with self._threads:
-            result = await self._in_time(call_in_thread(lambda: self._function(argument), "reward"))
-        return await self._in_time(result) if inspect.isawaitable(result) else result
-
-    async def _in_time(self, work: Awaitable[Any]) -> Any:
-        try:
-            return await await_user_code(work, self._timeout_s)
-        except TimeLimitExceeded:
-            raise TimeoutError(
-                f"it took longer than reward.timeout_s={self._timeout_s:g}; raise it, or make the function faster"
-            ) from None
-
-
-def takes_group(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the function takes a group of samples instead of one.
-
-    Raises:
-        ConfigError: it does not take exactly one argument.
-    """
-    parameters = _parameters(function)
-    if len(parameters) != 1:
-        names = ", ".join(parameter.name for parameter in parameters) or "nothing"
-        raise ConfigError(
-            f"reward.function={name} takes {names}; a reward function takes one argument: sample, or samples for a group"
-        )
-    parameter = parameters[0]
-    annotation = _annotation(function, parameter)
-    return parameter.name == "samples" or annotation.split("[")[0].rpartition(".")[2] in _SEQUENCES
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters without a default, or the first if all have one."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a built-in without a signature
-        return []
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return ([p for p in positional if p.default is p.empty] or positional[:1]) + keywords
-
-
-def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> str:
-    if parameter.annotation is parameter.empty:
-        return ""
-    if isinstance(parameter.annotation, str):
-        return parameter.annotation.strip("'\" ")
-    origin = typing.get_origin(parameter.annotation) or parameter.annotation
-    return str(getattr(origin, "__name__", origin))
-
-
-SCORE = "score"
-"""Key of the reward in a mapping without ``reward.key``."""
-_EXCERPT = 400
-"""Characters of a prompt or response in a message."""
+    name: str
+    weight: float
+    config: RewardFunctionConfig
+    scorer: Scorer
 
 
 class RewardGrader:
-    """Implements `agentrl.rewards.grader.Grader` with ``reward.function``; made by `make_grader`."""
+    """Implements `Grader` with the section ``reward``; made by `make_grader`.
 
-    def __init__(self, config: RewardConfig) -> None:
-        assert config.function is not None
-        self._config = config
-        self._name = config.function
-        self._call = FunctionRunner(reward_function(config.function), config.function, config.timeout_s)
+    Args:
+        config: with a function, or several.
+        models: the judge models of the run, by the name of their reward.
+    """
+
+    def __init__(self, config: RewardConfig, models: Mapping[str, ChatEndpoint] = MappingProxyType({})) -> None:
+        self._terms = [
+            _Term(name, _weight(reward), reward, make_scorer(config, name, models))
+            for name, reward in config.by_name.items()
+        ]
+        self._has_several = bool(config.functions)
 
     @property
     def group(self) -> bool:
-        """Whether the function takes all rollouts of a task at once."""
-        return self._call.group
+        """Whether one of the rewards needs all rollouts of a task at once."""
+        return any(term.scorer.group for term in self._terms)
 
     async def grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool] | None = None) -> None:
-        """Set ``reward`` of rollouts of one task, and ``metrics`` if the function returns a mapping.
+        """Set ``reward`` of rollouts of one task, and add to ``metrics``; of several rewards set ``rewards``, too.
 
-        If the function fails, ``reward.on_error`` decides what happens; the failure is in ``rollout.failure``. If it fails
-        because a tool server or sandbox failed (``tools``, by rollout id), the rollouts are dropped.
+        If a function fails, ``reward.on_error`` decides what happens; the failure is in ``rollout.failure``. If it fails
+        because a service, a judge, a tool server or a sandbox failed, the rollout is dropped.
 
         Raises:
             RunStopped: it failed and ``reward.on_error=stop``.
         """
-        for batch in [rollouts] if self.group else [[rollout] for rollout in rollouts]:
-            await self._grade(batch, tools or {})
+        tools = tools or {}
+        samples = [Sample.from_rollout(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts]
+        if len(self._terms) == 1:
+            outcomes = [await _score(self._terms[0], samples)]
+        else:
+            outcomes = await asyncio.gather(*(_score(term, samples) for term in self._terms))
+        for number, rollout in enumerate(rollouts):
+            values: dict[str, float | None] = {}
+            for term, term_outcomes in zip(self._terms, outcomes, strict=True):
+                outcome = term_outcomes[number]
+                prefix = f"{term.name}/" if self._has_several else term.scorer.metric_prefix
+                rollout.metrics = rollout.metrics | {prefix + key: value for key, value in outcome.metrics.items()}
+                if outcome.error is not None:
+                    same = [sample_outcome.error is outcome.error for sample_outcome in term_outcomes]
+                    concerned = [rollout for rollout, is_same in zip(rollouts, same, strict=True) if is_same]
+                    values[term.name] = self._decide(term, outcome, rollout, concerned)
+                else:
+                    values[term.name] = outcome.reward
+            self._set_reward(rollout, values)
 
-    async def _grade(self, rollouts: Sequence[Rollout], tools: Mapping[str, CallTool]) -> None:
-        try:
-            with waiting("reward function", self._name):
-                result = await self._call(
-                    [Sample.from_rollout(rollout, tools.get(rollout.rollout_id)) for rollout in rollouts]
-                )
-            results = self._split(result, len(rollouts)) if self.group else [result]
-        except (ToolFailure, SandboxFailure) as error:
-            for rollout in rollouts:
-                rollout.failure, rollout.dropped = error.as_failure(), True
-            return
-        except BaseException as error:
-            self._apply_on_error(rollouts, user_error(error))
-            return
-        for rollout, result in zip(rollouts, results, strict=True):
-            try:
-                reward, metrics = self._score(result)
-            except BaseException as error:  # of the class of the user's object, too
-                self._apply_on_error([rollout], user_error(error))
-            else:
-                rollout.reward = reward
-                rollout.metrics = rollout.metrics | metrics
+    def _set_reward(self, rollout: Rollout, values: Mapping[str, float | None]) -> None:
+        if self._has_several:
+            rollout.rewards = {term.name: RewardTerm(values[term.name], term.weight) for term in self._terms}
+        if None in values.values():
+            rollout.dropped = True
+        elif self._has_several:
+            rollout.reward = sum(term.weighted for term in rollout.rewards.values())
+        else:
+            (rollout.reward,) = (value for value in values.values() if value is not None)
 
-    def _split(self, result: Any, count: int) -> list[Any]:
-        if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
-            raise ValueError(f"it got {count} samples and must return a list of as many rewards, not {_short(result)}")
-        rewards = list(result)
-        if len(rewards) != count:
-            raise ValueError(f"it got {count} samples and returned {len(rewards)} rewards: {_short(result)}")
-        return rewards
-
-    def _score(self, result: Any) -> tuple[float, dict[str, float]]:
-        """Return the reward, and the other numbers of a mapping as metrics."""
-        if not isinstance(result, Mapping):
-            return _finite(result, "it returned"), {}
-        key = self._config.key or (SCORE if SCORE in result else None)
-        has = f"it returned a mapping with the keys {', '.join(map(str, result)) or 'none'}"
-        if key is None:
-            raise ValueError(f"{has}; set reward.key to the one that is the reward")
-        if key not in result:
-            raise ValueError(f"{has}, and no {key!r}; change reward.key={key}")
-        numbers_by_name = {str(name): value for name, value in result.items() if name != key and _is_number(value)}
-        metrics = {name: _finite(value, f"its {name!r} is") for name, value in numbers_by_name.items()}
-        return _finite(result[key], f"its {key!r} is"), metrics
-
-    def _apply_on_error(self, rollouts: Sequence[Rollout], error: BaseException) -> None:
+    def _decide(self, term: _Term, outcome: Outcome, rollout: Rollout, concerned: Sequence[Rollout]) -> float | None:
+        """Return the reward of a rollout whose scoring failed; None: it has none, and is dropped."""
+        error = outcome.error
+        assert error is not None
+        if isinstance(error, EpisodeError):
+            rollout.failure = error.as_failure()
+            return None
         message = describe(error)
-        if self._config.on_error == "stop":
+        if term.config.on_error == "stop" and not outcome.is_outage:
             raise RunStopped(
-                f"reward.function={self._name} failed: {message}\n{_sample_excerpt(rollouts)}\n"
+                f"reward.function={term.config.function} failed: {message}\n{_sample_excerpt(concerned)}\n"
                 "(reward.on_error=drop leaves such samples out, reward.on_error=score gives them reward.error_score)"
             ) from error
-        for rollout in rollouts:
-            rollout.failure = Failure(FailureKind.REWARD, type(error).__name__, f"{self._name}: {message}")
-            if self._config.on_error == "drop":
-                rollout.dropped = True
-            else:
-                rollout.reward = self._config.error_score
+        rollout.failure = Failure(FailureKind.REWARD, type(error).__name__, f"{term.name}: {message}")
+        return term.config.error_score if term.config.on_error == "score" and not outcome.is_outage else None
 
 
-def make_grader(config: RewardConfig) -> RewardGrader | None:
-    """Return the grader of a configuration, or None if the environment's reward is kept.
+def _weight(config: RewardFunctionConfig) -> float:
+    return config.weight if isinstance(config, WeightedRewardConfig) else 1.0
+
+
+async def _score(term: _Term, samples: Sequence[Sample]) -> list[Outcome]:
+    with waiting("reward function", term.name):
+        if term.scorer.group or len(samples) == 1:
+            return await term.scorer.score(samples)
+        outcomes = await asyncio.gather(*(term.scorer.score([sample]) for sample in samples))
+        return [outcome for (outcome,) in outcomes]
+
+
+def make_scorer(config: RewardConfig, name: str, models: Mapping[str, ChatEndpoint] = MappingProxyType({})) -> Scorer:
+    """Return what gives one of the rewards of a configuration.
+
+    Args:
+        config: of all rewards.
+        name: of the reward in `RewardConfig.by_name`.
+        models: the judge models of the run, by the name of their reward.
 
     Raises:
-        ConfigError, UnknownNameError: the function does not exist, or does not take one argument.
+        ConfigError, UnknownNameError: a function does not exist, or does not take one argument; a template cannot be used.
     """
-    return RewardGrader(config) if config.function is not None else None
+    reward, key = config.by_name[name], f"reward.functions.{name}" if config.functions else "reward"
+    if reward.function == REMOTE:
+        return RemoteScorer(reward, f"{key}.remote")
+    if reward.function == JUDGE:
+        return JudgeScorer(reward, f"{key}.judge", models.get(name))
+    return FunctionScorer(reward)
+
+
+def make_grader(config: RewardConfig, models: Mapping[str, ChatEndpoint] = MappingProxyType({})) -> RewardGrader | None:
+    """Return the grader of a configuration, or None if the environment's reward is kept; see `make_scorer`."""
+    return RewardGrader(config, models) if config.by_name else None
 
 
 def check_reward(config: Config, *, needs_reward: bool) -> None:
@@ -242,76 +183,71 @@ def check_reward(config: Config, *, needs_reward: bool) -> None:
         ConfigError, UnknownNameError: a function is needed and missing, or cannot be used.
     """
     reward, data = config.reward, config.data
-    if reward.function is None:
-        if needs_reward:
-            player = config.rollout.agent.setting or f"env.name={config.env.name}"
-            raise ConfigError(
-                f"{player} sets no reward: set reward.function to my_rewards.py:score, "
-                f"module:function, or one that is built in: {', '.join(names(REWARDS))}"
-            )
-        return
+    if needs_reward and all(term.function == ENVIRONMENT for term in reward.by_name.values()):
+        player = config.rollout.agent.setting or f"env.name={config.env.name}"
+        raise ConfigError(
+            f"{player} sets no reward: set reward.function to my_rewards.py:score, "
+            f"module:function, or one that is built in: {', '.join(names(REWARDS))}, {REMOTE}, {JUDGE}"
+        )
     make_grader(reward)
     from_files = data.path is not None or data.eval_path is not None
-    needs_label = reward.function in names(REWARDS) and reward_function(reward.function) is not builtin.ifbench
-    if from_files and data.label_key is None and needs_label:
-        raise ConfigError(
-            f"reward.function={reward.function} compares with the right answer: set data.label_key to its column"
-        )
+    for term in reward.by_name.values():
+        if from_files and data.label_key is None and _reads_label(term):
+            raise ConfigError(
+                f"reward.function={term.function} compares with the right answer: set data.label_key to its column"
+            )
+
+
+def _reads_label(term: RewardFunctionConfig) -> bool:
+    if term.judge is not None:
+        return term.judge.reads_label
+    return term.function in names(REWARDS) and reward_function(term.function) not in builtin.WITHOUT_LABEL
 
 
 def label_warning(reward: RewardConfig, data: DataConfig) -> str:
     """Return a warning if the user's function reads ``sample.label``, and no column of the data files is the label; else ""."""
     from_files = data.path is not None or data.eval_path is not None
-    if reward.function is None or not from_files or data.label_key is not None:
+    if not from_files or data.label_key is not None:
         return ""
-    code = getattr(inspect.unwrap(reward_function(reward.function)), "__code__", None)
-    if code is None or "label" not in code.co_names:
-        return ""
-    return (
-        f"warning: reward.function={reward.function} reads the label, which is None: set data.label_key to its column"
-    )
+    for name in _function_names(reward):
+        code = getattr(inspect.unwrap(reward_function(name)), "__code__", None)
+        if name not in names(REWARDS) and code is not None and "label" in code.co_names:
+            return f"warning: reward.function={name} reads the label, which is None: set data.label_key to its column"
+    return ""
+
+
+def _function_names(reward: RewardConfig) -> list[str]:
+    return [term.function for term in reward.by_name.values() if term.function not in (None, REMOTE, JUDGE)]
+
+
+def reward_tools(reward: RewardConfig) -> tuple[str, ...]:
+    """Return the registered tools that reward functions call: their attributes ``tool_names``."""
+    named = (getattr(reward_function(name), "tool_names", ()) for name in _function_names(reward))
+    return tuple(name for tool_names in named for name in tool_names)
 
 
 def check_labels(reward: RewardConfig, tasks: Iterable[Task]) -> None:
-    """Check that a reward function of agentrl can compare with the answers of tasks.
+    """Check that reward functions of agentrl can compare with the answers of tasks.
 
     Raises:
         ConfigError: an answer is none that the function compares with.
     """
-    if reward.function is None or reward.function not in names(REWARDS):
-        return
-    function = reward_function(reward.function)
-    if function.__module__ != builtin.__name__:
-        return
-    for task in tasks:
-        try:
-            builtin.check_task(function, task.answer, task.metadata, task.id)
-        except ValueError as error:
-            raise ConfigError(f"reward.function={reward.function}: {error}") from None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(_plain(value), numbers.Real)
-
-
-def _finite(value: Any, subject: str) -> float:
-    plain = _plain(value)
-    if not isinstance(plain, numbers.Real):
-        raise ValueError(f"{subject} {_short(value)}, which is not a number")
-    number = float(plain)
-    if not math.isfinite(number):
-        raise ValueError(f"{subject} {number}, which is not finite")
-    return number
-
-
-def _plain(value: Any) -> Any:
-    """Return the number in a NumPy scalar or in a tensor of one element."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}… ({len(text)} characters)"
+    functions = {name: reward_function(name) for name in _function_names(reward) if name in names(REWARDS)}
+    builtins = {name: function for name, function in functions.items() if function.__module__ == builtin.__name__}
+    judges = {
+        name: term.judge for name, term in reward.by_name.items() if term.judge is not None and term.judge.reads_label
+    }
+    for task in tasks if builtins or judges else ():
+        for name, function in builtins.items():
+            try:
+                builtin.check_task(function, task.answer, task.metadata, task.id)
+            except ValueError as error:
+                raise ConfigError(f"reward.function={name}: {error}") from None
+        for name, judge in judges.items():
+            try:
+                builtin.check_label(task.answer, task.id)
+            except ValueError as error:
+                raise ConfigError(f"the judge {name} with mode={judge.mode}: {error}") from None
 
 
 def _sample_excerpt(rollouts: Sequence[Rollout]) -> str:
@@ -319,5 +255,5 @@ def _sample_excerpt(rollouts: Sequence[Rollout]) -> str:
     others_text = f" and {len(rollouts) - 1} others of its group" if len(rollouts) > 1 else ""
     return (
         f"sample    {first.rollout_id} of task {first.prompt_id}{others_text}\n"
-        f"prompt    {_short(first.prompt)}\nresponse  {_short(first.response)}\nlabel     {_short(first.label)}"
+        f"prompt    {short_text(first.prompt)}\nresponse  {short_text(first.response)}\nlabel     {short_text(first.label)}"
     )

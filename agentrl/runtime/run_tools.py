@@ -12,19 +12,12 @@ from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.imports import is_reference
-from agentrl.core.registry import (
-    TOOLS,
-    env_class,
-    is_mcp,
-    make_any_env,
-    names,
-    reference_paths,
-    reward_function,
-)
+from agentrl.core.registry import TOOLS, env_class, is_mcp, make_any_env, names, reference_paths
 from agentrl.core.tool import Tool, ToolService
 from agentrl.data.hub import PREFIX
 from agentrl.episode.context import offered_tools
 from agentrl.episode.custom_loop import required_tools
+from agentrl.rewards.grader import reward_tools
 from agentrl.sandbox.base import unsafe_warning
 from agentrl.sandbox.registry import backend_class
 from agentrl.sandbox.shown_folders import check_shown, is_program
@@ -45,8 +38,7 @@ def run_services(config: Config) -> dict[str, ToolService]:
 
 def _source_tools(config: Config) -> tuple[str, ...]:
     """Return the tools of a source's episodes, and those that its reward function calls (``tool_names``)."""
-    function, env = config.reward.function, env_class(config.env.name)
-    scoring = tuple(getattr(reward_function(function), "tool_names", ())) if function is not None else ()
+    scoring, env = reward_tools(config.reward), env_class(config.env.name)
     if config.rollout.agent.setting is not None:  # the program has its own
         named = env.registered_tools(config.env.options) if config.rollout.agent.reward == "environment" else ()
     else:
@@ -123,7 +115,7 @@ def private_files(config: Config) -> dict[Path, str]:
         "env.name": config.env.name,
         "tasks.name": config.tasks.name,
         "tasks.data_source.name": config.tasks.data_source.name,
-        "reward.function": config.reward.function,
+        **{f"reward.function of {name}": term.function for name, term in config.reward.by_name.items()},
         "data.convert": config.data.convert,
         "rollout.generate": config.rollout.generate,
     }

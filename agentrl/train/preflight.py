@@ -357,7 +357,7 @@ def _describe_sources(config: Config, train: Mapping[str, Split]) -> list[str]:
         facts = {
             "environment": source_config.env.name,
             "tasks": f"{origin}: {_to_train_on(train.get(name))}",
-            "reward": source_config.reward.function or "the environment's",
+            "reward": ", ".join(source_config.reward.by_name) or "the environment's",
         }
         if not name:
             return [f"{key:<13}{value}" for key, value in facts.items()]

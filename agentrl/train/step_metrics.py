@@ -48,7 +48,19 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
         key = f"rollout/stop/{rollout.stop_reason.value}"
         metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
     metrics |= {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
-    return metrics | _role_metrics(rollouts)
+    return metrics | _reward_metrics(rollouts) | _role_metrics(rollouts)
+
+
+def _reward_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return mean and standard deviation of each of several rewards, and the share of rollouts in which it failed."""
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.rewards):
+        values = [rollout.rewards[name].value for rollout in rollouts if name in rollout.rewards]
+        numbers = [value for value in values if value is not None]
+        metrics[f"reward/{name}/failed"] = 1 - len(numbers) / len(values)
+        if numbers:
+            metrics |= {f"reward/{name}/mean": mean(numbers), f"reward/{name}/std": float(np.std(numbers))}
+    return metrics
 
 
 def _role_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

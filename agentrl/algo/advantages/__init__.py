@@ -5,6 +5,7 @@ from __future__ import annotations
 from agentrl.algo.advantages.agent_norm import AgentNorm
 from agentrl.algo.advantages.at_grpo import AtGrpo
 from agentrl.algo.advantages.gae import Gae
+from agentrl.algo.advantages.gdpo import Gdpo
 from agentrl.algo.advantages.grpo import Grpo
 from agentrl.algo.advantages.hierarchical_grpo import HierarchicalGrpo
 from agentrl.algo.advantages.maxrl import MaxRl
@@ -29,5 +30,6 @@ ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "hierarchical_grpo": HierarchicalGrpo,
     "seat_grpo": SeatGrpo,
     "agent_norm": AgentNorm,
+    "gdpo": Gdpo,
 }
 """The estimators by ``algo.advantage.name``."""

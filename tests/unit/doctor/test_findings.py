@@ -594,3 +594,17 @@ def test_a_cut_distribution(run):
     save_config(validate({"sampler": {"top_p": 0.5, "allow_unnormalised": True}}), run.folder)
     title = "engine and learner disagree on the policy, and no metric shows it"
     assert problems(run.steps(30).found()) == [title]
+
+
+# Judges
+
+
+def test_a_judge_that_fails_and_one_that_contradicts_itself(run):
+    calm = {"rollout__judge/calls": 2.0, "rollout__judge/failed_calls": 0.1, "rollout__judge/agreement": 0.9}
+    assert not [title for title in run.steps(30, **calm).found() if "judge" in title]
+    failing = {"rollout__style/calls": 2.0, "rollout__style/failed_calls": 0.5, "rollout__style/agreement": 0.4,
+               "reward__style/failed": 0.3, "reward__rm/failed": 0.3}  # fmt: skip
+    findings = run.steps(30, **failing).found()
+    titles = [title for title in findings if "judge" in title or "the reward " in title]
+    assert titles == ["the judge style fails", "the reward rm fails", "the judge style contradicts itself"]
+    assert findings["the judge style fails"].evidence[0] == "25% of the calls in the last 20 steps had no score"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from deadlines import until
 
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import FailureConfig
-from agentrl.config.tasks import RewardConfig
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure, RunStopped, SandboxFailure, TaskError, ToolFailure
 from agentrl.core.imports import load_object

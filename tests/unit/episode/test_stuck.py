@@ -5,8 +5,8 @@ import threading
 
 from deadlines import until
 
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import FailureConfig
-from agentrl.config.tasks import RewardConfig
 from agentrl.core.env import Env
 from agentrl.core.task import Task
 from agentrl.core.types import Message, SamplingParams, ToolCall, ToolCalls, ToolResults

@@ -22,8 +22,9 @@ from agentrl.algo.batch_loss import PolicyObjective, make_objective
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import GroupFilters, RolloutGroups
 from agentrl.cli import main as command
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import FailureConfig, FilterGroupsConfig
-from agentrl.config.tasks import DataConfig, DataSourceConfig, EnvConfig, RewardConfig
+from agentrl.config.tasks import DataConfig, DataSourceConfig, EnvConfig
 from agentrl.core.data_source import DataSource
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure

@@ -10,10 +10,10 @@ import pytest
 
 from agentrl import Env, Message, Rollout, Sample, Task, ToolCall, ToolResult
 from agentrl.config.agent import AgentConfig
+from agentrl.config.rewards import RewardConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.schema import Config
-from agentrl.config.tasks import RewardConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import FailureKind, SamplingParams, ToolStatus

@@ -40,7 +40,7 @@ LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
 CHANGES = ({}, {"kl_coef": 0.5}, {"entropy_coef": 0.5}, {"old_logprobs": "learner"})
 """Settings of ``algo`` to test with the default estimator and loss."""
 
-SAME_AS_OTHERS = ("gae", "hierarchical_grpo", "seat_grpo", "agent_norm")
+SAME_AS_OTHERS = ("gae", "hierarchical_grpo", "seat_grpo", "agent_norm", "gdpo")
 """Estimators without a case: ``gae`` needs a critic, the others give advantages in the form of ``grpo`` or ``at_grpo``."""
 
 

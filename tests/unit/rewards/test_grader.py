@@ -11,10 +11,11 @@ import pytest
 
 from agentrl import Sample
 from agentrl.config.load import load_config
-from agentrl.config.tasks import RewardConfig
+from agentrl.config.rewards import RewardConfig
 from agentrl.core.errors import ConfigError, RunStopped, UnknownNameError
 from agentrl.core.types import FailureKind
-from agentrl.rewards.grader import THREADS, FunctionRunner, RewardGrader, check_reward, make_grader, takes_group
+from agentrl.rewards.functions import THREADS, FunctionRunner, takes_group
+from agentrl.rewards.grader import RewardGrader, check_reward, make_grader
 
 HEAD = "import asyncio, math, sys, threading, time\nfrom agentrl import Sample\nfrom collections.abc import Sequence\n"
 

@@ -236,5 +236,5 @@ def test_equal_answers_are_equal(rollout: Callable[..., Rollout], reward: str, s
 def test_every_built_in_reward_has_relations() -> None:
     rewards = {reward for relations in (DIFFERENT, EQUAL) for rewards, _ in relations.values() for reward in rewards}
     joins_more = {"squad_exact_match", "squad_f1"}  # SQuAD's normalisation joins what it joins
-    other_rules = {"dapo", "deepscaler", "gpqa", "ifbench", "code"}  # test_builtin_answers.py
+    other_rules = {"dapo", "deepscaler", "gpqa", "ifbench", "code", "environment"}  # test_builtin_answers.py
     assert set(names(REWARDS)) - joins_more - other_rules == rewards

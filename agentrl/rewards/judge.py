@@ -1,0 +1,211 @@
+"""Judge models: a model reads an answer, alone or next to another one, and writes a score."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TypeVar
+
+import numpy as np
+
+from agentrl.clients.chat_completions import open_chat_model
+from agentrl.config.rewards import JudgeConfig, RewardFunctionConfig
+from agentrl.core.chat_endpoint import ChatEndpoint
+from agentrl.core.errors import ConfigError, EpisodeError, JudgeError
+from agentrl.core.registry import reward_function
+from agentrl.core.types import FinishReason, SamplingParams
+from agentrl.core.user_code import user_error
+from agentrl.rewards.functions import FunctionRunner, read_score, short_text
+from agentrl.rewards.judge_prompts import JudgePrompt, judged_answer, reference
+from agentrl.rewards.sample import Sample
+from agentrl.rewards.scoring import Outcome
+
+T = TypeVar("T")
+LEAST_COMPARED = 0.5
+"""Share of a sample's comparisons within its group that must have succeeded: with less it has no reward."""
+TIE = 0.5
+"""The reward of an answer that no other one of its group can be compared with."""
+
+
+@dataclass(slots=True)
+class Judgement:
+    """The judgements of one answer or pair, and their cost."""
+
+    values: list[float] = field(default_factory=list)
+    """From 0 to 1, those that succeeded."""
+    errors: list[EpisodeError] = field(default_factory=list)
+    """Of those that failed."""
+    calls: float = 0.0
+    failed_calls: float = 0.0
+    """Calls without a score."""
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    seconds: float = 0.0
+    """Of all calls, summed."""
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None if all have failed."""
+        return float(np.mean(self.values)) if self.values else None
+
+    def metrics(self, share: float = 1.0) -> dict[str, float]:
+        """Return the cost, of which a sample has a share."""
+        names = ("calls", "failed_calls", "prompt_tokens", "completion_tokens", "seconds")
+        return {name: share * getattr(self, name) for name in names}
+
+
+class JudgeScorer:
+    """Implements `agentrl.rewards.scoring.Scorer` with a judge model.
+
+    Args:
+        config: with the section ``judge``.
+        key: configuration key of that section, for messages.
+        model: the judge; by default the one at ``judge.endpoint``.
+
+    Raises:
+        ConfigError: its template or its function ``check`` cannot be used.
+    """
+
+    metric_prefix = "judge/"
+
+    def __init__(self, config: RewardFunctionConfig, key: str, model: ChatEndpoint | None = None) -> None:
+        assert config.judge is not None
+        self._config: JudgeConfig = config.judge
+        self._key = key
+        self._prompt = JudgePrompt(self._config, key)
+        self._model = model or open_chat_model(self._config.endpoint, f"{key}.endpoint")
+        check = self._config.check
+        self._check = None if check is None else FunctionRunner(reward_function(check), check, config.timeout_s)
+        if self._check is not None and self._check.group:
+            raise ConfigError(f"{key}.check={check} takes a group; it must score one sample")
+        self.group = self._config.compares_group
+
+    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Return the judge's rewards, from 0 to 1. An empty answer gets 0, and loses, without a call."""
+        async with self._model.keep_connections():
+            outcomes = await self._compare_group(samples) if self.group else await _gather(map(self._judge, samples))
+            return list(await _gather(map(self._add_agreement, samples, outcomes)))
+
+    async def _judge(self, sample: Sample) -> Outcome:
+        answer = judged_answer(sample, self._config)
+        if not answer:
+            return Outcome(0.0, Judgement().metrics())
+        if self._config.mode == "pairwise":
+            judgement = await self._compare(sample, answer, reference(sample))
+        else:
+            judgement = await self._repeat(sample, (answer,))
+        metrics = judgement.metrics() | _agreement(judgement.values)
+        if judgement.value is None:
+            return Outcome(None, metrics, judgement.errors[0])
+        return Outcome(judgement.value, metrics)
+
+    async def _compare_group(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Compare each pair of a group. A comparison that failed counts for neither of its two samples."""
+        answers = [judged_answer(sample, self._config) for sample in samples]
+        pairs = [*combinations(range(len(samples)), 2)]
+        judgements = await _gather(self._compare(samples[i], answers[i], answers[j]) for i, j in pairs)
+        outcomes = []
+        for number in range(len(samples)):
+            comparisons = [
+                (pair[0] == number, result) for pair, result in zip(pairs, judgements, strict=True) if number in pair
+            ]
+            wins = [
+                result.value if first else 1 - result.value for first, result in comparisons if result.value is not None
+            ]
+            costs = [result.metrics(0.5) for _, result in comparisons]
+            metrics = {name: sum(cost[name] for cost in costs) for name in Judgement().metrics()}
+            agreements = [_agreement(result.values)["agreement"] for _, result in comparisons if len(result.values) > 1]
+            metrics |= {"agreement": float(np.mean(agreements))} if agreements else {}
+            if len(wins) < LEAST_COMPARED * len(comparisons):
+                error = next(result.errors[0] for _, result in comparisons if result.value is None)
+                outcomes.append(Outcome(None, metrics, error))
+            else:
+                outcomes.append(Outcome(float(np.mean(wins)) if wins else TIE, metrics))
+        return outcomes
+
+    async def _compare(self, sample: Sample, answer: str, other_answer: str) -> Judgement:
+        """Compare two answers, in both orders with ``swap``. The values are of the first, one for each repetition and order."""
+        if not (answer and other_answer):
+            return Judgement([TIE if answer == other_answer else float(bool(answer))])
+        judgement = await self._repeat(sample, (answer, other_answer))
+        if self._config.swap:
+            swapped = await self._repeat(sample, (other_answer, answer))
+            values = [*judgement.values, *(1 - value for value in swapped.values)]
+            has_both = bool(judgement.values and swapped.values)  # one order alone has the preference for a position
+            judgement = Judgement(
+                values if has_both else [],
+                [*judgement.errors, *swapped.errors],
+                judgement.calls + swapped.calls,
+                judgement.failed_calls + swapped.failed_calls,
+                judgement.prompt_tokens + swapped.prompt_tokens,
+                judgement.completion_tokens + swapped.completion_tokens,
+                judgement.seconds + swapped.seconds,
+            )
+        return judgement
+
+    async def _repeat(self, sample: Sample, answers: tuple[str, ...]) -> Judgement:
+        messages, judgement = self._prompt.messages(sample, *answers), Judgement()
+        seed = zlib.crc32(repr(messages).encode("utf-8", "surrogatepass"))
+        await _gather(
+            self._call(messages, judgement, (seed + number * self._config.tries) % 2**31)
+            for number in range(self._config.judgements)
+        )
+        return judgement
+
+    async def _call(self, messages: list[dict[str, str]], judgement: Judgement, seed: int) -> None:
+        """Add one judgement, or why there is none."""
+        config, model = self._config, self._model
+        fault = JudgeError("it was not requested")
+        for number in range(config.tries):
+            params = SamplingParams(
+                max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=(seed + number) % 2**31
+            )
+            begun = time.monotonic()
+            judgement.calls += 1
+            try:
+                reply = await model.reply(messages, (), params)
+            except EpisodeError as error:  # the client has sent it again already
+                judgement.failed_calls += 1
+                judgement.errors.append(error)
+                return
+            finally:
+                judgement.seconds += time.monotonic() - begun
+            judgement.prompt_tokens += reply.usage.prompt_tokens
+            judgement.completion_tokens += reply.usage.completion_tokens
+            text = reply.message.content
+            value = None if reply.finish_reason is FinishReason.LENGTH else self._prompt.read(text)
+            if value is not None:
+                judgement.values.append(value)
+                return
+            judgement.failed_calls += 1
+            cut = f", and {self._key}.max_new_tokens={config.max_new_tokens} ended it"
+            cut = cut if reply.finish_reason is FinishReason.LENGTH else ""
+            fault = JudgeError(
+                f"the judge {model.model} wrote no score ({self._key}.pattern){cut}: {short_text(text[-400:])}"
+            )
+        judgement.errors.append(fault)
+
+    async def _add_agreement(self, sample: Sample, outcome: Outcome) -> Outcome:
+        """Add how far the reward agrees with that of the function ``check``."""
+        if self._check is None or outcome.reward is None:
+            return outcome
+        try:
+            checked = read_score(await self._check([sample]), None).reward
+        except BaseException as error:
+            return Outcome(None, outcome.metrics, user_error(error))
+        assert checked is not None
+        return Outcome(outcome.reward, {**outcome.metrics, "label_agreement": 1 - abs(outcome.reward - checked)})
+
+
+def _agreement(values: Sequence[float]) -> dict[str, float]:
+    """Return 1 minus the mean difference of two judgements of the same; empty with fewer than two."""
+    differences = [abs(first - second) for first, second in combinations(values, 2)]
+    return {"agreement": 1 - float(np.mean(differences))} if differences else {}
+
+
+async def _gather(work: Iterable[Awaitable[T]]) -> list[T]:
+    return list(await asyncio.gather(*work))
