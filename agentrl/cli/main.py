@@ -15,7 +15,7 @@ from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
 from agentrl.core.user_code import describe, error_location, is_library
-from agentrl.obs.console import log_to_stderr, make_console, print_error
+from agentrl.obs.console import OutputClosedError, log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
@@ -40,6 +40,9 @@ COMMANDS: dict[str, str] = {
     "bench": "measure parts of agentrl on this machine; in a checkout",
 }
 """Subcommand and what it does; each is the module ``agentrl.cli.<name>`` with ``add_arguments`` and ``run``."""
+
+AT_WORK = {"train", "tune", "sft", "rollout", "eval", "gateway", "tools", "bench"}
+"""Commands that say why they end if their output is no longer read; others end quietly, as in ``agentrl view RUN | head``."""
 
 DONE, FAILED, USER_MISTAKE = 0, 1, 2
 
@@ -78,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except AgentrlError as error:
         print_error(errors, type(error).__name__, error)
+        return FAILED
+    except OutputClosedError:
+        if command in AT_WORK:
+            print_error(
+                errors, "stopped", "standard output was closed, by the command that it is piped to", "bold yellow"
+            )
         return FAILED
     except OSError as error:
         if error.errno not in DISK_ERRORS:

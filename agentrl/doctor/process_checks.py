@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from statistics import median
 
-from agentrl.doctor.record import Finding, RunRecord, age
+from agentrl.doctor.record import Finding, RunRecord, Severity, age
 from agentrl.obs.host_memory import GIB, NEAR_LIMIT, STEPS, grows
 
 QUIET_STEPS = 5
@@ -185,9 +185,15 @@ def _memory(run: RunRecord) -> Iterator[Finding]:
         if len(values) == STEPS and (grows(values) or (len(measured) in range(4, STEPS) and grows(measured))):
             rate = (values[-1] - values[0]) / (len(values) - 1)
             evidence = (f"{key}: {values[0]:.2f} → {values[-1]:.2f} over {STEPS} steps, {rate:.3f} GiB a step",)
-            yield Finding(
-                "problem", f"the memory of the processes of kind {kind} grows", evidence, _memory_advice(kind)
-            )
+            severity: Severity = "problem" if _memory_runs_out(run) else "hint"
+            yield Finding(severity, f"the memory of the processes of kind {kind} grows", evidence, _memory_advice(kind))
+
+
+def _memory_runs_out(run: RunRecord) -> bool:
+    """Return whether little memory is left before the last step, if it goes on as in the last steps."""
+    shares = run.recent("host_memory/used_share", STEPS)
+    steps_left = max(0, run.config.train.steps - run.step)
+    return shares[-1] + (shares[-1] - shares[0]) / (STEPS - 1) * steps_left >= NEAR_LIMIT if shares else False
 
 
 def _memory_advice(kind: str) -> tuple[str, ...]:

@@ -115,8 +115,12 @@ class EpisodeSlots:
     def __init__(self, max_concurrency: int) -> None:
         """Let ``max_concurrency`` episodes run at the same time."""
         self.semaphore = asyncio.Semaphore(max_concurrency)
-        # Threads are started as they are needed and end with the runners.
+        # Threads are started as they are needed.
         self.pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
+
+    def close(self) -> None:
+        """End the threads; one in which a method of an environment is stuck stays until that returns."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 class EpisodeRunner:

@@ -8,6 +8,7 @@ import binascii
 import io
 import json
 import shutil
+import stat
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator
@@ -73,6 +74,13 @@ with tarfile.open(fileobj=output, mode="w|") as archive:
 sys.stdout.write(base64.b64encode(output.unwritten).decode())
 '''
 """Python that prints the files of the working directory."""
+_MAKE_EXECUTABLE = """
+import os, sys
+
+for name in sys.argv[1:]:
+    os.chmod(name, os.stat(name).st_mode | 0o100)
+"""
+"""Python that makes files executable; those of a sandbox are written without permissions."""
 
 
 def agent_sandbox(config: AgentConfig, sandbox: SandboxConfig) -> SandboxConfig:
@@ -260,10 +268,8 @@ class EpisodeSandboxes:
         try:
             for name, text in home_files.items():
                 await sandbox.write_file(name, text.encode())
-            folder = config.files
-            for path in sorted(folder.rglob("*")) if folder is not None else ():
-                if path.is_file():
-                    await sandbox.write_file(str(path.relative_to(folder or "")), path.read_bytes())
+            if config.files is not None:
+                await _copy_folder(config.files, sandbox, backend.config.python)
         except OSError as error:
             await sandbox.close()
             raise AgentProgramError(f"rollout.agent.files={config.files} cannot be copied: {error}") from error
@@ -272,6 +278,32 @@ class EpisodeSandboxes:
             raise
         job = Job("agent", argv=tuple(words), stdin=prompt.encode(), env=env, wall_s=_PROGRAM_S)
         return SandboxedProgram(sandbox, job, backend.config, None if backend.isolated else Path(home))
+
+
+async def _copy_folder(folder: Path, sandbox: Sandbox, python: str) -> None:
+    """Copy the files of a folder of this machine to the sandbox's, with the owner's right to execute them.
+
+    Args:
+        folder: on this machine.
+        sandbox: of the episode.
+        python: the interpreter in the sandbox.
+
+    Raises:
+        OSError: a file cannot be copied.
+        SandboxFailure: the sandbox cannot be used.
+    """
+    executables = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            await sandbox.write_file(name, path.read_bytes())
+            if path.stat().st_mode & stat.S_IXUSR:
+                executables.append(name)
+    if executables:
+        argv = (python, "-I", "-c", _MAKE_EXECUTABLE, *executables)
+        outcome = await sandbox.run(Job("executables", argv=argv, wall_s=_CHECK_S))
+        if outcome.status is not ToolStatus.OK:
+            raise SandboxFailure(f"{folder}: files cannot be made executable: {outcome.stderr}{outcome.detail}")
 
 
 class SandboxedProgram(RunningProgram):

@@ -7,10 +7,13 @@ one line, tables are as wide as their content, nothing is drawn around text, and
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 import unicodedata
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from typing import IO, Any
 
@@ -50,6 +53,10 @@ def _picture(character: str) -> str:
     return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "␦"
 
 
+class OutputClosedError(BrokenPipeError):
+    """The command that this one's output is piped to, such as ``head``, has closed it."""
+
+
 class _PlainConsole(Console):
     """A console that reads no markup and writes printable characters only; styles are those of the program."""
 
@@ -64,6 +71,12 @@ class _PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as text, without what looks like a secret; its width is measured with its pictures."""
         return super().render_str(printable(hide_secrets(text)), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Raise `OutputClosedError`; nothing is written any more."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        raise OutputClosedError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:

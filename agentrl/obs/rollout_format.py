@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -68,19 +68,29 @@ def rollout_to_dict(rollout: Rollout, number: int | None = None) -> dict[str, An
     }
 
 
-def rollout_checksum(rollout: Rollout, number: int | None) -> int:
+def rollout_checksum(rollout: Rollout, number: int | None, saved_fields: Collection[str]) -> int:
     """Return the CRC-32 of a rollout, all of its rows and its place in its file; it is stored for ``agentrl audit``.
 
     It finds damage and careless changes. It is no signature: who changes a file can compute it again.
+
+    Args:
+        rollout: as it was read.
+        number: its place in its file, from 0; None if it is in no file.
+        saved_fields: those of the record that was read; an earlier version of agentrl had fewer.
     """
-    return _checksum(rollout, number, [row_checksum(row) for row in rollout.rows])
+    return _checksum(rollout, number, [row_checksum(row) for row in rollout.rows], saved_fields)
 
 
-def _checksum(rollout: Rollout, number: int | None, rows: Sequence[int]) -> int:
+def _checksum(
+    rollout: Rollout, number: int | None, rows: Sequence[int], saved_fields: Collection[str] | None = None
+) -> int:
     keys = [(row.key.agent_id, row.key.row) for row in rollout.rows]
     numbers = {name: float(getattr(rollout, name)) for name in ("reward", "seconds", "tool_seconds")}
     metrics = {key: float(value) for key, value in rollout.metrics.items()}
-    data = {**_record(rollout), **numbers, "metrics": metrics, "number": number, "rows": rows, "keys": keys}
+    record = {**_record(rollout), **numbers, "metrics": metrics}
+    if saved_fields is not None:
+        record = {name: value for name, value in record.items() if name in saved_fields}
+    data = {**record, "number": number, "rows": rows, "keys": keys}
     return zlib.crc32(portable_json(data, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS))
 
 

@@ -238,7 +238,7 @@ def _decode_and_verify(line: bytes | dict[str, Any]) -> ScannedRollout:
     rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
     damaged: list[int | None] = [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
     number = data["number"]
-    if not damaged and data["checksum"] != rollout_checksum(rollout, number):
+    if not damaged and data["checksum"] != rollout_checksum(rollout, number, data.keys()):
         damaged.append(None)
     return ScannedRollout(rollout, damaged, number)
 

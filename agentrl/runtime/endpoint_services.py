@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +28,13 @@ class EndpointServices:
     endpoint: ChatCompletions
     """The model."""
     tools: ToolServers
+    exits: ExitStack
+    """What ends with the services."""
 
     def runner(self) -> EpisodeRunner:
         """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them."""
         slots = EpisodeSlots(self.config.rollout.concurrency)
+        self.exits.callback(slots.close)
         return make_runner(self.config, None, None, self.tools, {}, slots, endpoint=self.endpoint)
 
     def check(self) -> None:
@@ -95,6 +98,7 @@ async def open_endpoint(config: Config, tasks: TaskSources, folder: Path) -> Asy
         tools = ToolServers(config, tasks, folder, logs)
         try:
             await tools.start()
-            yield EndpointServices(config, endpoint, tools)
+            with ExitStack() as exits:
+                yield EndpointServices(config, endpoint, tools, exits)
         finally:
             await tools.aclose()

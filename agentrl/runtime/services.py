@@ -40,6 +40,8 @@ class Services:
     fleet: Fleet
     renderer: ChatRenderer
     tools: ToolServers
+    exits: AsyncExitStack
+    """What ends with the services."""
     reserved: list[Fleet] = field(default_factory=list)
     """Engines of past snapshots in self-play, and those that only evaluate."""
     frozen: Mapping[str, Fleet] = field(default_factory=dict)
@@ -63,6 +65,7 @@ class Services:
             return self.pool.runner(fleet)
         frozen = {name: frozen_fleet.sampler for name, frozen_fleet in self.frozen.items()}
         slots = EpisodeSlots(self.config.rollout.concurrency)
+        self.exits.callback(slots.close)
         return make_runner(self.config, self.renderer, sampler, self.tools, frozen, slots, self.agents)
 
     @property
@@ -133,7 +136,7 @@ async def open_services(
         frozen = frozen_fleets(config, logs, vocabulary)
         for frozen_fleet in frozen.values():
             exits.push_async_callback(frozen_fleet.aclose)
-        services = Services(config, fleet, renderer, tools, frozen=frozen)
+        services = Services(config, fleet, renderer, tools, exits, frozen=frozen)
         if (agent := agent_elsewhere(config)) is not None:
             from agentrl.gateway.agents_elsewhere import AgentsElsewhere  # its server takes a while to import
 

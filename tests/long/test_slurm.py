@@ -1,4 +1,4 @@
-"""A run of `agentrl launch slurm` on a real Slurm of one machine: it gets the signal of a time limit, and resumes."""
+"""Runs of `agentrl launch slurm` on a real Slurm of one machine: the signal of a time limit, resume, scancel with two nodes."""
 
 import json
 import os
@@ -27,15 +27,17 @@ CredType=cred/none
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+KillWait=60
 ReturnToService=2
 SlurmctldPidFile={folder}/ctld.pid
-SlurmdPidFile={folder}/d.pid
-SlurmdSpoolDir={folder}/spool
+SlurmdPidFile={folder}/%n.pid
+SlurmdSpoolDir={folder}/spool_%n
 StateSaveLocation={folder}/state
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} RealMemory=4000
-PartitionName=all Nodes=n1 Default=YES MaxTime=INFINITE State=UP
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} RealMemory=4000
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 TINY = """
 env: {name: single_turn}
@@ -61,27 +63,30 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Slurm of this user: controller and one node."""
+    """A Slurm of this user: controller and two nodes."""
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
     missing = [name for name in ("slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} are missing here (Debian: slurmctld, slurmd and slurm-client)")
     if os.getuid() != 0:
         pytest.skip("only root can start slurmd")
-    for name in ("spool", "state"):
+    for name in ("spool_n1", "spool_n2", "state"):
         (tmp_path / name).mkdir()
     conf = tmp_path / "slurm.conf"
     conf.write_text(
-        CONF.format(host=socket.gethostname(), ports=free_ports(2), user="root", folder=tmp_path, cpus=os.cpu_count())
+        CONF.format(host=socket.gethostname(), ports=free_ports(3), user="root", folder=tmp_path, cpus=os.cpu_count())
     )
     monkeypatch.setenv("SLURM_CONF", str(conf))
     with (tmp_path / "daemons.log").open("wb") as log:
         daemons = [
             subprocess.Popen(command, stdout=log, stderr=log)
-            for command in (["slurmctld", "-D", "-f", str(conf)], ["slurmd", "-D", "-N", "n1", "-f", str(conf)])
+            for command in (
+                ["slurmctld", "-D", "-f", str(conf)],
+                *(["slurmd", "-D", "-N", node, "-f", str(conf)] for node in ("n1", "n2")),
+            )
         ]
     try:
-        wait_until(lambda: "idle" in run("sinfo", "--noheader", "--format=%T"), 60)
+        wait_until(lambda: "2 idle" in run("sinfo", "--noheader", "--format=%D %T"), 60)
         yield
     finally:
         run("scancel", "--user=root")
@@ -101,13 +106,19 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def start_run(folder: Path, *words: str) -> tuple[Path, str, Path]:
+    """Submit a run; returns its folder, the job, and the job's log."""
+    (folder / "tiny.yaml").write_text(TINY)
+    (folder / "tasks.jsonl").write_text("\n".join(f'{{"prompt": "Who is {i}?", "a": "{i}"}}' for i in range(40)))
+    settings = ("--set", "cpus=1", "--set", "memory=2000")
+    assert main(["launch", "slurm", "tiny.yaml", "--name", "tiny", *settings, *words]) == 0
+    (job,) = run("squeue", "--noheader", "--format=%A").split()
+    return folder / "runs" / "tiny", job, folder / "runs" / "tiny-job" / f"slurm-{job}.log"
+
+
 def test_a_run_is_queued_again_and_resumes(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "tasks.jsonl").write_text("\n".join(f'{{"prompt": "Who is {i}?", "a": "{i}"}}' for i in range(40)))
-    assert main(["launch", "slurm", "tiny.yaml", "--name", "tiny", "--set", "cpus=1", "--set", "memory=2000"]) == 0
-    folder, (job,) = tmp_path / "runs" / "tiny", run("squeue", "--noheader", "--format=%A").split()
-    log = tmp_path / "runs" / "tiny-job" / f"slurm-{job}.log"
+    folder, job, log = start_run(tmp_path)
     wait_until(lambda: len(steps(folder)) > 5, 240)
     run("scancel", "--signal=USR1", "--batch", job)
     wait_until(lambda: "PENDING" in run("squeue", "--noheader", "--format=%T"), 120)
@@ -121,3 +132,25 @@ def test_a_run_is_queued_again_and_resumes(slurm: None, tmp_path: Path, monkeypa
     run("scancel", job)
     wait_until(lambda: log.read_text().count("the run ended with status 1") == 2, 120)
     assert steps(folder) == list(range(1, len(steps(folder)) + 1)), "each step once"
+
+
+def test_scancel_lets_a_run_on_two_nodes_save(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's processes are in other steps, which scancel ends at the same time."""
+    monkeypatch.chdir(tmp_path)
+    folder, job, log = start_run(tmp_path, "--nodes", "2", "placement.mode=disaggregate")
+    wait_until(lambda: len(steps(folder)) > 5, 400)
+    run("scancel", job)
+    wait_until(lambda: "the run ended with status 1" in log.read_text(), 120)
+    assert "SIGTERM: the run saves and ends" in log.read_text()
+    (checkpoint,) = (folder / "checkpoints").glob("step_*")
+    assert checkpoint.name == f"step_{max(steps(folder)):06}"
+    wait_until(lambda: not run("squeue", "--noheader"), 200)
+
+
+def test_a_run_on_two_nodes_ends_with_its_ray(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, _, log = start_run(tmp_path, "--nodes", "2", "placement.mode=disaggregate", "train.steps=2")
+    wait_until(lambda: not run("squeue", "--noheader"), 400)
+    assert "the run ended with status 0" in log.read_text()
+    assert steps(folder) == [1, 2]
+    assert "task 0: Killed" in log.read_text(), "Ray, before the job's end"

@@ -34,3 +34,12 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
     [line] = refused.stderr.splitlines()
     assert str(path) in line
     assert line.endswith("set tasks.name=null")
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "agentrl.cli.main", "env", "list"]
+    ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (1, "")

@@ -144,6 +144,7 @@ def test_a_program_in_a_sandbox_leaves_its_files_for_the_reward(renderer: ChatRe
         import shutil
         reply = ask(prompt)
         assert json.load(open(os.environ["AGENTRL_TASK"]))["id"] == "t"
+        assert os.access("tools/run", os.X_OK) and not os.access("agent.py", os.X_OK)
         os.mkdir("folder")
         os.symlink("/etc/passwd", "folder/link")
         open("answer.txt", "w").write(reply["content"])
@@ -151,6 +152,9 @@ def test_a_program_in_a_sandbox_leaves_its_files_for_the_reward(renderer: ChatRe
         sys.exit(len(reply["content"]) - 2)
     """
     agent = {"command": "python3 agent.py", "files": tmp_path, "sandbox": "unsafe_subprocess"}
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "run").write_text("#!/bin/sh\n")
+    (tmp_path / "tools" / "run").chmod(0o755)
     rollouts = run_program(renderer, tmp_path, code, lambda request: "ab", agent=agent, episodes=2)
     assert [rollout.failure for rollout in rollouts] == [None, None]
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]

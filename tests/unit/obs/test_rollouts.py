@@ -1,11 +1,13 @@
 import math
 
 import numpy as np
+import orjson
 import pytest
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import Failure, FailureKind, FinishReason, Rollout, SeatRecord, StopReason, Turn
 from agentrl.obs.parquet import write_parquet
+from agentrl.obs.rollout_format import portable_json, rollout_checksum, rollout_to_dict
 from agentrl.obs.rollouts import (
     RolloutFile,
     RolloutRecorder,
@@ -126,6 +128,21 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path, cut):
     path = tmp_path / "step_000001.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
     assert [actual_rollout.rollout_id for actual_rollout in read_rollouts(path)] == ["r0"]
+
+
+def test_a_rollout_of_an_earlier_version_is_read_and_its_checksum_verified(tmp_path):
+    path = tmp_path / "old.jsonl"
+    record = {name: value for name, value in rollout_to_dict(rollout(), 0).items() if name != "tool_uses"}
+    record["checksum"] = rollout_checksum(rollout(), 0, record.keys())  # as a version without this field wrote it
+    path.write_bytes(portable_json(record, orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    assert [read.rollout_id for read in read_rollouts(path)] == ["r0"]
+    path.write_bytes(portable_json(record | {"prompt": "Who?"}, orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    with pytest.raises(ConfigError, match="is not as it was written"):
+        read_rollouts(path)
+    record = {name: value for name, value in rollout_to_dict(rollout(), 0).items() if name != "tool_uses"}
+    path.write_bytes(portable_json(record, orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    with pytest.raises(ConfigError, match="is not as it was written"):
+        read_rollouts(path)
 
 
 def test_a_repeated_step_overwrites_its_file(tmp_path):
