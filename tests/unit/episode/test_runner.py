@@ -710,3 +710,12 @@ def test_the_runners_own_cpu_time_a_turn(renderer):
         return times
 
     assert min(measured().cpu_ms_per_turn for _ in range(3)) < 4
+
+
+def test_the_threads_of_environments_end_with_the_slots_although_a_runner_has_them():
+    slots = EpisodeSlots(2)
+    thread = slots.pool.submit(threading.current_thread).result()
+    assert thread.name.startswith("env_")
+    slots.close()
+    thread.join(30)
+    assert not thread.is_alive()
