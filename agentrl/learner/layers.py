@@ -43,7 +43,7 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
     if compiled:
         from torch._inductor import config as inductor_config
 
-        _record_compilation()
+        record_compilation()
         # Beyond the limit layers would be interpreted without a word: rows and trees, with gradients and without, with
         # windows and without, of static and of changing lengths are compiled separately.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -70,7 +70,8 @@ def _record_time(_: object) -> None:
     _compile_times.append(time.perf_counter())
 
 
-def _record_compilation() -> None:
+def record_compilation() -> None:
+    """Have `compilation` count the seconds from now on."""
     from torch._dynamo.callback import callback_handler
 
     if _record_time not in callback_handler.start_callbacks:

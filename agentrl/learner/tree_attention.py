@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
 from agentrl.core.experts import unknown_expert_mask, unknown_experts
+from agentrl.learner.layers import record_compilation
 
 FLEX_MULTIPLE = 128
 """Length of the blocks of flex attention."""
@@ -243,6 +244,7 @@ _FLEX: Any = flex_attention  # one of its overloads returns more
 @cache
 def _compiled_flex() -> Any:
     """Return the kernel for calls from code that is not compiled itself."""
+    record_compilation()
     return torch.compile(_FLEX)
 
 

@@ -54,11 +54,18 @@ def describe_training(config: Config, folder: Path, critic: Path | None, use: Us
     if config.learner.freeze:
         trained, total = count_trained(folder, config.learner.freeze)
         lines.append(f"{'trained':<13}{trained:,} of {total:,} weights (learner.freeze)")
-    if _device(config.learner) == "cuda" and config.learner.compile:
-        lines.append(
-            f"{'compiles':<13}decoder layers in the first step (first start: about 60 s, later less: kept in {kernel_folder()})"
-        )
+    if _device(config.learner) == "cuda" and (compiled := _describe_compilation(config, use)):
+        lines.append(f"{'compiles':<13}{compiled}; later starts take less: kept in {kernel_folder()}")
     return lines
+
+
+def _describe_compilation(config: Config, use: Use) -> str:
+    """Return what the learner compiles, and when; empty if nothing."""
+    if config.learner.compile:
+        return "decoder layers in the first step (about 60 s)"
+    if config.batch.share_prefixes and use == "policy":
+        return "attention of shared prefixes (batch.share_prefixes) in the first step that has such (about 20 s)"
+    return ""
 
 
 def describe_memory(config: Config, folder: Path, critic: Path | None = None) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.planner.training_summary import FITS, describe_memory, estimate_memory, fit_to_gpu
+from agentrl.planner.training_summary import FITS, describe_memory, describe_training, estimate_memory, fit_to_gpu
 
 ON_A_GPU = ["learner.device=cuda"]
 
@@ -122,3 +122,18 @@ def test_a_critic_rests_on_the_gpus_of_the_policy_or_has_its_own(folder: Path, b
 
 def test_memory_of_another_packages_backend_is_not_estimated(folder: Path) -> None:
     assert describe_memory(load_config(None, [*ON_A_GPU, "learner.backend=theirs"]), folder) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled"),
+    [
+        ([], "decoder layers"),
+        (["learner.compile=false"], "attention of shared prefixes (batch.share_prefixes)"),
+        (["learner.compile=false", "batch.share_prefixes=false"], None),
+    ],
+)
+def test_what_is_compiled_is_said(folder: Path, overrides: list[str], compiled: str | None) -> None:
+    lines = describe_training(load_config(None, [*ON_A_GPU, *overrides]), folder, None)
+    said = [line for line in lines if line.startswith("compiles")]
+    assert len(said) == (compiled is not None)
+    assert all(compiled in line for line in said)
