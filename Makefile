@@ -3,6 +3,7 @@
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
 # make test-trackio  install trackio into .venv-trackio, and run its tests
+# make test-environments  install servers of OpenEnv and NeMo Gym into .venv-environments, and run the tests that need them
 # make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
 # make sandbox install bubblewrap, and what the tests of Docker need (Debian, as root)
 
@@ -11,6 +12,7 @@ BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
 AGENTS := .venv-agents
 TRACKIO := .venv-trackio
+ENVIRONMENTS := .venv-environments
 # The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -24,11 +26,12 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents compile sandbox sandbox-image train test test-long test-sglang test-agents test-trackio test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
 install-agents: $(AGENTS)/.installed
+install-environments: $(ENVIRONMENTS)/.installed
 
 # $(call cpu_torch,PIP): the CPU build, from pip's configured index if that has it, else from PyTorch's own.
 cpu_torch = $(1) install --quiet "$(TORCH_CPU)" 2>/dev/null \
@@ -69,7 +72,7 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not trackio and not browser and not gpu"
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not environments and not trackio and not browser and not gpu"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -121,6 +124,14 @@ $(TRACKIO)/.installed: | $(VENV)/.installed
 test-trackio: install $(TRACKIO)/.installed
 	$(TRACKIO)/bin/python -m pytest -rs tests/with_trackio
 
+# Libraries whose requirements conflict with agentrl's, each in an environment of its own.
+$(ENVIRONMENTS)/.installed: tests/with_environments/install.py | $(VENV)/.installed
+	$(BIN)/python -m tests.with_environments.install $(ENVIRONMENTS)
+	@touch $@
+
+test-environments: install install-environments
+	$(BIN)/python -m pytest -rs tests/with_environments
+
 # Debian's Chromium: playwright's own comes from a server that not every machine reaches.
 browser:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
@@ -168,4 +179,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) build site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) $(ENVIRONMENTS) build site *.egg-info

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,7 +33,8 @@ Json = dict[str, Any]
 REPLY_BYTES = 64 * 2**20
 """Bytes of the largest reply."""
 _AGAIN = {408, 409, 425, 429}
-"""Statuses, next to 5xx, after which a request is sent again."""
+"""Statuses, next to 5xx but 501, after which a request is sent again."""
+_NOT_IMPLEMENTED = 501
 _SHOWN = 300
 """Characters of a reply in a message."""
 _TITLE = re.compile(r"<title[^>]*>\s*(.*?)\s*</title", re.IGNORECASE | re.DOTALL)
@@ -72,6 +74,21 @@ class ServiceCounters:
     """Those that were sent again."""
     failures: int = 0
     """Requests without a usable reply after all attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request, which may be sent several times."""
+
+    method: str
+    path: str
+    content: bytes | None = None
+    cookies: dict[str, str] | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that are not the same for all requests."""
+        cookies = "; ".join(f"{name}={value}" for name, value in (self.cookies or {}).items())
+        return {"cookie": cookies} if cookies else {}
 
 
 class ServiceClient:
@@ -115,6 +132,7 @@ class ServiceClient:
             headers = {"content-type": "application/json", "user-agent": "agentrl"}
             self._http = httpx.AsyncClient(
                 headers=headers if token is None else {**headers, "authorization": f"Bearer {token}"},
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # sessions are those of the callers
                 timeout=timeout,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=config.concurrency),
                 trust_env=uses_proxies,
@@ -130,7 +148,15 @@ class ServiceClient:
         if not self._users:
             await self._http.aclose()
 
-    async def post(self, path: str, body: Json, read: Callable[[object], T], *, about: str = "") -> T:
+    async def post(
+        self,
+        path: str,
+        body: Json,
+        read: Callable[[object], T],
+        *,
+        about: str = "",
+        cookies: dict[str, str] | None = None,
+    ) -> T:
         """Send a JSON object, again where that can help, and return what ``read`` makes of the reply's JSON.
 
         Args:
@@ -138,30 +164,38 @@ class ServiceClient:
             body: JSON-able.
             read: raises `UnusableReplyError` if the reply is not what was requested.
             about: stands behind the address in messages.
+            cookies: of a session; they are sent, and those of the reply are added. No others are kept.
 
         Raises:
             ServiceRefusedError: the service refused the request, and would again.
             ServiceError: there is no usable reply after all attempts.
         """
-        subject = hide_secrets(f"{self._url}{path}{about}")
         content = json.dumps(body, allow_nan=False).encode()
+        return await self._request(_Request("POST", path, content, cookies), read, about)
+
+    async def get(self, path: str, read: Callable[[object], T], *, about: str = "") -> T:
+        """Request a JSON value; see `post`."""
+        return await self._request(_Request("GET", path), read, about)
+
+    async def _request(self, request: _Request, read: Callable[[object], T], about: str) -> T:
+        subject = hide_secrets(f"{self._url}{request.path}{about}")
         async with self, self._slots:
             try:
-                return await self._attempts(path, content, read, subject)
+                return await self._attempts(request, read, subject)
             except (ServiceError, UnusableReplyError) as error:
                 self.counters.failures += 1
                 if isinstance(error, UnusableReplyError):
                     raise ServiceError(f"{subject}: {hide_secrets(error.fault)}") from None
                 raise
 
-    async def _attempts(self, path: str, content: bytes, read: Callable[[object], T], subject: str) -> T:
+    async def _attempts(self, request: _Request, read: Callable[[object], T], subject: str) -> T:
         config, number = self._config, 1
         while True:
             if (silence := self._not_before - time.monotonic()) > 0:
                 await self._sleep(silence)
             self.counters.requests += 1
             try:
-                return read(await self._attempt(path, content, subject))
+                return read(await self._attempt(request, subject))
             except UnusableReplyError as error:
                 if not error.again:
                     raise
@@ -183,7 +217,7 @@ class ServiceClient:
             backoff = min(self._backoff_s * 2.0 ** min(number - 2, 32), config.max_wait_s)
             await self._sleep(max(requested or 0.0, backoff * random.uniform(0.5, 1.0)))
 
-    async def _attempt(self, path: str, content: bytes, subject: str) -> object:
+    async def _attempt(self, request: _Request, subject: str) -> object:
         """Send the request once, and return the reply's JSON.
 
         Raises:
@@ -194,7 +228,9 @@ class ServiceClient:
         try:
             async with (
                 asyncio.timeout(config.timeout_s),
-                self._http.stream("POST", self._url + path, content=content) as reply,
+                self._http.stream(
+                    request.method, self._url + request.path, content=request.content, headers=request.headers()
+                ) as reply,
             ):
                 text = (await _read_body(reply)).decode("utf-8", "replace")
         except TimeoutError:
@@ -214,10 +250,12 @@ class ServiceClient:
         except httpx.HTTPError as error:
             raise _AttemptFailedError(f"the connection was lost ({type(error).__name__}: {error})") from None
         if reply.is_success:
+            if request.cookies is not None:
+                request.cookies.update(reply.cookies)
             return self._read_json(text, subject)
         fault = f"HTTP {reply.status_code}: {_error_text(text) or reply.reason_phrase}"
         again = reply.headers.get("x-should-retry", "").lower()  # as the services of OpenAI and Anthropic have it
-        retryable = reply.status_code in _AGAIN or reply.status_code >= 500
+        retryable = reply.status_code in _AGAIN or (reply.status_code >= 500 and reply.status_code != _NOT_IMPLEMENTED)
         if again == "true" or (retryable and again != "false"):
             raise _AttemptFailedError(f"{fault}{self._hint(reply)}", _requested_wait(reply))
         raise ServiceRefusedError(f"{subject}: {hide_secrets(fault)}{self._hint(reply)}", reply.status_code)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -13,6 +14,24 @@ from typing import Any, TypeVar
 from agentrl.core.child_process import StartedChildren, started_children
 
 T = TypeVar("T")
+
+_loops: list[asyncio.AbstractEventLoop] = []
+"""The event loop of `run_coroutine`, once it is needed."""
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_loops.clear)
+
+
+def run_coroutine(work: Coroutine[object, object, T]) -> T:
+    """Return the result of a coroutine, run in the event loop of a daemon thread that is the same for all calls of the process.
+
+    What a coroutine leaves open there, such as a connection, can be used by the next one.
+    """
+    with _lock:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="agentrl-coroutines", daemon=True).start()
+            _loops.append(loop)
+    return asyncio.run_coroutine_threadsafe(work, _loops[0]).result()
 
 
 def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:

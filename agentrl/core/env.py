@@ -5,13 +5,13 @@ Gymnasium's own ``Text`` space refuses every character outside a fixed set, even
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
 import gymnasium
 import numpy as np
 
+from agentrl.core.background import run_coroutine
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import (
@@ -198,7 +198,10 @@ class Env(EnvBase, gymnasium.Env[Observation, Action]):
 
 
 class AsyncEnv(Env):
-    """An environment that awaits: it implements the coroutines, and the synchronous methods run them."""
+    """An environment that awaits: it implements the coroutines, and the synchronous methods run them.
+
+    The synchronous methods share one event loop, in a thread, so that connections stay usable between them.
+    """
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -212,11 +215,19 @@ class AsyncEnv(Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Run `areset` to its end; not for use inside an event loop."""
-        return asyncio.run(self.areset(seed=seed, options=options))
+        return run_coroutine(self.areset(seed=seed, options=options))
 
     def step(self, action: Action) -> Step:
         """Run `astep` to its end; not for use inside an event loop."""
-        return asyncio.run(self.astep(action))
+        return run_coroutine(self.astep(action))
+
+    async def aclose(self) -> None:
+        """Release what the episode holds, such as connections. Awaited at the end of an episode, however it ends."""
+
+    def close(self) -> None:
+        """Run `aclose` to its end; not for use inside an event loop."""
+        if type(self).aclose is not AsyncEnv.aclose:
+            run_coroutine(self.aclose())
 
 
 def returned_fault(returned: object, form: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import gymnasium
+from typing_extensions import override
 
 from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, returned_fault
 from agentrl.core.errors import EnvironmentFailure
@@ -28,7 +29,7 @@ from agentrl.obs.waiting import waiting
 T = TypeVar("T")
 E = TypeVar("E", Env, MultiAgentEnv)
 
-_CLOSES_NOTHING = (gymnasium.Env.close, MultiAgentEnv.close)
+_CLOSES_NOTHING = (gymnasium.Env.close, MultiAgentEnv.close, AsyncEnv.close)
 
 
 class _Threaded(Generic[E]):
@@ -151,6 +152,12 @@ class ThreadedEnv(_Threaded[Env]):
             stepped = await self._call("step", lambda: env.step(action))
         result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
+
+    @override
+    async def close(self) -> None:
+        if isinstance(self._env, AsyncEnv):
+            await self._await("aclose", self._env.aclose())
+        await super().close()
 
     def _check_returned(self, method: str, returned: Any, form: str) -> Any:
         """Return what a method returned if it has the form."""

@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import gymnasium
 from typing_extensions import override
 
-from agentrl.adapters.base import Json, SeededTasks, text_after_reasoning
+from agentrl.adapters.base import (
+    InvalidTurns,
+    Json,
+    SeededTasks,
+    load_function,
+    opening,
+    text_after_reasoning,
+    value_text,
+)
 from agentrl.adapters.gymnasium.space_text import (
     ActionText,
     check_observations,
-    observation_text,
     rendered_text,
 )
 from agentrl.core.env import Env, Step
@@ -28,7 +34,6 @@ from agentrl.core.user_code import calling
 ANSI = "ansi"
 """Value of ``env.options.observation`` for an environment's own text rendering."""
 AnyEnv = gymnasium.Env[Any, Any]
-Function = Callable[..., Any]
 _VERSIONED = re.compile(r"-v\d+$")
 
 
@@ -70,27 +75,19 @@ class GymnasiumEnv(Env):
             UnknownNameError: Gymnasium has none of the id.
             ConfigError: it cannot be made, an option does not fit it, or its spaces have no text.
         """
-        for name, number, least in (
-            ("max_steps", max_steps, 1),
-            ("digits", digits, 1),
-            ("max_invalid", max_invalid, 1),
-        ):
-            if number is not None and number < least:
-                raise ConfigError(f"env.options.{name}={number} must be at least {least}")
-        if invalid_cost < 0:
-            raise ConfigError(f"env.options.invalid_cost={invalid_cost} must not be negative")
+        for name, number in (("max_steps", max_steps), ("digits", digits)):
+            if number is not None and number < 1:
+                raise ConfigError(f"env.options.{name}={number} must be at least 1")
         options = dict(kwargs or {})
         if observation == ANSI:
             options["render_mode"] = ANSI
         self._env = _make(id, options, max_steps)
         self._prompt = prompt
         self._digits = digits
-        self._invalid_cost = invalid_cost
-        self._max_invalid = max_invalid
         self._is_rendered = observation == ANSI
         self._to_text: Callable[[Any, Info], str] | None = None
         if observation is not None and observation != ANSI:
-            self._to_text = _load_function(observation, "env.options.observation")
+            self._to_text = load_function(observation, "env.options.observation")
         elif observation is None:
             check_observations(self._env.observation_space)
         self._parse: Callable[[str], Any]
@@ -98,7 +95,8 @@ class GymnasiumEnv(Env):
             text_actions = ActionText(self._env.action_space, actions)
             self._parse, self._rule = text_actions.parse, text_actions.rule
         else:
-            self._parse, self._rule = _load_function(action, "env.options.action"), ""
+            self._parse, self._rule = load_function(action, "env.options.action"), ""
+        self._invalid = InvalidTurns(invalid_cost, max_invalid, self._rule)
 
     @classmethod
     @override
@@ -117,9 +115,7 @@ class GymnasiumEnv(Env):
         super().reset(seed=seed, options=options)
         self._start(self._reset_seed())
         prompt = self.task.prompt or ((Message("user", self._prompt),) if self._prompt else ())
-        *earlier, last = prompt or (Message("user", ""),)
-        texts = (last.content, self._rule, self._observation_text(self._first, self._info))
-        return (*earlier, Message(last.role, "\n\n".join(filter(None, texts)))), {}
+        return opening(prompt, self._rule, self._observation_text(self._first, self._info)), {}
 
     def _reset_seed(self) -> int:
         seed = self.task.metadata.get("seed")
@@ -129,8 +125,7 @@ class GymnasiumEnv(Env):
         self._seed = seed
         self._turns: list[str] = []
         self._steps = 0
-        self._invalid = 0
-        self._invalid_in_row = 0
+        self._invalid.clear()
         options = self.task.metadata.get("options")
         self._first, self._info = self._env.reset(seed=seed, options=None if options is None else dict(options))
 
@@ -143,23 +138,17 @@ class GymnasiumEnv(Env):
         try:
             parsed = self._parse(text)
         except ValueError as error:
-            return self._refuse(str(error))
-        self._invalid_in_row = 0
+            answer, cost, ended = self._invalid.refuse(str(error))
+            return (answer,), cost, ended, False, self._metrics() if ended else {}
+        self._invalid.end_row()
         self._steps += 1
         observation, reward, terminated, truncated, self._info = self._env.step(parsed)
         over = bool(terminated or truncated)
         message = Message("user", self._observation_text(observation, self._info))
         return (message,), float(reward), bool(terminated), bool(truncated), self._metrics() if over else {}
 
-    def _refuse(self, fault: str) -> Step:
-        self._invalid += 1
-        self._invalid_in_row += 1
-        over = self._invalid_in_row >= self._max_invalid
-        text = " ".join(filter(None, (f"That is no action: {fault}.", self._rule)))
-        return (Message("user", text),), 0.0 - self._invalid_cost, over, False, self._metrics() if over else {}
-
     def _metrics(self) -> Info:
-        metrics = {"steps": float(self._steps), "invalid_turns": float(self._invalid)}
+        metrics = {"steps": float(self._steps), "invalid_turns": float(self._invalid.count)}
         names = self._info.get("metrics")
         own = names if isinstance(names, Mapping) else {}
         return {"metrics": metrics | {str(name): float(value) for name, value in own.items()}}
@@ -169,7 +158,7 @@ class GymnasiumEnv(Env):
             return rendered_text(self._env.render())
         if self._to_text is not None:
             return str(self._to_text(observation, info))
-        return observation_text(observation, self._digits) or "(nothing)"
+        return value_text(observation, self._digits) or "(nothing)"
 
     @override
     def close(self) -> None:
@@ -187,14 +176,6 @@ class GymnasiumEnv(Env):
         for turn in state["turns"]:
             self.step(Message("assistant", turn))
         super().set_state(state)
-
-
-@cache
-def _load_function(reference: str, key: str) -> Function:
-    function = load_object(reference, key)
-    if not callable(function):
-        raise ConfigError(f"{key}={reference} is a {type(function).__name__}, and no function")
-    return function  # type: ignore[no-any-return]
 
 
 def _make(id: str, kwargs: Json, max_steps: int | None) -> AnyEnv:

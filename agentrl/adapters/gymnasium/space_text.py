@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from agentrl.adapters.base import ActionError, read_json, tagged_answer, to_json
 from agentrl.core.errors import ConfigError
 
 AnySpace = spaces.Space[Any]
 Numbers = int | NDArray[Any]
 MOST_NUMBERS = 1024
 """Numbers of an observation that is shown as a text."""
-_ANSWER = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 _HIGHLIGHTED = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class ActionError(ValueError):
-    """A text that is no action; the message is for the policy, and says what is wrong with it."""
 
 
 def check_observations(space: AnySpace, name: str = "") -> None:
@@ -50,33 +45,6 @@ def check_observations(space: AnySpace, name: str = "") -> None:
             )
     elif not isinstance(space, spaces.Discrete | spaces.Text):
         raise ConfigError(f"{about} are of the space {space!r:.200}, which has no text; {hint}")
-
-
-def observation_text(value: object, digits: int) -> str:
-    """Return an observation as a text.
-
-    A text is itself. A dict has a line ``key: value`` for each of its values. Everything else is JSON: numbers, and lists of
-    them by axis.
-
-    Args:
-        value: of the environment.
-        digits: significant digits of fractions.
-    """
-    if isinstance(value, Mapping):
-        return "\n".join(f"{key}: {observation_text(member, digits)}" for key, member in value.items())
-    return value if isinstance(value, str) else json.dumps(_to_json(value, digits), ensure_ascii=False)
-
-
-def _to_json(value: object, digits: int) -> object:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(member, digits) for key, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(member, digits) for member in value]
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
-    return value
 
 
 def rendered_text(frame: object) -> str:
@@ -136,13 +104,10 @@ class ActionText:
             if not self._space.contains(text):
                 raise ActionError(_text_fault(self._space, text))
             return text
-        answers = _ANSWER.findall(text)
-        answer = (answers[-1] if answers else text).strip()
-        if not answer:
-            raise ActionError("the answer is empty")
+        answer = tagged_answer(text)
         if isinstance(self._space, spaces.Discrete):
             return self._discrete(answer)
-        return _value(self._space, _read_json(answer), "the action")
+        return _value(self._space, read_json(answer), "the action")
 
     def _discrete(self, answer: str) -> object:
         for index, name in enumerate(self._names):
@@ -172,7 +137,7 @@ class ActionText:
             low, high = space.low, space.high
             limits = f"from {low.min():g} to {high.max():g}"
             if low.min() != low.max() or high.min() != high.max():
-                limits = f"each from its number in {_to_json(low, 6)} to its number in {_to_json(high, 6)}"
+                limits = f"each from its number in {to_json(low, 6)} to its number in {to_json(high, 6)}"
             return (
                 f"a JSON array of numbers {limits}, of the shape {list(space.shape)}"
                 if space.shape
@@ -196,14 +161,6 @@ def _text_fault(space: spaces.Text, text: str) -> str:
         return f"it has {len(text)} characters, and must have {space.min_length} to {space.max_length}"
     unknown = sorted(set(text) - set(space.character_set))
     return f"it has the characters {''.join(unknown)!r:.60}, which are not allowed"
-
-
-def _read_json(answer: str) -> object:
-    try:
-        value: object = json.loads(answer)
-        return value
-    except (ValueError, RecursionError):
-        raise ActionError(f"{answer!r:.100} is no JSON") from None
 
 
 def _value(space: AnySpace, value: object, name: str) -> object:
@@ -248,7 +205,7 @@ def _numbers(space: AnySpace, value: object, name: str) -> object:
         raise ActionError(f"{name} is {value!r:.60}, and must hold whole numbers")
     low, high = _limits(space)
     if np.any(numbers < low) or np.any(numbers > high) or np.any(np.isnan(numbers)):
-        raise ActionError(f"{name} is {value!r:.60}, which is outside of {_to_json(low, 6)} to {_to_json(high, 6)}")
+        raise ActionError(f"{name} is {value!r:.60}, which is outside of {to_json(low, 6)} to {to_json(high, 6)}")
     dtype = np.dtype(space.dtype)
     return dtype.type(numbers) if not shape and isinstance(space, spaces.Discrete) else numbers.astype(dtype)
 

@@ -12,14 +12,9 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from agentrl import ConfigError, Message, Task
+from agentrl.adapters.base import ActionError, value_text
 from agentrl.adapters.gymnasium import GymnasiumEnv
-from agentrl.adapters.gymnasium.space_text import (
-    ActionError,
-    ActionText,
-    check_observations,
-    observation_text,
-    rendered_text,
-)
+from agentrl.adapters.gymnasium.space_text import ActionText, check_observations, rendered_text
 from agentrl.core.errors import UnknownNameError
 from agentrl.core.types import StopReason
 from agentrl.testing import check_env, play_episode
@@ -201,9 +196,9 @@ def test_random_actions_of_every_space_are_read_again() -> None:
     text = ActionText(space)
     for _ in range(50):
         action = space.sample()
-        parsed = text.parse(f"<action>{observation_text([action], 12)[1:-1]}</action>")
+        parsed = text.parse(f"<action>{value_text([action], 12)[1:-1]}</action>")
         assert space.contains(parsed)
-        assert observation_text(parsed, 6) == observation_text(action, 6)
+        assert value_text(parsed, 6) == value_text(action, 6)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,7 @@ def test_random_actions_of_every_space_are_read_again() -> None:
     ],
 )
 def test_observations_as_texts(value: Any, text: str) -> None:
-    assert observation_text(value, 4) == text
+    assert value_text(value, 4) == text
 
 
 def test_a_rendering_that_is_no_text_is_refused() -> None:
