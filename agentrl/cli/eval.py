@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all metrics to this file too")
     parser.add_argument("--rollouts", type=Path, metavar="FILE", help="write the samples to this .jsonl or .parquet")
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="play only the episodes that the file of --rollouts lacks, after an evaluation that was interrupted or killed",
+    )  # fmt: skip
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = make_console()
     config = policy_config(arguments, console)
     _check_files(arguments)
-    results, metrics = asyncio.run(evaluate_policy(config, console, arguments.rollouts))
+    results, metrics = asyncio.run(evaluate_policy(config, console, arguments.rollouts, resume=arguments.resume))
     console.print(results_table(results, f"{config.label}: {config.model.label}"))
     for line in failure_lines(results):
         console.print(line, highlight=False, soft_wrap=True)
@@ -119,6 +123,8 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
 
 def _check_files(arguments: argparse.Namespace) -> None:
     samples: Path | None = arguments.rollouts
+    if arguments.resume and samples is None:
+        raise ConfigError("--resume without --rollouts FILE: the file has the episodes that were finished")
     if samples is not None and samples.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--rollouts {samples}: the format follows from the name; end it in .jsonl or .parquet")
     for path in (arguments.json, samples):

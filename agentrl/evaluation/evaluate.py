@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job, episode_seed
@@ -68,13 +69,19 @@ def make_jobs(eval_set: EvalTasks) -> list[Job]:
     ]
 
 
-async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDone | None = None) -> list[SetResult]:
+async def evaluate(
+    sets: Sequence[EvalTasks],
+    runner: GroupRunner,
+    on_done: OnDone | None = None,
+    finished: Mapping[str, Sequence[Rollout]] = MappingProxyType({}),
+) -> list[SetResult]:
     """Run all sets at the same time, under the runner's one limit on concurrency.
 
     Args:
         sets: from `load_eval_tasks`.
         runner: runs the episodes, with the sampling parameters of each set.
-        on_done: called with every rollout once it has its reward.
+        on_done: called with every rollout once it has its reward; not with those in ``finished``.
+        finished: rollouts of episodes that are not run, by the episode's id.
 
     Raises:
         RunStopped: the failure policy stops the run over what failed.
@@ -83,8 +90,10 @@ async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDo
     async def run(eval_set: EvalTasks) -> SetResult:
         plan = eval_set.plan
         change = SamplingChange(plan.temperature, plan.top_p, plan.top_k, plan.max_new_tokens)
-        rollouts = await runner.with_sampling(change).run_many(make_jobs(eval_set), on_done)
-        return _result(eval_set, rollouts)
+        jobs = make_jobs(eval_set)
+        remaining = [job for job in jobs if job.rollout_id not in finished]
+        rollouts = await runner.with_sampling(change).run_many(remaining, on_done) if remaining else []
+        return _result(eval_set, _in_order(jobs, rollouts, finished))
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -92,6 +101,19 @@ async def evaluate(sets: Sequence[EvalTasks], runner: GroupRunner, on_done: OnDo
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None  # the first ended the others
     return [task.result() for task in running]
+
+
+def _in_order(
+    jobs: Sequence[Job], rollouts: Sequence[Rollout], finished: Mapping[str, Sequence[Rollout]]
+) -> Sequence[Rollout]:
+    """Return the rollouts of a set in the order of its episodes: those that were run, and those that were not."""
+    if len(rollouts) and not any(job.rollout_id in finished for job in jobs):
+        return rollouts
+    ids = {job.rollout_id for job in jobs}
+    by_episode: dict[str, list[Rollout]] = {name: [*members] for name, members in finished.items()}
+    for rollout in rollouts:
+        by_episode.setdefault(episode_id(rollout, ids), []).append(rollout)
+    return [rollout for job in jobs for rollout in by_episode.get(job.rollout_id, ())]
 
 
 def finished_results(sets: Sequence[EvalTasks], rollouts: Sequence[Rollout]) -> list[SetResult]:
@@ -104,14 +126,20 @@ def finished_results(sets: Sequence[EvalTasks], rollouts: Sequence[Rollout]) -> 
     results = []
     for eval_set in sets:
         ids = {job.rollout_id for job in make_jobs(eval_set)}
-        of_set = [rollout for rollout in rollouts if {_episode(rollout), _episode(rollout).rpartition(".")[0]} & ids]
+        of_set = [rollout for rollout in rollouts if episode_id(rollout, ids) in ids]
         results += [_result(eval_set, of_set)] if of_set else []
     return results
 
 
-def _episode(rollout: Rollout) -> str:
-    """Return the id of an episode, to which a loop of the user may have added a number."""
-    return rollout.episode or rollout.rollout_id
+def episode_id(rollout: Rollout, ids: Container[str]) -> str:
+    """Return the id of a rollout's episode, to which a loop of the user may have added a number.
+
+    Args:
+        rollout: of an evaluation.
+        ids: of the episodes.
+    """
+    name = rollout.episode or rollout.rollout_id
+    return name if name in ids else name.rpartition(".")[0]
 
 
 def _result(eval_set: EvalTasks, rollouts: Sequence[Rollout]) -> SetResult:

@@ -16,12 +16,12 @@ from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
 from agentrl.evaluation.evaluate import SetResult, evaluate, finished_results
+from agentrl.evaluation.saved_samples import SavedSamples
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
 from agentrl.evaluation.table import results_table
 from agentrl.inference.base import EngineControl
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.progress import EpisodeProgress
-from agentrl.obs.rollouts import RolloutFile
 from agentrl.obs.watchdog import Watchdog
 from agentrl.runtime.checks import check_engine, check_episodes
 from agentrl.runtime.endpoint_services import EndpointServices, check_endpoint, open_endpoint
@@ -75,7 +75,7 @@ def open_policy(
 
 
 async def evaluate_policy(
-    config: Config, console: Console, samples: Path | None = None
+    config: Config, console: Console, samples: Path | None = None, *, resume: bool = False
 ) -> tuple[list[SetResult], dict[str, float]]:
     """Start engines and tool servers, evaluate, and return the results by set, and further metrics: the exploitability in a game
     with a tree, requests and tokens of a model at an endpoint.
@@ -85,17 +85,19 @@ async def evaluate_policy(
         console: progress is printed to it, and what an interrupted evaluation has.
         samples: a ``.jsonl`` or ``.parquet`` file for the rollouts. Each is written when it ends, so that an interrupted
             evaluation leaves the finished ones, as JSON lines.
+        resume: play only the episodes that ``samples`` lacks. The results are of all.
 
     Raises:
-        ConfigError: there is nothing to evaluate on, or the configuration does not fit.
+        ConfigError: there is nothing to evaluate on, or the configuration does not fit, or not the samples.
         EngineError: an engine failed.
         RunStopped: Ctrl-C or the failure policy ended it.
     """
     tasks = open_eval_tasks(config)
     sets = await asyncio.to_thread(check_eval, config, tasks)
     episodes = sum(eval_set.episodes for eval_set in sets)
-    file = RolloutFile(samples) if samples is not None else None
-    finished: list[Rollout] = []
+    saved = None if samples is None else await asyncio.to_thread(SavedSamples, samples, config, sets, resume=resume)
+    file, played = (None, {}) if saved is None else (saved.file, saved.finished)
+    finished = [rollout for rollouts in played.values() for rollout in rollouts]
     with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
 
         def done(rollout: Rollout) -> None:
@@ -106,18 +108,24 @@ async def evaluate_policy(
 
         async with open_policy(config, tasks, Path(folder)) as services:
             count.begin()
+            if played:
+                count.print_text(f"resuming: {len(played)} of {episodes} episodes are in {samples}")
+            for _ in finished:
+                count.add()
             if isinstance(services, Services) and services.agents_line:
                 count.print_text(services.agents_line)
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 try:
                     async with interrupt.guard_episodes(services.check):
-                        results = await evaluate(sets, services.runner(), done)
+                        results = await evaluate(sets, services.runner(), done, played)
                         metrics = await _further_metrics(services)
                 except RunStopped as stop:
                     if finished:
                         title = f"{config.label}: {config.model.label}, {len(finished)} of {episodes} rollouts"
                         console.print(results_table(finished_results(sets, finished), title))
-                    kept = "" if file is None else f"; they are in {file.lines}"
+                    kept = "; with --rollouts FILE they are kept" if file is None else f"; they are in {file.lines}"
+                    if samples is not None:
+                        kept += ". The same command with --resume plays the others"
                     raise RunStopped(f"{stop}. {len(finished)} of {episodes} rollouts were finished{kept}") from stop
     if file is not None:
         file.finish()

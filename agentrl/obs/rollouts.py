@@ -50,16 +50,19 @@ class RolloutFile:
 
     Args:
         path: ``….jsonl``, ``….rollouts``, or ``….parquet``; JSON lines next to it are converted to parquet by `finish`.
+        rollouts: that it begins with, in place of what the path has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rollouts: Sequence[Rollout] = ()) -> None:
         self.path = path
         self.lines = path if path.suffix == RECORDS else path.with_suffix(".jsonl")
         """To which rollouts are appended."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        self.lines.write_bytes(b"")
-        self._written = 0
+        with write_atomically(self.lines) as partial, partial.open("wb") as file:
+            file.writelines(self._encode(rollout, number) for number, rollout in enumerate(rollouts))
+        if self.path != self.lines:
+            path.unlink(missing_ok=True)
+        self._written = len(rollouts)
 
     def write(self, rollouts: Rollout | Sequence[Rollout]) -> None:
         """Append rollouts, one by one: a step may have gigabytes of them, and no thread runs while they are joined."""

@@ -73,3 +73,21 @@ def test_the_shipped_policy_scores_the_same_by_its_address_as_directly(
     assert {name: results[1][name] for name in names} == {name: results[0][name] for name in names}
     assert results[1]["eval/endpoint/requests"] == 12 * 3 + 1
     assert results[1]["eval/endpoint/completion_tokens"] == sum(r.sampled_tokens for r in rollouts["a"].values())
+
+    # An evaluation that was killed as it wrote its sixth rollout goes on with the other seven episodes, to the same means.
+    lines = (tmp_path / "b.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "b.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:40])
+    resume = [*words, *address, "--rollouts", "b.jsonl", "--resume"]
+    refused = here(*resume, "rollout.max_turns=2", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "rollout.max_turns: 8 → 2" in refused.stderr, refused.stderr
+    resumed = here(*resume, "--json", "c.json", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resuming: 5 of 12 episodes are in b.jsonl" in resumed.stdout
+    results.append(json.loads((tmp_path / "c.json").read_text()))
+    assert {name: results[2][name] for name in names} == {name: results[1][name] for name in names}
+    assert results[2]["eval/endpoint/requests"] == 7 * 3 + 1
+    assert results[2]["sets"] == results[1]["sets"]
+    assert {r.rollout_id: r.reward for r in read_rollouts(tmp_path / "b.jsonl")} == {
+        name: rollout.reward for name, rollout in rollouts["b"].items()
+    }
