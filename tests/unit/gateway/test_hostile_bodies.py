@@ -1,15 +1,31 @@
 """Bodies that are valid but for one change: each is answered, with 200 or the dialect's 4xx, and the session goes on."""
 
+import asyncio
 import copy
 import json
 import logging
 import random
 from typing import Any
 
+import httpx
 import pytest
 from gateway_clients import ChatClient, Client, MessagesClient, ResponsesClient, Said, Text
-from gateway_episodes import Play, Program
+from gateway_episodes import TASK, Play, Program
 from hypothesis import settings
+
+from agentrl.config.agent import AgentConfig
+from agentrl.config.rollout import FailureConfig
+from agentrl.core.env import Env
+from agentrl.core.types import SamplingParams
+from agentrl.data.application_tasks import ApplicationTasks, Placeholders
+from agentrl.data.jobs import Job
+from agentrl.episode.context import EpisodeContext
+from agentrl.episode.failure_policy import FailurePolicy
+from agentrl.episode.limits import Limits
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.gateway.agents_elsewhere import AgentElsewhere, AgentsElsewhere
+from agentrl.render.renderer import ChatRenderer
+from agentrl.testing import ScriptedSampler
 
 TALK = (
     Text("system", "s"),
@@ -131,5 +147,68 @@ def test_hostile_bodies_of_other_routes_are_refused(play: Play, path: str, caplo
 
     played = play(["fine"], talk, max_tokens=200_000)
     assert played.rollout.failure is None, played.rollout.failure
+    assert {200, 400} <= set(statuses)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
+
+
+SESSIONS: dict[str, Any] = {
+    "wait_s": 0,
+    "source": None,
+    "task": {"id": "x", "prompt": [{"role": "user", "content": "a"}], "answer": 1, "metadata": {"b": [1, {"c": None}]}},
+}
+"""A valid body of a start."""
+
+
+@pytest.mark.parametrize("tasks", ["run", "application"])
+def test_hostile_starts_of_sessions_are_refused(
+    renderer: ChatRenderer, tasks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = 2 * settings().max_examples
+    rng = random.Random(tasks)
+    statuses: dict[int, int] = {}
+
+    async def starts() -> None:
+        config = AgentConfig(port=0, reward="session", tasks=tasks)
+        agents = AgentsElsewhere(config)
+        sampler = ScriptedSampler(["fine"], encode=renderer.encode, end_token_id=renderer.end_token_id)
+        context = EpisodeContext(Env, renderer, sampler, {}, Limits(8, 4096, 60.0, 64), SamplingParams(seed=5))
+        loop = AgentElsewhere(config, "", agents)
+        runner = EpisodeRunner(
+            {"": EpisodeSettings(context, loop)}, FailurePolicy(FailureConfig()), EpisodeSlots(2 * count)
+        )
+        transport = httpx.ASGITransport(app=agents.gateway.app)
+        async with (
+            agents.serving(),
+            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as client,
+        ):
+            own = [TASK] * (count + 2)
+            made = ApplicationTasks(Placeholders(""), 0).get_samples(count + 2) if tasks == "application" else own
+            jobs = [Job(task, 1, f"1/{number}/0") for number, task in enumerate(made)]
+            episodes = asyncio.create_task(runner.run_many(jobs, check_dropped=False))
+            body = SESSIONS if tasks == "application" else SESSIONS | {"task": None}
+            first = await client.post("/v1/sessions", json=body | {"wait_s": 30})
+            assert first.status_code == 200, first.text  # the episodes wait now
+            contents = [encode(mutate(body, rng), rng) for _ in range(count)]
+            # At the same time: without wait_s, or with another one, a start of another source waits.
+            replies = await asyncio.gather(*(client.post("/v1/sessions", content=content) for content in contents))
+            for content, response in zip(contents, replies, strict=True):
+                status = statuses[response.status_code] = response.status_code
+                assert status in (200, 400, 413, 429), (status, content[:2000])
+                if status != 200:
+                    error = response.json()["error"]
+                    assert error["type"] == "invalid_request_error", error
+                    assert 0 < len(error["message"]) <= 1001
+            whole = await client.post("/v1/sessions", json=body | {"wait_s": 30})
+            assert whole.status_code == 200, whole.text
+            headers = {"authorization": f"Bearer {whole.json()['key']}"}
+            chat = {"messages": [{"role": "user", "content": "a"}]}
+            assert (await client.post("/v1/chat/completions", json=chat, headers=headers)).status_code == 200
+            end = await client.post("/v1/session/end", json={"reward": 1}, headers=headers)
+            assert end.json() == {"turns": 1}
+            agents.end_all()
+            rollouts = await episodes
+        assert [rollout.reward for rollout in rollouts if rollout.failure is None] == [1.0]
+
+    asyncio.run(starts())
     assert {200, 400} <= set(statuses)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR or record.exc_info]
