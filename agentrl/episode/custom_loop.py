@@ -96,8 +96,8 @@ async def run_custom_loop(generate: Generate, context: EpisodeContext, agent: Ag
 
 async def _run(generate: Generate, context: EpisodeContext, agent: Agent) -> object:
     with (
-        user_code(lambda error: context.author_failure(f"{KEY}: {_name(generate)}", error)),
-        waiting(ROLLOUT, agent.episode_id, lambda: f"turn {agent.turns}, {KEY}={_name(generate)}"),
+        user_code(lambda error: context.author_failure(_describe(generate, ": "), error)),
+        waiting(ROLLOUT, agent.episode_id, lambda: f"turn {agent.turns}, {_describe(generate)}"),
     ):
         return await await_user_code(generate(agent.task, agent))
 
@@ -122,5 +122,7 @@ def _check_rollouts(returned: object, agent: Agent) -> list[Rollout]:
     return list(rollouts)
 
 
-def _name(generate: Generate) -> str:
-    return str(getattr(generate, "__qualname__", type(generate).__qualname__))
+def _describe(generate: Generate, separator: str = "=") -> str:
+    """Return the key and the value that choose a loop: its own ``setting`` if it has one."""
+    name = getattr(generate, "__qualname__", type(generate).__qualname__)
+    return str(getattr(generate, "setting", f"{KEY}{separator}{name}"))

@@ -30,6 +30,26 @@ def late(clock: EpisodeClock) -> str:
     return f"did not end within rollout.max_seconds={clock.seconds:g}"
 
 
+def describe_wait(sessions: AgentSessions, clock: EpisodeClock, idle_timeout_s: float | None = None) -> str:
+    """Return what an episode waits for whose agent plays, and which key ends the wait.
+
+    Args:
+        sessions: of the episode.
+        clock: of the episode.
+        idle_timeout_s: ``rollout.agent.idle_timeout_s``.
+    """
+    turns = f"{sessions.turns} turns so far"
+    if not sessions.idle_s:
+        return f"to read its turn, which is being sampled; {turns}"
+    idle_limit = (
+        "" if idle_timeout_s is None else f", or {idle_timeout_s:g} s without a request (rollout.agent.idle_timeout_s)"
+    )
+    return (
+        f"to send a request or to end: its last request was {sessions.idle_s:.0f} s ago, {turns}; it has "
+        f"{max(0.0, time_left(clock)):.0f} s left (rollout.max_seconds={clock.seconds:g}){idle_limit}"
+    )
+
+
 class AgentLoop(ABC):
     """Plays episodes through the gateway; a `agentrl.episode.custom_loop.Generate` function.
 
@@ -41,6 +61,8 @@ class AgentLoop(ABC):
         assert config.setting is not None, "there is an agent"
         self.config = config
         """Of the agent."""
+        self.setting = config.setting
+        """The key and value that say which agent plays, for messages."""
 
     async def __call__(self, task: Task, agent: Agent) -> list[Rollout]:
         """Play an episode and return the rollouts of what was sampled: one, or one for each trained agent.
@@ -87,11 +109,11 @@ class AgentLoop(ABC):
         if sessions.fault or not sessions.has_turns:
             refused = f" Its last refused request: {sessions.refused}" if sessions.refused else ""
             fault = sessions.fault or "ended without a turn of the policy"
-            raise AgentProgramError(f"{self.config.setting}: it {fault}.{refused}{output}")
+            raise AgentProgramError(f"{self.setting}: it {fault}.{refused}{output}")
         if sessions.may_reward and sessions.unrewarded and not sessions.at_limit:
             of_agents = f" of {', '.join(sessions.unrewarded)}" if any(sessions.unrewarded) else ""
             raise AgentProgramError(
-                f"{self.config.setting}: it ended without posting the reward{of_agents} to /v1/session/reward, as "
+                f"{self.setting}: it ended without posting the reward{of_agents} to /v1/session/reward, as "
                 f"rollout.agent.reward=session asks{output}"
             )
 

@@ -23,7 +23,7 @@ from agentrl.core.types import Rollout, json_state
 from agentrl.data.application_tasks import APPLICATION_TASK, is_placeholder
 from agentrl.episode.chat import Agent
 from agentrl.episode.env_steps import AnswerScoring
-from agentrl.gateway.agent_loop import AgentLoop, late, time_left
+from agentrl.gateway.agent_loop import AgentLoop, describe_wait, late, time_left
 from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
 from agentrl.gateway.application_groups import TaskBody, TaskGroup, TaskGroups
 from agentrl.gateway.dialects.base import BadRequestError, Json, OpenAiErrors, convert
@@ -277,11 +277,11 @@ class AgentsElsewhere:
         """Return what an episode waits for, and what can be changed."""
         start = f"POST {self.gateway.url}{SESSIONS_PATH}"
         if episode.group is None:
-            return f"elsewhere to begin: no session takes the task {episode.task.id!r} ({start})"
+            return f"elsewhere, to begin: no session takes the task {episode.task.id!r} ({start})"
         if episode.group.task is None:
-            return f'elsewhere to bring a task: {start} {{"task": {{"id": …}}}}'
+            return f'elsewhere, to bring a task: {start} {{"task": {{"id": …}}}}'
         return (
-            f"elsewhere to take another sample of its task {episode.group.name!r} ({start}), at most "
+            f"elsewhere, to take another sample of its task {episode.group.name!r} ({start}), at most "
             f"rollout.max_seconds={episode.agent.clock.seconds:g}"
         )
 
@@ -406,7 +406,10 @@ class AgentElsewhere(AgentLoop):
     @override
     async def run(self, task: Task, agent: Agent, scoring: AnswerScoring | None) -> list[Rollout]:
         async with self._agents.sessions(self.config, task, self._source, agent, self._samples) as sessions:
-            sessions.fault = await self._wait(sessions, agent)
+            with waiting(
+                "agent", "elsewhere", lambda: describe_wait(sessions, agent.clock, self.config.idle_timeout_s)
+            ):
+                sessions.fault = await self._wait(sessions, agent)
         self.check(sessions)
         end = sessions.ended.result()
         answer = sessions.last_message() if end.answer is None else end.answer

@@ -19,12 +19,13 @@ from agentrl.core.task import Task
 from agentrl.core.types import Rollout
 from agentrl.episode.chat import Agent
 from agentrl.episode.env_steps import AnswerScoring
-from agentrl.gateway.agent_loop import AgentLoop, late, time_left
+from agentrl.gateway.agent_loop import AgentLoop, describe_wait, late, time_left
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import installed_harness
 from agentrl.gateway.program_process import ProgramProcess, RunningProgram, read_start
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes, agent_sandbox
 from agentrl.gateway.server import Gateway
+from agentrl.obs.waiting import waiting
 from agentrl.sandbox.shown_folders import check_shown
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,8 @@ class AgentProgram(AgentLoop):
         """Wait for the end of a program, or end it; return what is wrong with it, or nothing."""
         agent.tools.on_close(program.close)
         try:
-            return await self._wait(program, sessions, agent)
+            with waiting("agent", "program", lambda: describe_wait(sessions, agent.clock)):
+                return await self._wait(program, sessions, agent)
         finally:
             await program.kill()
 

@@ -231,9 +231,15 @@ def test_a_report_says_what_the_application_must_do(renderer: ChatRenderer) -> N
     async def talk(run: Run) -> None:
         session = (await start(run.url, {"id": "x"})).json()
         texts = sorted(wait.text for wait in run.waits.innermost_waits() if wait.kind == "agent")
+        played = texts.pop(0)
+        assert played.startswith(
+            f"rollout 1/0/0, turn 0, rollout.agent.port={run.config.port}: agent elsewhere, to send a request or to end: its "
+            "last request was 0 s ago, 0 turns so far; it has 2"
+        )
+        assert played.endswith(" s left (rollout.max_seconds=20)")
         assert [text.partition(": agent ")[2] for text in texts] == [
-            f"elsewhere to take another sample of its task 'x' (POST {run.url}/v1/sessions), at most rollout.max_seconds=20",
-            *[f'elsewhere to bring a task: POST {run.url}/v1/sessions {{"task": {{"id": …}}}}'] * 2,
+            f"elsewhere, to take another sample of its task 'x' (POST {run.url}/v1/sessions), at most rollout.max_seconds=20",
+            *[f'elsewhere, to bring a task: POST {run.url}/v1/sessions {{"task": {{"id": …}}}}'] * 2,
         ]
         await finish(session, reward=1)
         for task in ("x", "y", "y"):
