@@ -123,10 +123,10 @@ async def evaluate_policy(
                     if finished:
                         title = f"{config.label}: {config.model.label}, {len(finished)} of {episodes} rollouts"
                         console.print(results_table(finished_results(sets, finished), title))
-                    kept = "; with --rollouts FILE they are kept" if file is None else f"; they are in {file.lines}"
+                    advice = "; with --rollouts FILE they are kept" if file is None else f"; they are in {file.lines}"
                     if samples is not None:
-                        kept += ". The same command with --resume plays the others"
-                    raise RunStopped(f"{stop}. {len(finished)} of {episodes} rollouts were finished{kept}") from stop
+                        advice += ". The same command with --resume plays the others"
+                    raise RunStopped(f"{stop}. {len(finished)} of {episodes} rollouts were finished{advice}") from stop
     if file is not None:
         file.finish()
     return results, metrics

@@ -125,8 +125,8 @@ def _finished_episodes(
     }
     graded = [make_grader(source.reward) for source in config.by_source().values()]
     if any(grader is not None and grader.group for grader in graded):
-        missing = {jobs[name] for name in jobs.keys() - finished.keys()}
-        return {name: members for name, members in finished.items() if jobs[name] not in missing}
+        unfinished_tasks = {jobs[name] for name in jobs.keys() - finished.keys()}
+        return {name: members for name, members in finished.items() if jobs[name] not in unfinished_tasks}
     return finished
 
 

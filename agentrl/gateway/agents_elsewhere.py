@@ -267,9 +267,9 @@ class AgentsElsewhere:
         for episode, group in groups:
             if group.task is None:
                 self._groups.begin(group, episode.task, body.task)
-                for other, other_group in groups:
-                    if other_group is group:
-                        self._limit_wait(other)
+                for sample, sample_group in groups:
+                    if sample_group is group:
+                        self._limit_wait(sample)
                 return episode
         return None
 

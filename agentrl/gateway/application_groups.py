@@ -120,7 +120,7 @@ class TaskGroups:
         """
         if source is not None:
             return self._incomplete.get((source, name))
-        return next((group for (_, other), group in self._incomplete.items() if other == name), None)
+        return next((group for group in self._incomplete.values() if group.name == name), None)
 
     def begin(self, group: TaskGroup, placeholder: Task, body: TaskBody) -> None:
         """Give a group the task of a session."""
