@@ -45,6 +45,7 @@ agentrl doctor runs/search_r1-20261121-120000               # why a run is dead,
 agentrl league runs/kuhn_poker-20261121-120000               # self-play: ratings, wins by seat, role asymmetry
 agentrl init my_project                                     # a project with environment, tool, tasks, config, tests
 agentrl sft --config search_r1/sft_control                  # supervised fine-tuning on scripted demonstrations
+agentrl sft sft.rollouts.path=runs/first sft.rollouts.per_task=1 model.path=/path/to/model   # on the best rollouts of a run
 agentrl env list
 agentrl env check search_r1
 agentrl template check --tokenizer /path/to/model           # what the chat template does to training

@@ -24,6 +24,9 @@ from agentrl.cli.options import resolve_config
 from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.core.registry import model_folder
+from agentrl.core.types import FinishReason, Generation, Rollout, StopReason
+from agentrl.episode.trajectory import Trajectory
+from agentrl.obs.rollouts import RolloutFile
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.service import make_tools
 from tests.test_configs import MACHINE
@@ -37,6 +40,8 @@ FILES = {
     "reward.py": "def score(sample):\n    return 1.0\n",
     "my_agent.py": "print('an agent')\n",
     "my_rewards.py": "def score(sample):\n    return 1.0\n\n\ndef brief(sample):\n    return {'score': 1.0}\n",
+    "my_tools.py": "def lookup(item: str) -> str:\n    return item\n",
+    "rows.jsonl": '{"prompt": "Say a.", "label": "a", "answer": "a"}\n',
     "mine.jsonl": '{"question": "Who?", "golden_answers": ["a"]}\n',
     "held_out.jsonl": "".join(
         f'{{"question": "Who is {number}?", "golden_answers": ["a"]}}\n' for number in range(300)
@@ -121,6 +126,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     for shown in sorted(TUTORIALS.glob("*.md")) if tutorials else [page]:
         for name in re.findall(r"<!-- example: (\S+) -->", shown.read_text()):
             (tmp_path / name).write_text(example(name, shown))
+    if page.name == "data_formats.md":
+        shutil.copytree(ROOT / "tests" / "unit" / "data" / "rows", tmp_path, dirs_exist_ok=True)
     if tutorials:
         row = '{"prompt": "Who?", "label": "a", "pages": {}}\n'
         (tmp_path / "train.jsonl").write_text(row)
@@ -133,6 +140,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         add_run(words[1])
     if page.name == "checkpoints.md":
         add_run("runs/first")
+    if any(word.startswith("sft.rollouts.path=") for word in words):
+        file = RolloutFile(tmp_path / "runs" / "first" / "rollouts" / "step_000001.jsonl")
+        trajectory = Trajectory()
+        trajectory.extend_to((5, 6), added=2)
+        trajectory.append_sampled(Generation((7,), (-1.0,), FinishReason.STOP, ((0, 0),), request_id="r"))
+        file.write(Rollout("a", "1/0/0", trajectory.rows("a", "1/0/0"), 1.0, StopReason.TERMINATED))
     return tmp_path
 
 

@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a policy with reinforcement learning",
     "tune": "find faster settings by short trials of training steps, and write them to a file",
     "launch": "write and submit the job of a run, for Slurm, Kubernetes, SkyPilot or machines reached by ssh",
-    "sft": "fine-tune a policy on a taskset's demonstrations",
+    "sft": "fine-tune a policy on chats, recorded rollouts or a taskset's demonstrations",
     "rollout": "sample rollouts to a file without training",
     "eval": "evaluate a policy",
     "gateway": "serve a policy to agents at endpoints of OpenAI and Anthropic",

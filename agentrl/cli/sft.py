@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Fine-tune on chats or demonstrations."""
+    """Fine-tune on chats, recorded rollouts or demonstrations."""
     exit_with_parent()  # a run that warm-starts its policy may be killed
     share_kernels()
     layers, resumed = _layers(arguments)
@@ -54,10 +54,12 @@ def _layers(arguments: argparse.Namespace) -> tuple[list[Layer], Path | None]:
     """
     settings = command_line_layers(arguments)
     tree = merge_layers(settings)
-    sections = {name: section if isinstance(section := tree.get(name), dict) else {} for name in ("run", "data")}
+    names = ("run", "data", "sft")
+    sections = {name: section if isinstance(section := tree.get(name), dict) else {} for name in names}
     if not arguments.resume:
-        # Chats need no preset of an environment, which names a taskset.
-        return (settings if sections["data"].get("path") else config_layers(arguments)), None
+        # Chats and recorded rollouts need no preset of an environment, which names a taskset.
+        is_recorded = sections["data"].get("path") or sections["sft"].get("rollouts")
+        return (settings if is_recorded else config_layers(arguments)), None
     if sections["run"].get("dir") is None:
         raise ConfigError("--resume: set run.dir to the folder of the run to continue")
     folder = Path(str(sections["run"]["dir"])).expanduser()

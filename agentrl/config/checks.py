@@ -168,8 +168,13 @@ def _sft(config: Config) -> Iterator[str]:
     model, sft, data = config.model, config.sft, config.data
     if sft.steps is not None and sft.epochs is not None:
         yield f"sft.steps={sft.steps} and sft.epochs={sft.epochs:g} both say how long to train; leave out one of them"
-    if sft.steps is None and data.path is None:
+    if sft.steps is None and data.path is None and sft.rollouts.path is None:
         yield f"sft.epochs={sft.epochs:g}: demonstrations have no epochs; set sft.steps, or data.path to a file of chats"
+    if data.path is not None and sft.rollouts.path is not None:
+        yield f"data.path={data.path} and sft.rollouts.path={sft.rollouts.path} both say what to train on; leave out one of them"
+    choices = sft.rollouts.model_dump(exclude={"path"}, exclude_none=True)
+    if choices and sft.rollouts.path is None:
+        yield f"sft.rollouts.{next(iter(choices))} is set without sft.rollouts.path, the run whose rollouts it chooses"
     if sft.eval_share and data.eval_path is not None:
         yield f"sft.eval_share={sft.eval_share:g} and data.eval_path={data.eval_path} both say which chats to evaluate on"
     if model.warm_start_options and model.warm_start is None:

@@ -154,11 +154,12 @@ class Config(Section):
     @model_validator(mode="after")
     def _resolve_sft(self) -> Config:
         """Choose length and context weight of supervised fine-tuning by its data; chats have epochs until they are read."""
-        sft, on_chats = self.sft, self.data.path is not None
+        sft = self.sft
+        has_epochs = self.data.path is not None or sft.rollouts.path is not None
         if sft.context_weight is None:
-            sft.context_weight = 0.0 if on_chats else 0.3
+            sft.context_weight = 0.0 if has_epochs else 0.3
         if sft.steps is None and sft.epochs is None:
-            sft.steps, sft.epochs = (None, 1.0) if on_chats else (1000, None)
+            sft.steps, sft.epochs = (None, 1.0) if has_epochs else (1000, None)
         return self
 
     @model_validator(mode="after")

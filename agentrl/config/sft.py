@@ -21,19 +21,34 @@ class SftStage(Section):
     """Merged over ``env.options``, such as ``{topk: 1}``."""
 
 
+class RecordedRolloutsConfig(Section):
+    """Recorded rollouts to train on: of a run, or of ``agentrl rollout``. All that were not dropped, if nothing is set."""
+
+    path: Path | None = None
+    """A run's folder, a folder of rollout files, or one such file; in place of ``data.path``."""
+    min_reward: float | None = None
+    """Leave out rollouts with a lower reward."""
+    per_group: PositiveInt | None = None
+    """Only so many of each group (the rollouts of a task in a step): those with the highest rewards, of equal ones the first."""
+    per_task: PositiveInt | None = None
+    """Only so many of each task over all steps, chosen in the same way."""
+
+
 class SftConfig(Section):
     """Length, data and output of supervised fine-tuning."""
 
     steps: PositiveInt | None = None
-    """Optimizer steps, those of the curriculum included. By default 1,000 on demonstrations, and ``epochs`` of chats."""
+    """Optimizer steps, those of the curriculum included. By default 1,000 on demonstrations, else ``epochs`` decides."""
     epochs: PositiveFloat | None = None
-    """How often each chat of ``data.path`` is trained, in place of ``steps``; 1 if neither is set."""
+    """How often each chat of ``data.path``, or each recorded rollout, is trained, in place of ``steps``; 1 if neither is set."""
     minutes: PositiveFloat | None = None
     """Stop after the step that passes this many minutes, if that comes first."""
     batch_size: PositiveInt = 64
-    """Chats, or episodes of demonstrations, per step."""
+    """Chats, rollouts, or episodes of demonstrations, per step."""
     context_weight: NonNegativeFloat | None = None
-    """Weight of the loss on observed tokens, relative to 1 on the assistant's: by default 0 of chats, 0.3 of demonstrations."""
+    """Weight of the loss on observed tokens, relative to 1 on the assistant's: by default 0.3 of demonstrations, else 0."""
+    rollouts: RecordedRolloutsConfig = Field(default_factory=RecordedRolloutsConfig)
+    """Recorded rollouts to train on, with the token ids and loss masks of the run that sampled them."""
     messages_key: str = "messages"
     """The column of a chat: messages ``{"role", "content"}`` with ``tool_calls``, ``tool_call_id`` and ``reasoning_content``
     as in the API of OpenAI, also as JSON text. A row without it is a pair: ``data.input_key`` and ``completion_key``."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 from agentrl.core.types import Row
 from agentrl.render.renderer import ChatRenderer
 
@@ -19,6 +27,70 @@ class StepRows:
     """Of all its episodes or chats."""
     metrics: dict[str, float]
     """Metrics of the data, such as ``sft/reward``, the mean reward of the episodes, the expert's mistakes included."""
+
+
+@dataclass(slots=True)
+class SftFile:
+    """What there is to train on in a file or run, and what was found when it was read."""
+
+    path: Path
+    """The file, or the folder of the run."""
+    key: str
+    """The configuration key that names it."""
+    numbers: NDArray[np.int64]
+    """Numbers of what can be used."""
+    tokens: int = 0
+    """Tokens of all of it."""
+    trained: int = 0
+    """Tokens with mask 1."""
+    checksum: int = 0
+    """CRC-32 over all of it."""
+    overlong: int = 0
+    """How many have more than ``sft.max_tokens``."""
+    longest: tuple[int, str] = field(default=(0, ""))
+    """Tokens and place of the longest row."""
+
+    unit: ClassVar[str]
+    """What there is, in the plural."""
+
+    @property
+    @abstractmethod
+    def left_out(self) -> list[str]:
+        """What was left out and why, for `description`."""
+
+    @property
+    def description(self) -> str:
+        """One line for the user."""
+        parts = [f"{len(self.numbers):,} {self.unit}, {self.tokens:,} tokens, {self.trained:,} of them trained"]
+        if self.overlong:
+            parts.append(
+                f"{self.overlong:,} left out by sft.max_tokens (the longest: {self.longest[1]}, {self.longest[0]:,} tokens)"
+            )
+        return f"{self.path}: {'; '.join([*parts, *self.left_out])}"
+
+    def takes(self, location: str, longest: int, config: Config, context: int | None) -> bool:
+        """Return whether something is short enough to be trained on, and count it if it is not.
+
+        Args:
+            location: its place, for messages.
+            longest: tokens of its longest row.
+            config: of the run.
+            context: tokens that the model takes; None: not known.
+
+        Raises:
+            ConfigError: it is longer than the model's context.
+        """
+        limit = config.sft.max_tokens
+        self.longest = max(self.longest, (longest, location), key=lambda row: row[0])
+        if limit is not None and longest > limit:
+            self.overlong += 1
+            return False
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"{location} has {longest:,} tokens, and model.path={config.model.path} takes {context:,}: set "
+                f"sft.max_tokens={context} to leave out longer {self.unit}"
+            )
+        return True
 
 
 class SftData(ABC):
@@ -58,3 +130,80 @@ class SftData(ABC):
 
     def close(self) -> None:  # noqa: B027  most data hold nothing open
         """Close what making items has opened in this process."""
+
+
+class EpochData(SftData):
+    """Item ``i`` holds the rows of step ``i``: each chat or rollout of a file is in one step before it is in a second one.
+
+    Args:
+        config: of the run.
+        make_renderer: builds the renderer, once in each process.
+        file: what there is.
+        count: chats or rollouts in all steps together.
+        shuffled: a new order in each epoch, by ``sft.seed``; else that of the file.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        make_renderer: Callable[[], ChatRenderer],
+        file: SftFile,
+        count: int,
+        *,
+        shuffled: bool = True,
+    ) -> None:
+        super().__init__(make_renderer)
+        self.file = file
+        self._config = config
+        self._count = count
+        self._shuffled = shuffled
+        self._order: tuple[int, NDArray[np.int64]] = (-1, file.numbers)
+
+    @abstractmethod
+    async def make_rows(self, number: int, epoch: int) -> list[Row]:
+        """Return the rows of one of ``file.numbers``; their keys differ by epoch."""
+
+    @override
+    def __len__(self) -> int:
+        return -(-self._count // self._config.sft.batch_size)
+
+    @override
+    def __getitem__(self, index: int) -> list[StepRows]:
+        size = self._config.sft.batch_size
+        end = min((index + 1) * size, self._count)
+        rows = asyncio.run(self._step_rows(range(index * size, end)))
+        return [StepRows(rows, {"sft/epoch": end / len(self.file.numbers)})]
+
+    async def _step_rows(self, positions: range) -> list[Row]:
+        rows = []
+        for position in positions:
+            epoch, place = divmod(position, len(self.file.numbers))
+            rows += await self.make_rows(int(self._numbers(epoch)[place]), epoch)
+        return rows
+
+    def _numbers(self, epoch: int) -> NDArray[np.int64]:
+        """Return the numbers in the order of an epoch."""
+        if self._shuffled and self._order[0] != epoch:
+            generator = np.random.default_rng([self._config.sft.seed, epoch])
+            self._order = (epoch, generator.permutation(self.file.numbers))
+        return self._order[1]
+
+
+F = TypeVar("F", bound=SftFile)
+
+
+def split_off(file: F, share: float, seed: int) -> tuple[F, F]:
+    """Return what to train on, and a share of the file, drawn with a seed, to evaluate on.
+
+    Raises:
+        ConfigError: one of the two would be empty.
+    """
+    count = round(share * len(file.numbers))
+    if not 0 < count < len(file.numbers):
+        raise ConfigError(
+            f"sft.eval_share={share:g} of the {len(file.numbers)} {file.unit} of {file.key}={file.path} is {count}; it must "
+            "leave some to train on and some to evaluate on"
+        )
+    order = np.random.default_rng(seed).permutation(len(file.numbers))
+    evaluated, trained = np.sort(order[:count]), np.sort(order[count:])
+    return replace(file, numbers=file.numbers[trained]), replace(file, numbers=file.numbers[evaluated])

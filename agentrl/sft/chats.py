@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from agentrl.config.schema import Config
@@ -27,7 +26,7 @@ from agentrl.data.rows import RowTable, open_table
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.state import EpisodeState
 from agentrl.render.renderer import ChatRenderer
-from agentrl.sft.base import SftData, StepRows
+from agentrl.sft.base import EpochData, SftFile
 from agentrl.sft.scripted import DemonstratedTrajectory, scripted_context
 
 Turns = Literal["all", "last"]
@@ -159,39 +158,18 @@ class ChatMeasure:
 
 
 @dataclass(slots=True)
-class ChatFile:
-    """The chats of a file that can be used, and what was found when they were read."""
+class ChatFile(SftFile):
+    """The chats of a file that can be used; ``numbers`` are their indices in the table of rows."""
 
-    path: Path
-    """The file."""
-    key: str
-    """The configuration key that names it."""
-    numbers: NDArray[np.int64]
-    """Their indices in the table of rows."""
-    tokens: int = 0
-    """Tokens of all chats."""
-    trained: int = 0
-    """Tokens with mask 1."""
-    checksum: int = 0
-    """CRC-32 over all chats."""
-    left_out: int = 0
+    converted_away: int = 0
     """Chats that ``data.convert`` leaves out."""
-    overlong: int = 0
-    """Chats with more than ``sft.max_tokens``."""
-    longest: tuple[int, str] = field(default=(0, ""))
-    """Tokens and place of the longest row."""
+
+    unit: ClassVar[str] = "chats"
 
     @property
-    def description(self) -> str:
-        """One line for the user."""
-        parts = [f"{len(self.numbers):,} chats, {self.tokens:,} tokens, {self.trained:,} of them trained"]
-        if self.overlong:
-            parts.append(
-                f"{self.overlong:,} left out by sft.max_tokens (the longest: {self.longest[1]}, {self.longest[0]:,} tokens)"
-            )
-        if self.left_out:
-            parts.append(f"{self.left_out:,} left out by data.convert")
-        return f"{self.path}: {'; '.join(parts)}"
+    @override
+    def left_out(self) -> list[str]:
+        return [f"{self.converted_away:,} left out by data.convert"] if self.converted_away else []
 
 
 def read_chats(
@@ -215,17 +193,10 @@ def read_chats(
     numbers = []
     for number, (location, size) in enumerate(convert_all(path, config.data, key, measure, config.data.workers)):
         if size is None:
-            file.left_out += 1
+            file.converted_away += 1
             continue
-        file.longest = max(file.longest, (size.longest, location), key=lambda row: row[0])
-        if sft.max_tokens is not None and size.longest > sft.max_tokens:
-            file.overlong += 1
+        if not file.takes(location, size.longest, config, context):
             continue
-        if context is not None and size.longest > context:
-            raise ConfigError(
-                f"{location} has {size.longest:,} tokens, and model.path={config.model.path} takes {context:,}: set "
-                f"sft.max_tokens={context} to leave out longer chats"
-            )
         numbers.append(number)
         file.tokens += size.tokens
         file.trained += size.trained
@@ -236,82 +207,31 @@ def read_chats(
     return file
 
 
-def split_off(file: ChatFile, share: float, seed: int) -> tuple[ChatFile, ChatFile]:
-    """Return the chats to train on, and a share of them, drawn with a seed, to evaluate on.
-
-    Raises:
-        ConfigError: one of the two would be empty.
-    """
-    count = round(share * len(file.numbers))
-    if not 0 < count < len(file.numbers):
-        raise ConfigError(
-            f"sft.eval_share={share:g} of the {len(file.numbers)} chats of {file.key}={file.path} is {count}; it must leave "
-            "some to train on and some to evaluate on"
-        )
-    order = np.random.default_rng(seed).permutation(len(file.numbers))
-    evaluated, trained = np.sort(order[:count]), np.sort(order[count:])
-    return replace(file, numbers=file.numbers[trained]), replace(file, numbers=file.numbers[evaluated])
-
-
-class Chats(SftData):
-    """Item ``i`` holds the rows of the chats of step ``i``.
-
-    Args:
-        config: of the run.
-        make_renderer: builds the renderer, once in each process.
-        file: the chats.
-        count: chats in all steps together; every chat is in one step before it is in a second one.
-        shuffled: a new order in each epoch, by ``sft.seed``; else that of the file.
-    """
+class Chats(EpochData):
+    """The chats of a file by step; see `EpochData`."""
 
     def __init__(
         self,
         config: Config,
         make_renderer: Callable[[], ChatRenderer],
-        file: ChatFile,
+        file: SftFile,
         count: int,
         *,
         shuffled: bool = True,
     ) -> None:
-        super().__init__(make_renderer)
-        self.file = file
-        self._config = config
-        self._count = count
-        self._shuffled = shuffled
+        super().__init__(config, make_renderer, file, count, shuffled=shuffled)
         self._convert = ChatConversion(config.data, config.sft)
         self._table: RowTable | None = None
-        self._order: tuple[int, NDArray[np.int64]] = (-1, file.numbers)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_table": None}
 
     @override
-    def __len__(self) -> int:
-        return -(-self._count // self._config.sft.batch_size)
-
-    @override
-    def __getitem__(self, index: int) -> list[StepRows]:
-        size = self._config.sft.batch_size
-        end = min((index + 1) * size, self._count)
-        rows = asyncio.run(self._rows(range(index * size, end)))
-        return [StepRows(rows, {"sft/epoch": end / len(self.file.numbers)})]
-
-    async def _rows(self, positions: range) -> list[Row]:
+    async def make_rows(self, number: int, epoch: int) -> list[Row]:
         if self._table is None:
             rows_key = self._config.data.rows_key
             self._table = open_table(self.file.path, self.file.key, self._convert.columns, rows_key)
-        rows = []
-        for position in positions:
-            epoch, place = divmod(position, len(self.file.numbers))
-            chat = self._convert(self._table[int(self._numbers(epoch)[place])])
-            assert chat is not None, "read_chats has left it out"
-            rows += await chat_rows(chat, self.renderer, self._config.sft.turns, f"{chat.location}#{epoch}")
-        return rows
-
-    def _numbers(self, epoch: int) -> NDArray[np.int64]:
-        """Return the numbers of the chats in the order of an epoch."""
-        if self._shuffled and self._order[0] != epoch:
-            generator = np.random.default_rng([self._config.sft.seed, epoch])
-            self._order = (epoch, generator.permutation(self.file.numbers))
-        return self._order[1]
+        chat = self._convert(self._table[number])
+        assert chat is not None, "read_chats has left it out"
+        return await chat_rows(chat, self.renderer, self._config.sft.turns, f"{chat.location}#{epoch}")

@@ -19,16 +19,17 @@ from agentrl.data.rows import check_file
 from agentrl.learner.registry import make_backend
 from agentrl.models.export import check_free
 from agentrl.models.learning_rates import with_rates
-from agentrl.models.load import read_max_positions
+from agentrl.models.load import read_max_positions, read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
 from agentrl.planner.training_summary import describe_memory, describe_model, describe_training, fit_to_gpu
 from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.checks import check_packages
-from agentrl.sft.base import SftData
-from agentrl.sft.chats import Chats, read_chats, split_off
+from agentrl.sft.base import EpochData, SftData, SftFile, split_off
+from agentrl.sft.chats import Chats, read_chats
 from agentrl.sft.demonstrations import Demonstrations
+from agentrl.sft.recorded import RecordedFile, RecordedRollouts, read_recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class SftRun:
     """Folder of the policy."""
     data: SftData
     """What is trained on."""
-    evaluation: Chats | None
+    evaluation: EpochData | None
     """What is evaluated on."""
     lines: list[str]
     """Lines for the user."""
     content: str = ""
-    """Number and CRC-32 of the chats; empty for demonstrations."""
+    """Number and CRC-32 of the chats or rollouts; empty for demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,12 @@ def check_sft(config: Config) -> None:
             f"sources={', '.join(config.sources)}: demonstrations are of one environment; leave out sources, and set env and "
             "tasks"
         )
-    if config.data.path is not None:
-        _check_chats(config)
+    if config.data.path is not None or config.sft.rollouts.path is not None:
+        _check_files(config)
     elif config.tasks.name is None:
         raise ConfigError(
-            "neither data.path nor tasks.name is set: set data.path to a file of chats, or tasks.name to a taskset whose "
-            "demonstrator() plays its tasks"
+            "data.path, sft.rollouts.path and tasks.name are not set: set data.path to a file of chats, sft.rollouts.path to a "
+            "run, or tasks.name to a taskset whose demonstrator() plays its tasks"
         )
     else:
         make_tasks(config.tasks.name, config.tasks.options)
@@ -91,7 +92,7 @@ def check_sft(config: Config) -> None:
     make_backend(config.learner).check(config.algo, [])
 
 
-def _check_chats(config: Config) -> None:
+def _check_files(config: Config) -> None:
     data, sft = config.data, config.sft
     for key, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
         if path is not None and not is_dataset(path.expanduser()):
@@ -102,7 +103,12 @@ def _check_chats(config: Config) -> None:
     for key, value in of_demonstrations.items():
         if value:
             raise ConfigError(
-                f"{key} is set, which is for demonstrations of a taskset, and data.path={data.path} has chats"
+                f"{key} is set, which is for demonstrations of a taskset, and "
+                + (
+                    f"data.path={data.path} has chats"
+                    if data.path
+                    else f"sft.rollouts.path={sft.rollouts.path} has rollouts"
+                )
             )
 
 
@@ -176,29 +182,43 @@ def _open_data(config: Config, model: Path) -> SftRun:
     """Return the run with its data; all chats are read."""
     make_renderer = RendererOf(model, config.render, config.model.trust_remote_code)
     data, sft = config.data, config.sft
-    if data.path is None:
+    if data.path is None and sft.rollouts.path is None:
         lines = [f"{'data':<13}demonstrations of {config.tasks.name}: {sft.steps} steps of {sft.batch_size}"]
         return SftRun(config, model, Demonstrations(config, make_renderer), None, lines)
     context = read_max_positions(model)
-    file = read_chats(config, data.path, "data.path", make_renderer, context)
-    content, lines = f"{len(file.numbers)} chats, crc32 {file.checksum:08x}", [f"{'data':<13}{file.description}"]
-    evaluated = None
+    file: SftFile
+    if data.path is None:
+        file = read_recorded(config, make_renderer, read_vocab_size(model), context)
+        config = config.model_copy(update={"sft": sft.model_copy(update={"workers": 0})})  # nothing is encoded
+        sft = config.sft
+    else:
+        file = read_chats(config, data.path, "data.path", make_renderer, context)
+    content, lines = f"{len(file.numbers)} {file.unit}, crc32 {file.checksum:08x}", [f"{'data':<13}{file.description}"]
+    evaluated: SftFile | None = None
     if data.eval_path is not None:
         evaluated = read_chats(config, data.eval_path, "data.eval_path", make_renderer, context)
         lines.append(f"{'evaluation':<13}{evaluated.description}")
     elif sft.eval_share:
         file, evaluated = split_off(file, sft.eval_share, sft.seed)
-        lines.append(f"{'evaluation':<13}{len(evaluated.numbers):,} of these chats (sft.eval_share={sft.eval_share:g})")
+        lines.append(
+            f"{'evaluation':<13}{len(evaluated.numbers):,} of these {file.unit} (sft.eval_share={sft.eval_share:g})"
+        )
     if sft.steps is not None:
         count = sft.steps * sft.batch_size
     else:
         assert sft.epochs is not None, "the configuration has set it"
         count = math.ceil(sft.epochs * len(file.numbers))
     steps = -(-count // sft.batch_size)
-    lines.append(f"{'length':<13}{steps} steps of {sft.batch_size} chats, {count / len(file.numbers):.3g} epochs")
+    lines.append(f"{'length':<13}{steps} steps of {sft.batch_size} {file.unit}, {count / len(file.numbers):.3g} epochs")
     resolved = config.model_copy(update={"sft": sft.model_copy(update={"steps": steps, "epochs": None})})
-    chats = Chats(resolved, make_renderer, file, count)
     evaluation = None
     if evaluated is not None:
-        evaluation = Chats(resolved, make_renderer, evaluated, len(evaluated.numbers), shuffled=False)
-    return SftRun(resolved, model, chats, evaluation, lines, content)
+        evaluation = _epochs(resolved, make_renderer, evaluated, len(evaluated.numbers), shuffled=False)
+    return SftRun(resolved, model, _epochs(resolved, make_renderer, file, count), evaluation, lines, content)
+
+
+def _epochs(
+    config: Config, make_renderer: RendererOf, file: SftFile, count: int, *, shuffled: bool = True
+) -> EpochData:
+    cls = RecordedRollouts if isinstance(file, RecordedFile) else Chats
+    return cls(config, make_renderer, file, count, shuffled=shuffled)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, on chats of a file or on the demonstrations of scripted experts."""
+"""Supervised fine-tuning, on chats of a file, on recorded rollouts, or on the demonstrations of scripted experts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from agentrl.obs.run_end import recorded_end
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.runtime.interrupt import handled_signals, leave_terminals, terminals
 from agentrl.runtime.run_dir import run_folder
+from agentrl.sft.base import EpochData
 from agentrl.sft.batches import batches
-from agentrl.sft.chats import Chats
 from agentrl.sft.preflight import SftRun, prepare_sft
 from agentrl.sft.resume import CHECKPOINTS, check_resumed, resume_command, sft_keys
 
@@ -156,13 +156,13 @@ class _SftTraining:
         return interrupted.is_set()
 
 
-def evaluate(config: Config, chats: Chats, learner: LearnerGroup) -> dict[str, float]:
-    """Return mean loss and perplexity of the assistant's tokens in chats."""
+def evaluate(config: Config, data: EpochData, learner: LearnerGroup) -> dict[str, float]:
+    """Return mean loss and perplexity of the trained tokens of chats or rollouts."""
     loss, count = 0.0, 0
-    for batch in batches(config, chats):
+    for batch in batches(config, data):
         logprobs = learner.logprobs(batch)
         for micro in (micro for micros in batch.micro for micro in micros):
-            trained_L = micro.mask_L & (micro.provenance_L == Provenance.DEMONSTRATED)
+            trained_L = micro.mask_L & (micro.provenance_L != Provenance.OBSERVED)
             for number, key in enumerate(micro.keys):
                 trained_T = trained_L[micro.row_L == number].numpy()
                 loss -= float(logprobs[key][trained_T].sum(dtype="float64"))

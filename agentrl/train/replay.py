@@ -14,18 +14,16 @@ from agentrl.algo.registry import compares_groups, describe_algorithm
 from agentrl.batch.groups import group_rollouts, groups_by_source
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
-from agentrl.core.types import Provenance, Rollout
+from agentrl.core.types import Rollout
 from agentrl.learner.registry import make_backend
 from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.base import Renderer
+from agentrl.render.recorded_prompts import tokenizer_fault
 from agentrl.render.registry import load_renderer
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train.rollout_source import Consumer, RolloutSource, StepRollouts, TaskPosition
-
-CHECKED_PROMPTS = 8
-"""Rollouts of a step whose prompts are decoded with this model's tokenizer; at least one must match its recorded text."""
 
 
 class RecordedRollouts:
@@ -150,21 +148,8 @@ class SampleCheck:
                     f"--replay: {where}: rollout {row.key.rollout_id!r} was sampled at temperature {row.temperature:g}, but "
                     f"the learner would take log-probabilities at sampler.temperature={self.temperature:g}; {way}"
                 )
-        self._check_prompts(rollouts, where)
-
-    def _check_prompts(self, rollouts: Sequence[Rollout], where: str) -> None:
-        checked = [rollout for rollout in rollouts if rollout.prompt and rollout.rows][:CHECKED_PROMPTS]
-        read = [self._prompts(rollout) for rollout in checked]
-        if checked and not any(rollout.prompt in prompts for rollout, prompts in zip(checked, read, strict=True)):
-            raise ConfigError(
-                f"--replay: {where} was sampled with another tokenizer: the prompt {checked[0].prompt[:60]!r}… reads "
-                f"{read[0][0][:60]!r}… with that of model.path; set it to the model that sampled"
-            )
-
-    def _prompts(self, rollout: Rollout) -> list[str]:
-        """Return the text of each row before its first sampled token."""
-        starts = [int((row.provenance != Provenance.OBSERVED).argmax()) for row in rollout.rows]
-        return [self.renderer.decode(row.token_ids[:at].tolist()) for row, at in zip(rollout.rows, starts, strict=True)]
+        if fault := tokenizer_fault(rollouts, self.renderer):
+            raise ConfigError(f"--replay: {where} {fault}")
 
 
 def sample_check(config: Config, model: Path) -> SampleCheck:
