@@ -22,8 +22,11 @@ from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import check_env
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ["train.steps=1", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=4"]
+SMALL = ["train.steps=1", "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "eval.size=2"]
 SMALL += ["run.dir=run", "obs.progress=plain", "obs.tensorboard=false"]
+
+WARM_START = "{sft: {steps: 2, epochs: null, batch_size: 4, workers: 0}, learner: {threads: 1}}"
+"""Changes of the warm start's configuration."""
 
 LOGS = {
     "01_own_reward": ("right_name", "right_thought"),
@@ -84,9 +87,7 @@ def test_its_environment_keeps_the_contract(reference: str) -> None:
 def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
     cwd = tmp_path / name
     shutil.copytree(EXAMPLES / name, cwd, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    short = (
-        ["model.warm_start_options={sft: {steps: 2, epochs: null, batch_size: 4}}"] if name == "08_own_chats" else []
-    )
+    short = [f"model.warm_start_options={WARM_START}"] if name == "08_own_chats" else []
     if (chats := cwd / "chats.jsonl").exists():
         chats.write_text("".join(chats.read_text().splitlines(keepends=True)[:60]))
     done = services.agentrl(*command(name), *SMALL, *short, cwd=cwd, search=name in SEARCHES)
@@ -141,7 +142,7 @@ def test_a_warm_start_teaches_what_the_agent_program_does() -> None:
 def check_agent_program(run: Path) -> None:
     """Check that what its requests sampled is one row of each rollout, and that nothing of the programs is left."""
     rollouts = [json.loads(line) for line in (run / "rollouts/step_000001.jsonl").read_text().splitlines()]
-    assert len(rollouts) == 16
+    assert len(rollouts) == 4
     for rollout in rollouts:
         assert rollout["failure"] is None
         (row,) = rollout["rows"]
