@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,9 @@ def fit_to_gpu(
     if len(choices) == 1 or (gpu := (gpu_memory or gpu_bytes)()) is None:
         return config, []
     critic_folder = resolve_critic(config.algo, folder, fetch=False) if critic else None
-    sizes = dict[MemoryChoice, int]()
+    sizes, estimate = dict[MemoryChoice, int](), memory_estimator(config, folder, critic_folder)
     for choice in choices:
-        sizes[choice] = estimate_memory(choice.apply(config), folder, critic_folder)[0].total
+        sizes[choice] = estimate(choice.apply(config), True).total
         if sizes[choice] <= share * gpu:
             break
     else:
@@ -219,48 +220,87 @@ def estimate_memory(
         ConfigError: see `frozen_names` and `megatron_memory`.
         ModelError: the model's configuration cannot be loaded.
     """
+    return memory_estimator(config, folder, critic)(config, accumulates), _device(config.learner)
+
+
+def memory_estimator(
+    config: Config, folder: Path, critic: Path | None = None
+) -> Callable[[Config, bool], LearnerMemory]:
+    """Return `estimate_memory` for configurations with the same model, so that it is built only once.
+
+    Args:
+        config: of the run. The others differ from it in ``batch``, and in how the learner computes.
+        folder: see `estimate_memory`.
+        critic: see `estimate_memory`.
+
+    Raises:
+        ConfigError: see `estimate_memory`.
+        ModelError: see `estimate_memory`.
+    """
     from agentrl.learner.memory import with_critic
 
-    options, device = memory_options(config, folder, accumulates=accumulates), _device(config.learner)
-    backend = config.learner.backend
-    memory = _MEMORY[backend](config.learner, folder, options, values=False)
-    if critic is not None and config.placement.shares_gpus:
-        memory = with_critic(memory, critic_memory(config, critic, options), keeps_gradients=KEEPS_GRADIENTS[backend])
-    return memory, device
+    backend, shared = config.learner.backend, config.placement.shares_gpus
+    policy_memory = _ESTIMATORS[backend](config.learner, folder, values=False)
+    critic_estimator = _critic_estimator(config, critic) if critic is not None and shared else None
+
+    def estimate(config: Config, accumulates: bool) -> LearnerMemory:
+        options = memory_options(config, folder, accumulates=accumulates)
+        memory = policy_memory(config.learner, options)
+        if critic_estimator is None:
+            return memory
+        return with_critic(memory, critic_estimator(config, options), keeps_gradients=KEEPS_GRADIENTS[backend])
+
+    return estimate
 
 
 def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
     """Return the memory that a rank of the critic in ``folder`` needs, with the options of the policy; see `estimate_memory`."""
-    options = replace(options, reference=False)
-    learner = config.learner.model_copy(update={"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer})
-    return _MEMORY[learner.backend](learner, folder, options, values=True)
+    return _critic_estimator(config, folder)(config, options)
 
 
-def _fsdp_memory(learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool) -> LearnerMemory:
+def _critic_estimator(config: Config, folder: Path) -> Callable[[Config, MemoryOptions], LearnerMemory]:
+    memory = _ESTIMATORS[config.learner.backend](config.learner, folder, values=True)
+
+    def estimate(config: Config, options: MemoryOptions) -> LearnerMemory:
+        update: dict[str, Any] = {"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer}
+        return memory(config.learner.model_copy(update=update), replace(options, reference=False))
+
+    return estimate
+
+
+_Estimator = Callable[["LearnerConfig", "MemoryOptions"], "LearnerMemory"]
+
+
+def _fsdp_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:
     from agentrl.learner.fsdp.memory import fsdp_memory
 
     model = meta_model(folder, CRITIC_KEY, values=True) if values else trained_model(learner, folder)
-    return fsdp_memory(model, learner, options)
+    return partial(fsdp_memory, model)
 
 
-def _megatron_memory(learner: LearnerConfig, folder: Path, options: MemoryOptions, *, values: bool) -> LearnerMemory:
+def _megatron_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:
     from agentrl.learner.megatron.families.registry import read_family
     from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
 
-    work = MegatronWork(
-        options.ranks,
-        options.tokens,
-        learner.logits_chunk,
-        options.bfloat16,
-        options.reference,
-        options.recompute,
-        values,
-    )
-    return megatron_memory(*read_family(folder, "model.path"), learner.megatron, work)
+    family = read_family(folder, "model.path")
+
+    def estimate(learner: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
+        work = MegatronWork(
+            options.ranks,
+            options.tokens,
+            learner.logits_chunk,
+            options.bfloat16,
+            options.reference,
+            options.recompute,
+            values,
+        )
+        return megatron_memory(*family, learner.megatron, work)
+
+    return estimate
 
 
-_MEMORY = {"fsdp": _fsdp_memory, "megatron": _megatron_memory}
-"""By learner backend, the memory of a rank of the policy, or with ``values`` of the critic, in a folder."""
+_ESTIMATORS = {"fsdp": _fsdp_estimator, "megatron": _megatron_estimator}
+"""By learner backend, a function of learner and options for the policy, or with ``values`` the critic, in a folder."""
 
 
 def trained_model(learner: LearnerConfig, folder: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from random import Random
 
 import numpy as np
@@ -13,6 +13,12 @@ from agentrl_tasks.faults import check_faults, draw_fault
 
 from .demonstrator import FAULTS, Expert
 from .world import Question, World
+
+
+@lru_cache(maxsize=4)
+def _make_world(seed: int, held_out: bool, scale: float) -> World:
+    """Return a world. Tasksets with equal options share it: nothing changes it, and generating it takes a tenth of a second."""
+    return World(seed, held_out=held_out, scale=scale)
 
 
 class Questions(MadeTasks):
@@ -86,12 +92,12 @@ class Multihop(TaskSet):
     @cached_property
     def train_world(self) -> World:
         """The world of ``train`` and ``validation``."""
-        return World(self._seed, held_out=False, scale=self._scale)
+        return _make_world(self._seed, False, self._scale)
 
     @cached_property
     def held_out_world(self) -> World:
         """The world of ``eval``."""
-        return World(self._eval_seed, held_out=True, scale=self._scale)
+        return _make_world(self._eval_seed, True, self._scale)
 
     def split(self, name: str) -> Sequence[Task]:
         """Return the tasks of ``train``, ``validation`` or ``eval``."""

@@ -2,9 +2,8 @@
 
 import json
 import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import pyarrow as pa
 import pytest
+from preloaded import Forked, Request
 from pyarrow import parquet
 
 from agentrl.config.load import load_config
@@ -163,12 +163,12 @@ def test_a_worker_process_that_dies_ends_the_run_with_its_row(folder: Path) -> N
 
 
 RUN = """
-import os, signal, sys, time
+import signal, sys, time
 from pathlib import Path
 from agentrl.config.tasks import DataConfig
 from agentrl.data.file_tasks import FileTasks, StreamOrder
 
-if __name__ == "__main__":
+def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     order = StreamOrder(FileTasks(DataConfig(path=Path(sys.argv[1]), streaming=True, workers=1)).stream, 0)
     order.get_samples(1)
@@ -179,17 +179,23 @@ if __name__ == "__main__":
 
 def test_no_worker_process_outlives_a_run_that_is_killed_or_interrupted(folder: Path) -> None:
     (folder / "run.py").write_text(RUN)
-    command = [sys.executable, str(folder / "run.py"), str(folder / "rows.jsonl")]
-    ends = (signal.SIGKILL, signal.SIGINT)
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in ends]
-    for run, end in zip(runs, ends, strict=True):
-        assert run.stdout is not None
-        assert run.stdout.readline() == "ready\n"
-        started = psutil.Process(run.pid).children(recursive=True)
-        assert len(started) >= 2, "a worker and what starts it"
-        run.send_signal(end)
-        run.communicate(timeout=60)
-        assert psutil.wait_procs(started, timeout=20)[1] == []
+    for end in (signal.SIGKILL, signal.SIGINT):
+        reading, writing = os.pipe()
+        files = {1: writing, 2: writing}
+        request = Request("run:main", [str(folder / "rows.jsonl")], str(folder), dict(os.environ), files)
+        run = Forked(request)
+        os.close(writing)
+        try:
+            with open(reading) as output:
+                assert output.readline() == "ready\n"
+                started = psutil.Process(run.pid).children(recursive=True)
+                assert len(started) >= 2, "a worker and what starts it"
+                run.send_signal(end)
+                output.read()
+            run.wait(60)
+            assert psutil.wait_procs(started, timeout=20)[1] == []
+        finally:
+            run.end()
 
 
 def test_a_closed_source_leaves_no_process(folder: Path) -> None:
