@@ -177,6 +177,22 @@ class ServiceClient:
         """Request a JSON value; see `post`."""
         return await self._request(_Request("GET", path), read, about)
 
+    async def exchange(self, path: str, body: Json, *, cookies: dict[str, str] | None = None) -> tuple[int, str]:
+        """Send a JSON object once, such as a call with effects; return status and text of the reply, whatever they are.
+
+        Raises:
+            ServiceError: there is no reply.
+        """
+        content = json.dumps(body, allow_nan=False).encode()
+        async with self, self._slots:
+            self.counters.requests += 1
+            try:
+                reply, text = await self._send(_Request("POST", path, content, cookies))
+            except _AttemptFailedError as error:
+                self.counters.failures += 1
+                raise ServiceError(hide_secrets(f"{self._url}{path}: {error.fault}")) from None
+        return reply.status_code, text
+
     async def _request(self, request: _Request, read: Callable[[object], T], about: str) -> T:
         subject = hide_secrets(f"{self._url}{request.path}{about}")
         async with self, self._slots:
@@ -217,12 +233,11 @@ class ServiceClient:
             backoff = min(self._backoff_s * 2.0 ** min(number - 2, 32), config.max_wait_s)
             await self._sleep(max(requested or 0.0, backoff * random.uniform(0.5, 1.0)))
 
-    async def _attempt(self, request: _Request, subject: str) -> object:
-        """Send the request once, and return the reply's JSON.
+    async def _send(self, request: _Request) -> tuple[httpx.Response, str]:
+        """Send a request once; return the reply, whatever its status, and its text. Cookies of the reply are kept.
 
         Raises:
-            _AttemptFailedError: the next attempt can succeed.
-            ServiceRefusedError: it cannot.
+            _AttemptFailedError: there is none; the next attempt can succeed.
         """
         config, key = self._config, self._key
         try:
@@ -249,9 +264,19 @@ class ServiceClient:
             raise _AttemptFailedError(fault) from None
         except httpx.HTTPError as error:
             raise _AttemptFailedError(f"the connection was lost ({type(error).__name__}: {error})") from None
+        if request.cookies is not None:
+            request.cookies.update(reply.cookies)
+        return reply, text
+
+    async def _attempt(self, request: _Request, subject: str) -> object:
+        """Send the request once, and return the reply's JSON.
+
+        Raises:
+            _AttemptFailedError: the next attempt can succeed.
+            ServiceRefusedError: it cannot.
+        """
+        reply, text = await self._send(request)
         if reply.is_success:
-            if request.cookies is not None:
-                request.cookies.update(reply.cookies)
             return self._read_json(text, subject)
         fault = f"HTTP {reply.status_code}: {_error_text(text) or reply.reason_phrase}"
         again = reply.headers.get("x-should-retry", "").lower()  # as the services of OpenAI and Anthropic have it

@@ -28,7 +28,7 @@ class ServiceConfig(Section):
     read_timeout_s: Seconds | None = None
     """Seconds without a byte of the reply after which an attempt counts as lost; null: ``timeout_s``."""
     attempts: PositiveInt = 4
-    """Attempts at a request: it is sent again after a lost connection, a time-out, and HTTP 408, 409, 425, 429 and 5xx."""
+    """Attempts at a request: it is sent again after a lost connection, a time-out, and HTTP 408, 409, 425, 429, 5xx but 501."""
     max_wait_s: Seconds = 60.0
     """Longest wait before a further attempt. Waits begin at a second, are doubled each time, and are random; the service may
     request another one (``Retry-After``). If that is longer, the request has failed."""

@@ -150,8 +150,8 @@ class GymnasiumEnv(Env):
     def _metrics(self) -> Info:
         metrics = {"steps": float(self._steps), "invalid_turns": float(self._invalid.count)}
         names = self._info.get("metrics")
-        own = names if isinstance(names, Mapping) else {}
-        return {"metrics": metrics | {str(name): float(value) for name, value in own.items()}}
+        env_metrics = names if isinstance(names, Mapping) else {}
+        return {"metrics": metrics | {str(name): float(value) for name, value in env_metrics.items()}}
 
     def _observation_text(self, observation: object, info: Info) -> str:
         if self._is_rendered:

@@ -156,6 +156,8 @@ def result_text(observation: Json) -> str:
     if isinstance(result, dict):
         content = result.get("content")
         if isinstance(content, list) and content:
-            return "\n".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+            return "\n".join(
+                str(block.get("text", block)) if isinstance(block, dict) else str(block) for block in content
+            )
         result = result.get("data", result)
     return value_text(result, _DIGITS)

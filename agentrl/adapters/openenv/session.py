@@ -181,8 +181,8 @@ def _fault_lines(faults: object) -> str:
         return f"{faults!r:.300}"
     lines = []
     for fault in faults:
-        place = ".".join(map(str, fault.get("loc", ()))) if isinstance(fault, dict) else ""
-        lines.append(f"{place}: {fault.get('msg', '')}" if isinstance(fault, dict) else f"{fault!r:.100}")
+        location = ".".join(map(str, fault.get("loc", ()))) if isinstance(fault, dict) else ""
+        lines.append(f"{location}: {fault.get('msg', '')}" if isinstance(fault, dict) else f"{fault!r:.100}")
     return "; ".join(lines)
 
 

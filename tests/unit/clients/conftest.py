@@ -60,7 +60,7 @@ def serve() -> Serve:
             async def handle(request: web.BaseRequest) -> web.StreamResponse:
                 nonlocal at_once
                 content = await request.read()
-                served.requests.append(Received(request.path, dict(request.headers), json.loads(content)))
+                served.requests.append(Received(request.path, dict(request.headers), json.loads(content or b"null")))
                 at_once += 1
                 served.most_at_once = max(served.most_at_once, at_once)
                 reply = remaining.pop(0) if len(remaining) > 1 else remaining[0]

@@ -233,3 +233,47 @@ def test_connections_are_used_again_while_the_client_is_entered(serve: Serve) ->
 def test_a_wrong_configuration(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ServiceConfig(**options)
+
+
+def test_cookies_are_those_of_the_caller(serve: Serve) -> None:
+    async def talk(url: str, sleep: Any) -> dict[str, str]:
+        cookies: dict[str, str] = {}
+        async with ServiceClient(ServiceConfig(url=url), KEY, sleep=sleep) as client:
+            for path, session in (("/seed", cookies), ("/step", cookies), ("/other", {}), ("/none", None)):
+                await client.post(path, {}, lambda reply: reply, cookies=session)
+        return cookies
+
+    served = serve(talk, (200, {}, {"Set-Cookie": "session=a; Path=/"}))
+    assert served.result == {"session": "a"}
+    assert [request.headers.get("Cookie") for request in served.requests] == [None, "session=a", None, None]
+
+
+@pytest.mark.parametrize("status", [200, 404, 500, 503])
+def test_an_exchange_is_sent_once_whatever_its_status(serve: Serve, status: int) -> None:
+    async def talk(url: str, sleep: Any) -> tuple[int, str]:
+        return await ServiceClient(ServiceConfig(url=url), KEY, sleep=sleep).exchange("/call", {"n": 1})
+
+    served = serve(talk, (status, b"text"))
+    assert (served.result, len(served.requests), served.requests[0].body) == ((status, "text"), 1, {"n": 1})
+
+
+def test_an_exchange_without_a_reply(serve: Serve) -> None:
+    async def talk(url: str, sleep: Any) -> str:
+        with pytest.raises(ServiceError, match=rf"{url}/call: the connection was lost") as caught:
+            await ServiceClient(ServiceConfig(url=url), KEY, sleep=sleep).exchange("/call", {})
+        return str(caught.value)
+
+    assert len(serve(talk, CUT).requests) == 1
+
+
+def test_a_get_and_a_service_that_has_not_implemented_it(serve: Serve) -> None:
+    async def talk(url: str, sleep: Any) -> Any:
+        client = ServiceClient(ServiceConfig(url=url), KEY, sleep=sleep)
+        value = await client.get("/schema", lambda reply: reply)
+        with pytest.raises(ServiceRefusedError, match="HTTP 501") as caught:
+            await client.get("/splits", lambda reply: reply)
+        return value, caught.value.status
+
+    served = serve(talk, (200, [1]), (501, {"detail": "no tasks"}))
+    assert served.result == ([1], 501)
+    assert len(served.requests) == 2, "501 is not sent again"
