@@ -13,6 +13,7 @@ from agentrl.config.agent import AgentConfig
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
+from agentrl.config.rewards import POLICY
 from agentrl.config.runners import runner_faults
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
@@ -43,6 +44,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
         *engine_faults(config),
         *_self_play(config),
         *_frozen_roles(config),
+        *_judge_engines(config),
         *_adapter_policies(config),
         *(fault for rule in rules for fault in rule(config)),
     ]
@@ -339,6 +341,32 @@ def _frozen_roles(config: Config) -> Iterator[str]:
                     f"{key} with placement.mode={config.placement.mode}: the engine of frozen weights is not placed; set "
                     "placement.mode=separate"
                 )
+
+
+def _judge_engines(config: Config) -> Iterator[str]:
+    sampler = config.sampler
+    for source, source_config in config.by_source().items():
+        for name, term in source_config.reward.by_name.items():
+            if term.judge is None or term.judge.model is None:
+                continue
+            section = f"reward.functions.{name}.judge" if source_config.reward.functions else "reward.judge"
+            key = f"{f'sources.{source}.' if source else ''}{section}"
+            if term.judge.model != POLICY and config.placement.reserves_gpus:
+                yield (
+                    f"{key}.model={term.judge.model} with placement.mode={config.placement.mode}: the judge's engine is not "
+                    f"placed; set placement.mode=separate, {key}.model=policy, or {key}.endpoint"
+                )
+            if (
+                not sampler.uses_sglang
+                and sampler.url is None
+                and term.judge.max_new_tokens >= sampler.embedded.context
+            ):
+                yield (
+                    f"{key}.max_new_tokens={term.judge.max_new_tokens} leaves no place for a prompt in "
+                    f"sampler.embedded.context={sampler.embedded.context}: lower the one, or raise the other"
+                )
+            if not sampler.uses_sglang and term.judge.sglang:
+                yield f"{key}.sglang is set, and sampler.backend={sampler.backend} takes no options of SGLang; leave it out"
 
 
 def _adapter_policies(config: Config) -> Iterator[str]:

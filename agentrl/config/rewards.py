@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -12,6 +12,8 @@ from agentrl.config.base import Seconds, Section
 from agentrl.config.services import ChatModelConfig, ServiceConfig
 from agentrl.core.user_code import MAX_SECONDS
 
+POLICY = "policy"
+"""Value of ``judge.model``: the policy judges."""
 REMOTE, JUDGE = "remote", "judge"
 """Values of ``reward.function`` for `RemoteRewardConfig` and `JudgeConfig`."""
 PLACEHOLDER = re.compile(r"\{(question|answer|answer_a|answer_b|reference|rubric|low|high)\}")
@@ -31,8 +33,16 @@ class RemoteRewardConfig(ServiceConfig):
 class JudgeConfig(Section):
     """A judge model, for ``function=judge``: it reads an answer and writes a score. docs/how_to/rewards.md."""
 
-    endpoint: ChatModelConfig
+    endpoint: ChatModelConfig | None = None
     """The model, behind OpenAI's chat completions."""
+    model: str | None = None
+    """A model that an engine of the run serves, in place of ``endpoint``. ``policy``: the policy itself, by the run's engines
+    with the weights of the moment. Otherwise a model as in ``model.path``, on engines of its own."""
+    engines: PositiveInt = 1
+    """Engines of ``model``."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of SGLang for the engines of ``model``, in addition to ``sampler.sglang``, such as ``{mem_fraction_static: 0.2}``
+    for engines that share the policy's GPUs."""
     mode: Literal["rubric", "reference", "pairwise"] = "rubric"
     """``rubric``: a score by ``rubric``. ``reference``: a score by comparison with the label. ``pairwise``: which of two answers
     is better; the reward is the share of comparisons won, a tie is a half."""
@@ -64,6 +74,19 @@ class JudgeConfig(Section):
     """Sampling temperature of the judge."""
     max_new_tokens: PositiveInt = 1024
     """Most tokens of a judgement. One that ends there is none."""
+
+    @model_validator(mode="after")
+    def _has_one_model(self) -> JudgeConfig:
+        if self.endpoint is None and self.model is None:
+            raise ValueError("no judge: set endpoint.url and endpoint.model, or model")
+        if self.endpoint is not None and self.model is not None:
+            raise ValueError(
+                f"endpoint.url={self.endpoint.url} and model={self.model} both name the judge; leave out one"
+            )
+        if self.model in (None, POLICY) and (self.engines > 1 or self.sglang):
+            name = "engines" if self.engines > 1 else "sglang"
+            raise ValueError(f"{name} is for a judge with engines of its own; set model to a model, or leave it out")
+        return self
 
     @field_validator("scale")
     @classmethod

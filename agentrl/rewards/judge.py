@@ -64,7 +64,7 @@ class JudgeScorer:
     Args:
         config: with the section ``judge``.
         key: configuration key of that section, for messages.
-        model: the judge; by default the one at ``judge.endpoint``.
+        model: the judge; by default the one at ``judge.endpoint``. Only a check has none with ``judge.model``.
 
     Raises:
         ConfigError: its template or its function ``check`` cannot be used.
@@ -77,7 +77,9 @@ class JudgeScorer:
         self._config: JudgeConfig = config.judge
         self._key = key
         self._prompt = JudgePrompt(self._config, key)
-        self._model = model or open_chat_model(self._config.endpoint, f"{key}.endpoint")
+        if model is None and self._config.endpoint is not None:
+            model = open_chat_model(self._config.endpoint, f"{key}.endpoint")
+        self._model = model
         check = self._config.check
         self._check = None if check is None else FunctionRunner(reward_function(check), check, config.timeout_s)
         if self._check is not None and self._check.group:
@@ -86,6 +88,7 @@ class JudgeScorer:
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the judge's rewards, from 0 to 1. An empty answer gets 0, and loses, without a call."""
+        assert self._model is not None, "the run has engines for judge.model"
         async with self._model.keep_connections():
             outcomes = await self._compare_group(samples) if self.group else await _gather(map(self._judge, samples))
             return list(await _gather(map(self._add_agreement, samples, outcomes)))
@@ -159,6 +162,7 @@ class JudgeScorer:
     async def _call(self, messages: list[dict[str, str]], judgement: Judgement, seed: int) -> None:
         """Add one judgement, or why there is none."""
         config, model = self._config, self._model
+        assert model is not None
         fault = JudgeError("it was not requested")
         for number in range(config.tries):
             params = SamplingParams(

@@ -15,6 +15,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.data.task_sources import TaskSources
 from agentrl.episode.runner import EpisodeRunner, EpisodeSlots
 from agentrl.runtime.episodes import make_runner
+from agentrl.runtime.judges import OtherModels
 from agentrl.runtime.tool_servers import ToolServers
 
 KEY = "model.endpoint"
@@ -35,7 +36,7 @@ class EndpointServices:
         """Return a runner with the sampling parameters of training; `EpisodeRunner.with_sampling` changes them."""
         slots = EpisodeSlots(self.config.rollout.concurrency)
         self.exits.callback(slots.close)
-        return make_runner(self.config, None, None, self.tools, {}, slots, endpoint=self.endpoint)
+        return make_runner(self.config, None, None, self.tools, OtherModels(), slots, endpoint=self.endpoint)
 
     def check(self) -> None:
         """Raise if a tool server is lost for good."""
@@ -66,6 +67,11 @@ def check_endpoint(config: Config) -> None:
                 f"{prefix}data.apply_chat_template=false with {played}: a prompt without the chat format is no conversation; "
                 "leave it out"
             )
+        for term in source.reward.by_name.values():
+            if term.judge is not None and term.judge.model is not None:
+                raise ConfigError(
+                    f"{prefix}judge.model={term.judge.model} with {played}: there are no engines; set judge.endpoint"
+                )
         for role, settings in source.env.roles.items():
             if settings.frozen is not None:
                 raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.grader import make_grader
+from agentrl.runtime.judges import OtherModels, source_judges
 from agentrl.runtime.roles import make_lineup
 from agentrl.runtime.tool_servers import ToolServers
 
@@ -50,7 +50,7 @@ def make_runner(
     renderer: ChatRenderer | None,
     sampler: Sampler | None,
     tools: ToolServers,
-    frozen: Mapping[str, Sampler],
+    models: OtherModels,
     slots: EpisodeSlots,
     agents: AgentsElsewhere | None = None,
     *,
@@ -63,7 +63,7 @@ def make_runner(
         renderer: of the policy's chat format; None with an endpoint.
         sampler: samples the policy; None with an endpoint.
         tools: have the clients of the tools.
-        frozen: samplers of weights that never change, by `RoleConfig.frozen`.
+        models: frozen weights and judges.
         slots: limit the concurrent episodes.
         agents: the address at which agents that run elsewhere start sessions, if the run has one.
         endpoint: plays the policy in place of a sampler.
@@ -71,7 +71,7 @@ def make_runner(
     settings = {}
     for name, source_config in config.by_source().items():
         loop = load_loop(source_config, name, agents)
-        source_settings = _settings(name, source_config, loop, renderer, sampler, tools, frozen)
+        source_settings = _settings(name, source_config, loop, renderer, sampler, tools, models)
         context = replace(source_settings.context, endpoint=endpoint)
         settings[name] = replace(source_settings, context=context)
     return EpisodeRunner(settings, FailurePolicy(config.rollout.failure), slots)
@@ -109,7 +109,7 @@ def _settings(
     renderer: ChatRenderer | None,
     sampler: Sampler | None,
     tools: ToolServers,
-    frozen: Mapping[str, Sampler],
+    models: OtherModels,
 ) -> EpisodeSettings:
     rollout, options = config.rollout, config.sampler
     sampling = SamplingParams(
@@ -138,6 +138,6 @@ def _settings(
     return EpisodeSettings(
         context,
         loop,
-        make_grader(config.reward),
-        make_lineup(config, frozen),
+        make_grader(config.reward, source_judges(config, models.judges, renderer, sampler)),
+        make_lineup(config, models.frozen),
     )

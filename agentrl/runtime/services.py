@@ -23,6 +23,7 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLaunche
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
+from agentrl.runtime.judges import JudgeModel, OtherModels, engine_judges, judge_fleets, open_judge_models
 from agentrl.runtime.runners.pool import RunnerPool
 from agentrl.runtime.runners.runner import RemoteRunners
 from agentrl.runtime.tool_servers import ToolServers
@@ -46,6 +47,10 @@ class Services:
     """Engines of past snapshots in self-play, and those that only evaluate."""
     frozen: Mapping[str, Fleet] = field(default_factory=dict)
     """Engines of weights that never change, by `RoleConfig.frozen`."""
+    judges: Mapping[str, Fleet] = field(default_factory=dict)
+    """Engines of judges, by ``judge.model``."""
+    judge_models: Mapping[str, JudgeModel] = field(default_factory=dict)
+    """The models of these."""
     check_learner: Callable[[], None] = lambda: None
     """Raises if a process of the learner of a training run was lost."""
     pool: RunnerPool | None = None
@@ -64,9 +69,11 @@ class Services:
         if self.pool is not None and fleet is not None:
             return self.pool.runner(fleet)
         frozen = {name: frozen_fleet.sampler for name, frozen_fleet in self.frozen.items()}
+        judges = {name: judge_fleet.sampler for name, judge_fleet in self.judges.items()}
+        models = OtherModels(frozen, engine_judges(self.judge_models, judges))
         slots = EpisodeSlots(self.config.rollout.concurrency)
         self.exits.callback(slots.close)
-        return make_runner(self.config, self.renderer, sampler, self.tools, frozen, slots, self.agents)
+        return make_runner(self.config, self.renderer, sampler, self.tools, models, slots, self.agents)
 
     @property
     def agents_line(self) -> str:
@@ -75,8 +82,8 @@ class Services:
 
     @property
     def fleets(self) -> list[Fleet]:
-        """All engines: those of training, of frozen roles, and others."""
-        return [self.fleet, *self.frozen.values(), *self.reserved]
+        """All engines: those of training, of frozen roles, of judges, and others."""
+        return [self.fleet, *self.frozen.values(), *self.judges.values(), *self.reserved]
 
     def check(self) -> None:
         """Raise if no engine is left, or if a tool server, a runner or a process of the learner is lost for good."""
@@ -136,13 +143,20 @@ async def open_services(
         frozen = frozen_fleets(config, logs, vocabulary)
         for frozen_fleet in frozen.values():
             exits.push_async_callback(frozen_fleet.aclose)
-        services = Services(config, fleet, renderer, tools, exits, frozen=frozen)
+        opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
+        judge_models = open_judge_models(config)
+        judges = judge_fleets(config, judge_models, logs, len(frozen) + opponents)
+        for judge_fleet in judges.values():
+            exits.push_async_callback(judge_fleet.aclose)
+        services = Services(
+            config, fleet, renderer, tools, exits, frozen=frozen, judges=judges, judge_models=judge_models
+        )
         if (agent := agent_elsewhere(config)) is not None:
             from agentrl.gateway.agents_elsewhere import AgentsElsewhere  # its server takes a while to import
 
             services.agents = AgentsElsewhere(agent)
             await exits.enter_async_context(services.agents.serving())
-        starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values())]
+        starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values(), *judges.values())]
         if count := runner_count(config):
             pool = RunnerPool(config, count, model, logs, lambda: services.fleets, runners)
             exits.push_async_callback(pool.aclose)

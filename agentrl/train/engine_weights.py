@@ -303,7 +303,8 @@ async def open_eval_engines(
     if not config.eval.engines:
         return None
     opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
-    logs, number = folder / "logs" / "evaluation", len(services.frozen) + opponents
+    judges = sum(model.config.engines for model in services.judge_models.values())
+    logs, number = folder / "logs" / "evaluation", len(services.frozen) + opponents + judges
     fleet = reserved_fleet(config, model, logs, number, services.fleet.vocabulary, engines=config.eval.engines)
     exits.push_async_callback(fleet.aclose)
     await fleet.start()

@@ -47,6 +47,7 @@ from agentrl.models.weight_files import WeightFiles
 from agentrl.planner.training_summary import describe_memory, describe_model, describe_training
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
+from agentrl.runtime.judges import resolve_judges
 from agentrl.runtime.run_tools import check_tools
 from agentrl.train.callbacks import check_callbacks
 from agentrl.train.teachers import check_teachers
@@ -289,6 +290,7 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
         if config.algo.reference is not None and reference is not None:
             check_reference(model, reference)
         check_frozen(config, model, fetch=fetch)
+        resolve_judges(config, fetch=fetch)
         critic = resolve_critic(config.algo, model, fetch=fetch)
         if critic is not None:
             check_reference(model, critic, CRITIC_KEY)

@@ -33,6 +33,7 @@ from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
 from agentrl.planner.training_summary import FITS_SHARED, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
+from agentrl.runtime.judges import judge_configs
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
@@ -132,11 +133,12 @@ class WarmStart:
             return ""
         teachers = sum(teacher.path is not None for teacher in run.algo.distillation.teachers.values())
         reserved = teachers + sum(role.frozen is not None for role in run.env.roles.values())
+        reserved += sum(judge.engines for judge in judge_configs(run).values())
         engines = run.sampler.engines + reserved
         if not run.placement.shares_gpus and torch.cuda.device_count() > engines * run.sampler.engine_ranks:
             return ""  # it trains on the first GPU, which no engine has
         if reserved:
-            return "engines of teachers and frozen roles may be on its GPU"
+            return "engines of teachers, frozen roles and judges may be on its GPU"
         return self._why_no_memory(run)
 
     def _why_no_memory(self, run: Config) -> str:

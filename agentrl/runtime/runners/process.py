@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from agentrl.obs.waiting import REQUEST, ROLLOUT, WaitRegistry, waiting
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
+from agentrl.runtime.judges import JudgeModel, OtherModels, engine_judges, open_judge_models
 from agentrl.runtime.runners.messages import (
     BUFFER_BYTES,
     PULSE_S,
@@ -72,8 +73,10 @@ class RunnerServices:
     renderer: ChatRenderer
     tools: ToolServers
     vocabulary: Vocabulary
+    judges: Mapping[str, JudgeModel]
+    """By ``judge.model``."""
     fleets: list[MirroredFleet] = field(default_factory=list)
-    """By number: the run's own, those of frozen roles, then further ones."""
+    """By number: the run's own, those of frozen roles, those of judges, then further ones."""
     _slots: EpisodeSlots = field(init=False)
     _runners: dict[tuple[int, SamplingChange | None], EpisodeRunner] = field(default_factory=dict, init=False)
 
@@ -88,12 +91,19 @@ class RunnerServices:
         tools = ToolServers(setup.config, {}, Path(), Path())
         exits.push_async_callback(tools.aclose)
         await tools.start()
-        return cls(setup, renderer, tools, vocabulary)
+        return cls(setup, renderer, tools, vocabulary, open_judge_models(setup.config))
+
+    @property
+    def _first_judge(self) -> int:
+        """Number of the first judge's fleet."""
+        return 1 + len(resolve_frozen(self.setup.config))
 
     def fleet(self, number: int) -> MirroredFleet:
         """Return the fleet with a number, which has no engines yet if it is new."""
+        vocabularies = {self._first_judge + index: model.vocabulary for index, model in enumerate(self.judges.values())}
         while len(self.fleets) <= number:
-            self.fleets.append(MirroredFleet(self.setup.config.sampler.request_timeout_s, self.vocabulary))
+            vocabulary = vocabularies.get(len(self.fleets), self.vocabulary)
+            self.fleets.append(MirroredFleet(self.setup.config.sampler.request_timeout_s, vocabulary))
         return self.fleets[number]
 
     def fleet_sampler(self, number: int) -> RoutedSampler:
@@ -106,8 +116,10 @@ class RunnerServices:
             frozen = {
                 name: self.fleet_sampler(1 + index) for index, name in enumerate(resolve_frozen(self.setup.config))
             }
+            judges = {name: self.fleet_sampler(self._first_judge + index) for index, name in enumerate(self.judges)}
+            models = OtherModels(frozen, engine_judges(self.judges, judges))
             runner = make_runner(
-                self.setup.config, self.renderer, self.fleet_sampler(fleet), self.tools, frozen, self._slots
+                self.setup.config, self.renderer, self.fleet_sampler(fleet), self.tools, models, self._slots
             )
             self._runners[fleet, sampling] = runner if sampling is None else runner.with_sampling(sampling)
         return self._runners[fleet, sampling]

@@ -1,0 +1,128 @@
+"""The judge models that engines of the run serve (``judge.model``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from agentrl.config.rewards import POLICY, JudgeConfig
+from agentrl.config.schema import Config
+from agentrl.core.chat_endpoint import ChatEndpoint
+from agentrl.core.sampler import Sampler
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.reserved_engines import reserved_fleet
+from agentrl.models.load import read_vocab_size
+from agentrl.models.resolve import resolve_model
+from agentrl.render.registry import load_renderer
+from agentrl.render.renderer import ChatRenderer
+from agentrl.rewards.engine_judge import EngineJudge
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeModel:
+    """A model that judges, on engines of its own."""
+
+    folder: Path
+    renderer: ChatRenderer
+    config: JudgeConfig
+    """The first judge that names it."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What clients of its engines must know of its tokens."""
+        return Vocabulary(read_vocab_size(self.folder), self.renderer.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    """Models of a run next to its policy, as episodes use them."""
+
+    frozen: Mapping[str, Sampler] = field(default_factory=lambda: MappingProxyType({}))
+    """Samplers of weights that never change, by `RoleConfig.frozen`."""
+    judges: Mapping[str, ChatEndpoint] = field(default_factory=lambda: MappingProxyType({}))
+    """By ``judge.model``."""
+
+
+def judge_configs(config: Config) -> dict[str, JudgeConfig]:
+    """Return the judges with engines of their own, of all sources, by ``judge.model``; of several with one model the first."""
+    judges: dict[str, JudgeConfig] = {}
+    for source in config.by_source().values():
+        for term in source.reward.by_name.values():
+            if term.judge is not None and term.judge.model not in (None, POLICY):
+                judges.setdefault(str(term.judge.model), term.judge)
+    return judges
+
+
+def resolve_judges(config: Config, *, fetch: bool = True) -> dict[str, Path]:
+    """Return the folders of the judges with engines of their own, by ``judge.model``.
+
+    Raises:
+        MissingError: ``fetch`` is False and a model would have to be downloaded.
+        ModelError: a model does not exist; the message names the key.
+    """
+    return {name: resolve_model(name, "judge.model", fetch=fetch) for name in judge_configs(config)}
+
+
+def open_judge_models(config: Config) -> dict[str, JudgeModel]:
+    """Return the judges with engines of their own, by ``judge.model``. Their chat format is that of their tokenizer."""
+    trusted, judges = config.model.trust_remote_code, judge_configs(config)
+    return {
+        name: JudgeModel(folder, load_renderer(folder, trust_remote_code=trusted), judges[name])
+        for name, folder in resolve_judges(config).items()
+    }
+
+
+def judge_fleets(config: Config, models: Mapping[str, JudgeModel], logs: Path, first: int) -> dict[str, Fleet]:
+    """Return the engines of judges, not started, by ``judge.model``.
+
+    Args:
+        config: of the run.
+        models: of `open_judge_models`.
+        logs: folder of the run's logs.
+        first: number of the first engine among those that are reserved.
+    """
+    fleets: dict[str, Fleet] = {}
+    for name, model in models.items():
+        folder, engines = logs / f"judge-{len(fleets)}", model.config.engines
+        sglang = {**config.sampler.sglang, **model.config.sglang}
+        run = config.model_copy(update={"sampler": config.sampler.model_copy(update={"sglang": sglang})})
+        fleets[name] = reserved_fleet(run, model.folder, folder, first, model.vocabulary, engines=engines)
+        first += engines
+    return fleets
+
+
+def engine_judges(models: Mapping[str, JudgeModel], samplers: Mapping[str, Sampler]) -> dict[str, ChatEndpoint]:
+    """Return the judges of a process, by ``judge.model``.
+
+    Args:
+        models: of `open_judge_models`.
+        samplers: of their engines.
+    """
+    return {name: EngineJudge(name, model.renderer, samplers[name]) for name, model in models.items()}
+
+
+def source_judges(
+    config: Config, judges: Mapping[str, ChatEndpoint], renderer: ChatRenderer | None, sampler: Sampler | None
+) -> dict[str, ChatEndpoint]:
+    """Return the judges of a source that engines serve, by the name of their reward.
+
+    Args:
+        config: of the source.
+        judges: by ``judge.model``.
+        renderer: of the policy; None with a policy at an endpoint.
+        sampler: of the policy, which is the judge with ``judge.model=policy``.
+    """
+    models: dict[str, ChatEndpoint] = {}
+    for name, term in config.reward.by_name.items():
+        if term.judge is None or term.judge.model is None:
+            continue
+        if term.judge.model != POLICY:
+            models[name] = judges[term.judge.model]
+        else:
+            assert renderer is not None, "check_endpoint refuses it"
+            assert sampler is not None, "check_endpoint refuses it"
+            models[name] = EngineJudge(POLICY, renderer, sampler)
+    return models
