@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from agentrl.clients.chat_completions import open_chat_model
 from agentrl.config.rewards import POLICY, JudgeConfig
 from agentrl.config.schema import Config
 from agentrl.core.chat_endpoint import ChatEndpoint
@@ -64,6 +65,20 @@ def resolve_judges(config: Config, *, fetch: bool = True) -> dict[str, Path]:
         ModelError: a model does not exist; the message names the key.
     """
     return {name: resolve_model(name, "judge.model", fetch=fetch) for name in judge_configs(config)}
+
+
+async def check_judge_endpoints(config: Config) -> None:
+    """Request one token of each judge at an endpoint, so that a wrong address, key or model is named before anything is sampled.
+
+    Raises:
+        ConfigError: an endpoint refuses the request, or does not answer; the message has the key to change.
+    """
+    for source in config.by_source().values():
+        for name, term in source.reward.by_name.items():
+            if term.judge is not None and term.judge.endpoint is not None:
+                section = f"reward.functions.{name}.judge" if source.reward.functions else "reward.judge"
+                judge = open_chat_model(term.judge.endpoint, f"{section}.endpoint")
+                await judge.check([(term.judge.temperature, 1.0, -1)])
 
 
 def open_judge_models(config: Config) -> dict[str, JudgeModel]:

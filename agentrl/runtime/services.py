@@ -23,7 +23,14 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLaunche
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
-from agentrl.runtime.judges import JudgeModel, OtherModels, engine_judges, judge_fleets, open_judge_models
+from agentrl.runtime.judges import (
+    JudgeModel,
+    OtherModels,
+    check_judge_endpoints,
+    engine_judges,
+    judge_fleets,
+    open_judge_models,
+)
 from agentrl.runtime.runners.pool import RunnerPool
 from agentrl.runtime.runners.runner import RemoteRunners
 from agentrl.runtime.tool_servers import ToolServers
@@ -118,11 +125,13 @@ async def open_services(
         runners: starts runner processes; None: on this machine.
 
     Raises:
+        ConfigError: the endpoint of a judge refuses a first request, or does not answer.
         EngineError, ToolServerError: one does not start; the message has its last log lines.
     """
     raise_file_limit()  # an episode has a connection to an engine and one to each tool server
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    await check_judge_endpoints(config)
     async with AsyncExitStack() as exits:
         renderer, vocabulary = open_renderer(config, model)
         trusted, returns_experts = config.model.trust_remote_code, vocabulary.routing is not None

@@ -17,10 +17,12 @@ from aiohttp.test_utils import RawTestServer
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.base import AdvantageInput
 from agentrl.batch.groups import group_rollouts, incomplete
+from agentrl.config.load import load_config
 from agentrl.config.rewards import RewardConfig
 from agentrl.core.errors import ConfigError, JudgeError, RunStopped, SamplerError
 from agentrl.core.types import FailureKind, FinishReason, Message, Rollout, StopReason, Turn
 from agentrl.rewards.grader import RewardGrader, make_grader
+from agentrl.runtime.judges import check_judge_endpoints
 from tests.scripted_endpoint import Requested, Script, ScriptedEndpoint
 
 ENDPOINT = {"url": "http://127.0.0.1:1/v1", "model": "big"}
@@ -275,6 +277,25 @@ def test_a_group_with_one_sample_left_has_no_advantage_and_one_without_is_gone(n
     assert advantages(name, rollouts) == {rollouts[0].rollout_id: np.float64(0.0).tobytes()}
     assert group_rollouts(rollouts).prompt_ids_G == ("t0",)
     assert incomplete(rollouts[:SAMPLES], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(200, ""), (401, r"reward\.judge\.endpoint\.api_key_env"), (404, "404")]
+)
+def test_a_first_request_before_anything_is_sampled(status, message):
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.json_response({"choices": []}, status=status)
+
+    async def main() -> None:
+        async with RawTestServer(answer) as server:
+            endpoint = f"{{url: '{server.make_url('/v1')}', model: big, attempts: 1}}"
+            await check_judge_endpoints(load_config(None, ["reward=judge", f"reward.judge.endpoint={endpoint}"]))
+
+    if not message:
+        return asyncio.run(main())
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(main())
+    return None
 
 
 def test_an_endpoint_over_http(rollout):
