@@ -413,7 +413,11 @@ def fork_server() -> str:
 
 
 def _exit_as_interpreter(main: Callable[[], int]) -> NoReturn:
-    """Call a function and end this process with its result, as an interpreter ends, whatever has called this function."""
+    """Call a function and end this process with its result, as an interpreter ends, whatever has called this function.
+
+    All that an interpreter does at its end is done, but for the destruction of what was imported: a process that has
+    imported torch, transformers and Ray takes two seconds for it, and copies all their memory.
+    """
     code: object = 1
     try:
         code = main()
@@ -433,4 +437,4 @@ def _exit_as_interpreter(main: Callable[[], int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(_become(_serve(sys.argv[1], sys.argv[2:])))
+    _exit_as_interpreter(lambda: _become(_serve(sys.argv[1], sys.argv[2:])))
