@@ -129,6 +129,8 @@ class EnvBase:
     `ToolCalls`). Otherwise the runner runs them, and the environment receives only messages without calls."""
     needs_reward: ClassVar[bool] = False
     """Whether it returns no reward itself, so that a run needs ``reward.function``."""
+    generate: ClassVar[str | None] = None
+    """What plays the episodes in place of steps, as ``rollout.generate``: a library that drives the loop itself."""
     task: Task
     """The task of the running episode."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.schema import Config
 from agentrl.core.chat_endpoint import ChatEndpoint
-from agentrl.core.registry import make_any_env
+from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.sampler import Sampler
 from agentrl.core.types import SamplingParams
 from agentrl.episode.context import EpisodeContext
@@ -90,7 +90,8 @@ def load_loop(config: Config, source: str, agents: AgentsElsewhere | None) -> Ge
     """
     rollout = config.rollout
     if rollout.agent.setting is None:
-        return None if rollout.generate is None else load_generate(rollout.generate)
+        generate = rollout.generate or env_class(config.env.name).generate
+        return None if generate is None else load_generate(generate)
     # The gateway's server takes a while to import.
     if rollout.agent.is_elsewhere:
         from agentrl.gateway.agents_elsewhere import AgentElsewhere

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentrl.gateway.harnesses.recipes import HARNESSES
 
+VERIFIERS = "pip install verifiers==0.4.0"
 SDKS = "pip install openai==3.57.0 anthropic==2.14.0"
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     """Install all."""
     folder = Path(sys.argv[1]).resolve()
     install(folder / "sdks", SDKS)
+    install(folder / "verifiers", VERIFIERS)
     for name, harness in HARNESSES.items():
         install(folder / ("node" if harness.install.startswith("npm") else name), harness.install)
 

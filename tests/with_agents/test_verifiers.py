@@ -1,0 +1,85 @@
+"""Environments of verifiers itself, installed in an environment of its own: one turn, several, tools, and failures."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from verifiers_episodes import play_tasks, policy_texts
+
+from agentrl import ConfigError, Task
+from agentrl.adapters.verifiers import VerifiersEnv
+from agentrl.adapters.verifiers.process import verifiers_process
+from agentrl.batch.provenance import check_rows
+
+pytestmark = [pytest.mark.agents, pytest.mark.parametrize("bin_folder", ["verifiers"], indirect=True)]
+ENVIRONMENTS = Path(__file__).parent / "verifiers_envs"
+
+
+@pytest.fixture
+def python(bin_folder: Path) -> Iterator[str]:
+    path = str(bin_folder / "python")
+    yield path
+    verifiers_process(path).close()
+
+
+def tasks_of(python: str, name: str, **options: Any) -> list[Task]:
+    options = {"id": str(ENVIRONMENTS / f"{name}.py"), "python": python, **options}
+    return [*VerifiersEnv.configured_tasks("train", 0, options)]
+
+
+def number(prompt: str) -> str:
+    return prompt.rpartition("Say ")[2].partition(".")[0]
+
+
+def test_one_turn(python: str) -> None:
+    tasks = tasks_of(python, "single_turn_env", eval_size=6)
+    assert len(tasks) == 64
+    rollouts, sampler = asyncio.run(play_tasks(tasks, lambda prompt: f"It is {number(prompt)}."))
+    assert [rollout.failure for rollout in rollouts] == [None] * 64
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 64
+    assert rollouts[-1].metrics == {"reward/exact": 1.0, "characters": 9.0}
+    assert [policy_texts(rollout) for rollout in rollouts[:2]] == [["It is 6."], ["It is 7."]]
+    for rollout in rollouts:
+        check_rows(rollout.rows)
+    assert sampler.max_running > 1
+
+
+def test_several_turns_are_one_row(python: str) -> None:
+    tasks = tasks_of(python, "multi_turn_env")[:2]
+    (right, wrong), _ = asyncio.run(
+        play_tasks(tasks, lambda prompt: number(prompt) if "And again?" in prompt and "Say 35." in prompt else "?")
+    )
+    assert [policy_texts(rollout) for rollout in (right, wrong)] == [["?", "35"], ["?", "?"]]
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert "And again?" in right.turns[0].observation
+    assert len(right.rows) == 1
+
+
+def test_tools_are_called_over_mcp(python: str) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 40}}</tool_call>'
+    tasks = tasks_of(python, "tool_env")[:1]
+    assert tasks[0].question == "Add 2 and 40."
+    (rollout,), _ = asyncio.run(play_tasks(tasks, lambda prompt: "It is 42." if "42" in prompt else call))
+    assert rollout.failure is None
+    assert rollout.reward == 1.0
+    assert policy_texts(rollout) == [call, "It is 42."]
+    assert "42" in rollout.turns[0].observation
+
+
+def test_an_exception_of_a_reward_function_is_a_failure_and_no_reward(python: str) -> None:
+    (rollout,), _ = asyncio.run(play_tasks(tasks_of(python, "single_turn_env")[:1], lambda prompt: "boom"))
+    assert rollout.failure is not None
+    assert rollout.failure.kind == "environment"
+    assert "the reward function broke" in rollout.failure.message
+    assert rollout.dropped
+
+
+def test_what_verifiers_refuses_is_named(python: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"env\.options\.id=nothing: ModuleNotFoundError: taskset 'nothing' not found"
+    ):
+        tasks_of(python, "x", id="nothing")
+    with pytest.raises(ConfigError, match=r"(?s)speakers"):
+        tasks_of(python, "multi_turn_env", config={"speakers": {}})
