@@ -96,11 +96,11 @@ def guard(parse_expr: Callable[..., object], namespace: Mapping[str, object]) ->
         for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline):
             name = token.string
             if token.type == tokenize.NAME:
-                known = namespace.get(name, getattr(builtins, name, None))
-                is_expression = isinstance(known, sympy.Basic) or (
-                    isinstance(known, type) and issubclass(known, sympy.Basic)
+                definition = namespace.get(name, getattr(builtins, name, None))
+                is_expression = isinstance(definition, sympy.Basic) or (
+                    isinstance(definition, type) and issubclass(definition, sympy.Basic)
                 )
-                is_safe = known is None or is_expression or name in _PLAIN_FUNCTIONS
+                is_safe = definition is None or is_expression or name in _PLAIN_FUNCTIONS
                 if not is_safe or keyword.iskeyword(name) or "__" in name:
                     raise ValueError(f"{name} is no mathematical function")
             elif token.type == tokenize.STRING or name == ".":

@@ -162,19 +162,19 @@ def _prompt_text(data: TaskData) -> str:
 
 def _result(episode: Episode, role: str) -> Json:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    own = (
+    traces = (
         episode.traces if len(episode.traces) == 1 else [trace for trace in episode.traces if trace.agent.name == role]
     )
-    if not episode.ok or len(own) != 1:
-        last = f"{errors[-1].type}: {errors[-1].message}" if errors else f"{len(own)} traces of {role}, and not one"
+    if not episode.ok or len(traces) != 1:
+        last = f"{errors[-1].type}: {errors[-1].message}" if errors else f"{len(traces)} traces of {role}, and not one"
         stops = ", ".join(str(trace.stop_condition) for trace in episode.traces)
         return {"failure": f"{last} ({stops})"}
-    (trace,) = own
-    missing = [name for name, reward in trace.rewards.items() if reward is None]
+    (trace,) = traces
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
     reward = math.fsum(reward.value for reward in trace.rewards.values() if reward is not None)
-    if missing or not trace.rewards or not math.isfinite(reward):
-        what = f"no value of {', '.join(missing)}" if missing else f"rewards {trace.rewards}"
-        return {"failure": f"scoring returned {what}"}
+    if unscored or not trace.rewards or not math.isfinite(reward):
+        fault = f"no value of {', '.join(unscored)}" if unscored else f"rewards {trace.rewards}"
+        return {"failure": f"scoring returned {fault}"}
     metrics = {f"reward/{name}": value.score for name, value in trace.rewards.items() if value is not None}
     metrics |= {name: value for name, value in trace.metrics.items() if value is not None and math.isfinite(value)}
     return {"reward": reward, "metrics": metrics}
@@ -200,6 +200,8 @@ async def main() -> None:
             reply = {"value": await getattr(worker, call)(**arguments)}
         except (Exception, SystemExit) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            del running[number]
         out.write(json.dumps({"number": number, **reply}) + "\n")
 
     loop = asyncio.get_running_loop()
@@ -212,8 +214,7 @@ async def main() -> None:
             if number in running:
                 running[number].cancel()
             continue
-        running[number] = task = asyncio.ensure_future(answer(number, call, request))
-        task.add_done_callback(lambda _, number=number: running.pop(number))
+        running[number] = asyncio.ensure_future(answer(number, call, request))
     for task in running.values():
         task.cancel()
     if running:
