@@ -23,7 +23,7 @@ ALONE = {"device": "cpu", "max_running_requests": 1, "disable_radix_cache": True
 def play_on(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayOn]:
     folder = tmp_path_factory.mktemp("policy")
     model = save_talking_policy(folder / "model")
-    engine = launch_sglang(model, log=folder / "engine.log", options=ALONE, python=sglang_python, timeout_s=300)
+    engine = launch_sglang(model, log=folder / "engine.log", options=ALONE, python=sglang_python, timeout_s=1200)
     yield partial(EngineEpisodes, model, engine.url)
     engine.stop()
 

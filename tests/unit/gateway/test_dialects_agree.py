@@ -1,6 +1,6 @@
 """The same episode through every dialect, streaming or not, a loop of agentrl, and an environment gives the same rollout.
 
-The policy is a function of the prompt's ids; `tests/long/test_engine_dialects.py` and `tests/with_sglang` have engines.
+The policy is a function of the prompt's ids; `tests/integration/test_engine_dialects.py` and `tests/with_sglang` have engines.
 """
 
 from functools import partial
