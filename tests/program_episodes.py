@@ -1,7 +1,7 @@
 """Episodes of agent programs as processes, with a scripted policy."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl import Message, Rollout, Task
@@ -78,13 +78,26 @@ def fake_harness(folder: Path, sandbox: str) -> AgentConfig:
 
 
 def play_program(
-    config: AgentConfig, script: Sequence[str], renderer: ChatRenderer, sandbox: SandboxConfig | None = None
+    config: AgentConfig,
+    script: Sequence[str] | Callable[[str], str],
+    renderer: ChatRenderer,
+    sandbox: SandboxConfig | None = None,
+    task: Task = TASK,
 ) -> tuple[Rollout, list[Generation]]:
-    """Play an episode, and return what the engine sampled in it, too."""
+    """Play an episode, and return what the engine sampled in it, too.
+
+    Args:
+        config: of the program.
+        script: the turns of a conversation in order, or a function of the prompt's text that returns the turn.
+        renderer: of the policy's chat format.
+        sandbox: limits of the program's sandbox.
+        task: of the episode.
+    """
 
     def speak(request: RecordedRequest) -> str:
         """Return the turn that follows those in the prompt."""
-        return script[renderer.decode(request.prompt.token_ids).count(ASSISTANT) - 1]
+        prompt = renderer.decode(request.prompt.token_ids)
+        return script(prompt) if callable(script) else script[prompt.count(ASSISTANT) - 1]
 
     sampler = RecordingSampler(speak, encode=renderer.encode, end_token_id=renderer.end_token_id)
     sampler.generations = []
@@ -93,5 +106,5 @@ def play_program(
     failure = FailureConfig(sampler="drop", agent="drop", max_failed_share=1)
     settings = EpisodeSettings(context, generate=AgentProgram(config, sandbox or SandboxConfig()), grader=Grader())
     runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(1))
-    (rollout,) = asyncio.run(runner.run_many([Job(TASK, 1, "e")]))
+    (rollout,) = asyncio.run(runner.run_many([Job(task, 1, "e")]))
     return rollout, sampler.generations
