@@ -28,6 +28,5 @@ def test_an_episode_is_the_same_bit_for_bit_on_the_embedded_engine(play_on: Play
 
 
 @long_proof
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_300_episodes_are_the_same_bit_for_bit_on_the_embedded_engine(play_on: PlayOn, temperature: float) -> None:
-    play_on(temperature=temperature).prove(seed=0)
+def test_300_episodes_are_the_same_bit_for_bit_on_the_embedded_engine(play_on: PlayOn) -> None:
+    play_on(temperature=1.0).prove(seed=0)
