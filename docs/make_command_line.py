@@ -42,6 +42,7 @@ agentrl view runs/search_r1-20261121-120000 --html
 agentrl tune --config search_r1/cpu --minutes 10            # faster settings by short trials, to tuned.yaml
 agentrl engines --end                                       # end engines that stayed for a next run (sampler.keep_minutes)
 agentrl doctor runs/search_r1-20261121-120000               # why a run is dead, hangs or does not learn
+agentrl check runs/search_r1-20261121-120000 reward=my_rewards.py:score  # try a function of yours on its rollouts
 agentrl league runs/kuhn_poker-20261121-120000               # self-play: ratings, wins by seat, role asymmetry
 agentrl init my_project                                     # a project with environment, tool, tasks, config, tests
 agentrl sft --config search_r1/sft_control                  # supervised fine-tuning on scripted demonstrations

@@ -197,9 +197,9 @@ class PolicyObjective:
         """Return the policy loss of each token, which is that of its source."""
         policy_losses, places = self.policy_losses, inputs.source_tokens
         if len(policy_losses) == 1 or not places:
-            return _token_loss(policy_losses[0], logprobs_N, old_N, inputs)
+            return call_policy_loss(policy_losses[0], logprobs_N, old_N, inputs)
         losses = [
-            _token_loss(policy_losses[source], logprobs_N[at_M], old_N[at_M], inputs.at(at_M))
+            call_policy_loss(policy_losses[source], logprobs_N[at_M], old_N[at_M], inputs.at(at_M))
             for source, at_M in places.items()
         ]
         order_N = torch.cat(list(places.values()))
@@ -231,7 +231,12 @@ class PolicyObjective:
         return importance_weights(log_ratio_N, torch.arange(len(log_ratio_N)), self.config.correction)
 
 
-def _token_loss(loss: PolicyLoss, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> TokenLoss:
+def call_policy_loss(loss: PolicyLoss, logprobs_N: torch.Tensor, old_N: torch.Tensor, inputs: LossInput) -> TokenLoss:
+    """Return what `PolicyLoss.token_loss` does.
+
+    Raises:
+        ConfigError: a user's loss raised, or returned something else than a value for each token.
+    """
     with calling_algorithm(LOSS_KEY, loss.name, "token_loss"):
         token = loss.token_loss(logprobs_N, old_N, inputs)
     shapes = [tuple(values.shape) for values in (token.loss_N, token.clipped_N)] if isinstance(token, TokenLoss) else []

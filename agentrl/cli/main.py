@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "gateway": "serve a policy to agents at endpoints of OpenAI and Anthropic",
     "export": "write the policy of a checkpoint as a Hugging Face folder",
     "audit": "check saved rollouts: ids, masks, forks and provenance",
+    "check": "try functions of yours on recorded rollouts: rewards, filters, algorithms, callbacks",
     "view": "look at runs: rollouts in the terminal or as an HTML page, or a live dashboard",
     "doctor": "explain why a run is dead, hangs or does not learn",
     "engines": "list and end the engines that stay after runs (sampler.keep_minutes)",

@@ -1,0 +1,167 @@
+"""Functions of users, tried on recorded rollouts: what is good has no fault, and each broken contract is named."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import DONE, FAILED, USER_MISTAKE, main
+from agentrl.config.load import load_config
+from agentrl.core.types import MaskReason, Provenance, Rollout
+from agentrl.obs.rollouts import RolloutRecorder
+from agentrl.train.function_check import FunctionReport, RecordedStep, check_functions
+from tests.unit.obs.viewer.conftest import build
+
+OBSERVED = (Provenance.OBSERVED, MaskReason.OBSERVED)
+SAMPLED = (Provenance.SAMPLED, MaskReason.NONE)
+FUNCTIONS = """
+import itertools, math
+import numpy as np
+import torch
+import agentrl
+from agentrl.algo.base import AdvantageEstimator, PolicyLoss, TokenLoss
+
+calls = itertools.count()
+
+def reward(sample): return len(sample.prompt_id) + sample.rollout.sampled_tokens / 4
+def text_reward(sample): return "good"
+def raises(sample): return {}["missing"]
+def counts(sample): return float(next(calls))
+def flat(sample): return 1.0
+def keep(group): return group[0].prompt_id == "p0"
+def drop_all(group): return True
+def no_bool(group): return len(group)
+
+class Centered(AdvantageEstimator):
+    streams = True
+    def advantages(self, inputs):
+        groups = inputs.groups
+        rewards = groups.rewards_N
+        means = np.array([rewards[groups.groups_N == group].mean() for group in groups.groups_N])
+        return {rollout.rollout_id: float(value) for rollout, value in zip(groups.rollouts_N, rewards - means)}
+
+class AcrossGroups(Centered):
+    def advantages(self, inputs):
+        mean = inputs.groups.rewards_N.mean()
+        return {rollout.rollout_id: float(rollout.reward - mean) for rollout in inputs.groups.rollouts_N}
+
+class NotANumber(Centered):
+    def advantages(self, inputs):
+        return {rollout.rollout_id: math.nan for rollout in inputs.groups.rollouts_N}
+
+class Clipped(PolicyLoss):
+    def token_loss(self, logprobs_N, old_N, inputs):
+        ratio_N = (logprobs_N - old_N).exp()
+        clipped_N = (ratio_N - 1).abs() > 0.2
+        return TokenLoss(-inputs.advantages_N * torch.where(clipped_N, ratio_N.detach(), ratio_N), clipped_N)
+
+class Detached(Clipped):
+    def token_loss(self, logprobs_N, old_N, inputs):
+        return super().token_loss(logprobs_N.detach(), old_N, inputs)
+
+class Logarithm(Clipped):
+    def token_loss(self, logprobs_N, old_N, inputs):
+        return TokenLoss(-inputs.advantages_N * (logprobs_N - old_N).abs().sqrt(), torch.zeros_like(old_N).bool())
+
+class CountsClipped(Clipped):
+    def token_loss(self, logprobs_N, old_N, inputs):
+        return TokenLoss(-inputs.advantages_N * logprobs_N, torch.ones_like(old_N).bool())
+
+class OneNumber(Clipped):
+    def token_loss(self, logprobs_N, old_N, inputs):
+        return logprobs_N.sum()
+
+class Watch(agentrl.Callback):
+    def on_rollouts(self, run, rollouts): self.count = len(rollouts)
+    def on_step(self, run, metrics): return {"mine/rollouts": self.count}
+    def on_eval(self, run, step, metrics): run.stop("enough")
+
+class Taken(agentrl.Callback):
+    def on_step(self, run, metrics): return {"train/loss": 1.0}
+"""
+
+
+def rollouts() -> list[Rollout]:
+    """Two tasks with two rollouts each, and a rollout that the failure policy dropped."""
+    pieces = [(*OBSERVED, [5, 9]), (*SAMPLED, [7, 5, 7]), (*OBSERVED, [3]), (*SAMPLED, [1])]
+    recorded = [
+        build(pieces[: 2 + 2 * (number % 2)], number, f"p{number // 2}", reward=float(number)) for number in range(4)
+    ]
+    return [*recorded, build(pieces, 4, "p1", dropped=True)]
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def check(folder: Path, *settings: str) -> list[FunctionReport]:
+    step = RecordedStep(folder, 3, rollouts(), {"train/loss": 0.5, "eval/reward": 0.4})
+    return asyncio.run(check_functions(load_config(None, [*settings]), step))
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        ("reward={}:reward", ["4 rollouts scored 2.875 in the mean, from 2.75 to 3;"]),
+        ("reward.functions={{a: {{function: '{}:reward'}}}}", ["4 rollouts scored 2.875"]),
+        ("reward={}:counts", ["4 rollouts were scored differently the second time"]),
+        ("reward={}:flat", ["all rewards are equal"]),
+        ("rollout.filter_groups.filters=[{}:keep]", ["drops 1 of 2 groups"]),
+        ("algo.advantage.name={}:Centered", ["14 trained tokens with advantages from -0.5 to 0.5"]),
+        ("algo.loss.name={}:Clipped", ["at the sampler's policy: ", "at random ratios around it: "]),
+        ("train.callbacks=[{}:Watch]", ["adds mine/rollouts=5", "stops the run: enough"]),
+    ],
+)
+def test_what_a_function_does_is_reported(functions: Path, setting: str, seen: list[str]) -> None:
+    [report] = check(functions.parent, setting.format(functions))
+    assert report.faults == []
+    for text in seen:
+        assert any(text in line for line in report.lines), report.lines
+
+
+@pytest.mark.parametrize(
+    ("setting", "fault"),
+    [
+        ("reward={}:text_reward", "4 rollouts: "),
+        ("reward={}:raises", "'missing'"),
+        ("reward={}:no_such_name", "has no 'no_such_name'"),
+        ("rollout.filter_groups.filters=[{}:drop_all]", "it drops every group"),
+        ("rollout.filter_groups.filters=[{}:no_bool]", "must return True (drop the group) or False"),
+        ("algo.advantage.name={}:AcrossGroups", "set streams=False"),
+        ("algo.advantage.name={}:NotANumber", "is not finite"),
+        ("algo.loss.name={}:Detached", "the loss has no gradient"),
+        ("algo.loss.name={}:Logarithm", "at the sampler's policy, the gradient of 14 tokens is not finite"),
+        ("algo.loss.name={}:CountsClipped", "14 tokens have a gradient and count as clipped"),
+        ("algo.loss.name={}:OneNumber", "token_loss returned Tensor for 14 tokens"),
+        ("train.callbacks=[{}:Taken]", "which the step has already"),
+    ],
+)
+def test_a_broken_contract_is_named(functions: Path, setting: str, fault: str) -> None:
+    [report] = check(functions.parent, setting.format(functions))
+    assert any(fault in line for line in report.faults), report
+
+
+def test_the_command_tries_the_functions_of_a_run_and_of_its_settings(
+    functions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = functions.parent / "run"
+    recorder = RolloutRecorder(run / "rollouts")
+    for step in (1, 2):
+        recorder.write(step, rollouts())
+        recorder.finish(step, {})
+    (run / "config.yaml").write_text(f"reward: {{function: '{functions}:reward'}}\n")
+    assert main(["check", str(run)]) == DONE
+    assert "reward.function=" in capsys.readouterr().out
+    assert main(["check", str(run), f"algo.loss.name={functions}:Detached"]) == FAILED
+    output = capsys.readouterr()
+    assert "fault: at the sampler's policy, the loss has no gradient" in output.out
+    assert f"2 faults on the rollouts of step 2 of {run}" in output.err
+    assert main(["check", str(run), "reward.function=null"]) == USER_MISTAKE
+    assert "no function to try" in capsys.readouterr().err
+    assert main(["check", str(run), "--step", "7"]) == USER_MISTAKE
+    assert "has rollouts of the steps 1, 2" in capsys.readouterr().err
