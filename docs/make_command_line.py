@@ -47,6 +47,7 @@ agentrl league runs/kuhn_poker-20261121-120000               # self-play: rating
 agentrl init my_project                                     # a project with environment, tool, tasks, config, tests
 agentrl sft --config search_r1/sft_control                  # supervised fine-tuning on scripted demonstrations
 agentrl sft sft.rollouts.path=runs/first sft.rollouts.per_task=1 model.path=/path/to/model   # on the best rollouts of a run
+agentrl data show train.jsonl data.label_key=label          # what rows become: prompts, labels, trained tokens
 agentrl env list
 agentrl env check search_r1
 agentrl template check --tokenizer /path/to/model           # what the chat template does to training

@@ -63,7 +63,7 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "ro
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 TUTORIALS = ROOT / "docs" / "tutorials"
-RUN_HERE = {"doctor", "init", "env", "template", "models", "plan", "launch"}
+RUN_HERE = {"data", "doctor", "init", "env", "template", "models", "plan", "launch"}
 """Commands that only read or write files."""
 
 

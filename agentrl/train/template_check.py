@@ -46,7 +46,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         return findings.summary()
     renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
-    prompts = [prompt for task in tried if (prompt := _first_prompt(config.env, config.run.seed, task))]
+    prompts = [prompt for task in tried if (prompt := first_prompt(config.env, config.run.seed, task))]
     tools, too_long = policy_tools(config), 0
     for prompt in prompts:
         try:
@@ -82,7 +82,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     return findings.summary() + hidden + long
 
 
-def _first_prompt(config: EnvConfig, seed: int, task: Task) -> tuple[Message, ...]:
+def first_prompt(config: EnvConfig, seed: int, task: Task) -> tuple[Message, ...]:
     """Return the messages that begin an episode, or an empty tuple if only the episode can show them."""
     env = make_any_env(config.name, config.options)
     if isinstance(env, AsyncEnv):
