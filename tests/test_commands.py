@@ -33,7 +33,7 @@ from tests.test_configs import MACHINE
 from tests.test_pages import PAGES, ROOT, example
 
 FILES = {
-    "train.jsonl": '{"prompt": "Say a.", "label": "a", "name": "a", "facts": {}}\n',
+    "train.jsonl": '{"prompt": "Say a.", "label": "a", "answer": "a", "name": "a", "facts": {}}\n',
     "my_chats.jsonl": '{"prompt": "Who?", "completion": "Me."}\n',
     "my_filters.py": "def too_easy(group):\n    return False\n",
     "tasks.jsonl": '{"prompt": "Say a.", "label": "a"}\n',

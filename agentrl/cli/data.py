@@ -74,11 +74,13 @@ def run(arguments: argparse.Namespace) -> None:
     assert config.data.path is not None
     table = open_table(config.data.path, KEY, None, config.data.rows_key)
     size = min(len(table), config.data.limit or len(table))
-    shown_s = time.monotonic()
+    shown_s, columns = time.monotonic(), tuple[str, ...]()
     try:
         for index in range(size):
             try:
-                text = report.add(table[index])
+                row = table[index]
+                columns = row.columns
+                text = report.add(row)
             except UserError as error:
                 report.faults.append(str(error))
                 continue
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     finally:  # Ctrl-C: what is known of the rows so far
         _print_summary(report, console)
     if report.faults:
-        are_chats = not arguments.sft and config.sft.messages_key in table[0].columns
+        are_chats = not arguments.sft and config.sft.messages_key in columns
         hint = "; agentrl data show --sft reads rows as chats" if are_chats else ""
         raise ConfigError(f"{len(report.faults):,} of {size:,} rows of {KEY}={config.data.path} cannot be used{hint}")
     if not report.count:
