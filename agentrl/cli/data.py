@@ -188,7 +188,7 @@ class _TaskReport(_Report):
                 f"{row.location}: {self.config.data.id_key!r} (data.id_key) is {task.id!r}, as in {earlier}"
             )
         messages, size = self._prompt(task), ""
-        text = _written(messages)
+        text = _message_lines(messages)
         if self.renderer is not None:
             try:
                 ids = self.renderer.render(messages, self._tools).token_ids
@@ -237,12 +237,14 @@ class _ChatReport(_Report):
         tools = f"; tools: {', '.join(tool.name for tool in chat.tools)}" if chat.tools else ""
         if self.renderer is None:
             self.count += 1
-            return Text(f"{row.location}: a chat of {len(chat.messages)} messages{tools}\n{_written(chat.messages)}\n")
-        text = self._masked(chat, self.renderer, f"{row.location}: {{}}{tools}\n")
+            return Text(
+                f"{row.location}: a chat of {len(chat.messages)} messages{tools}\n{_message_lines(chat.messages)}\n"
+            )
+        text = self._mask_text(chat, self.renderer, f"{row.location}: {{}}{tools}\n")
         self.count += 1
         return text
 
-    def _masked(self, chat: Chat, renderer: ChatRenderer, head: str) -> Text:
+    def _mask_text(self, chat: Chat, renderer: ChatRenderer, head: str) -> Text:
         """Return the rows of a chat, with trained tokens told from observed ones."""
         from agentrl.sft.chats import chat_rows
 
@@ -271,7 +273,7 @@ class _ChatReport(_Report):
         yield from self._lengths()
 
 
-def _written(messages: Sequence[Message]) -> str:
+def _message_lines(messages: Sequence[Message]) -> str:
     """Return messages as text, without a chat format."""
     lines = []
     for message in messages:
