@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 FOLDER = Path(__file__).parent
 LINKS = {"employer": "works for", "founder": "was founded by", "seat": "is based in", "mayor": "is governed by"}
@@ -15,7 +16,7 @@ def make_name(rng: Random, link: str) -> str:
     return words[0] + ENDINGS[link] if link in ENDINGS else " ".join(words)
 
 
-def make_row(rng: Random, links: tuple[str, str]) -> dict[str, object]:
+def make_row(rng: Random, links: tuple[str, str]) -> dict[str, Any]:
     names = [make_name(rng, "employer" if links[0] == "seat" else "person"), *(make_name(rng, link) for link in links)]
     question = f"What is the {links[1]} of the {links[0]} of {names[0]}?"
     pages = {names[at]: f"{names[at]} {LINKS[link]} {names[at + 1]}." for at, link in enumerate(links)}
