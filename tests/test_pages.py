@@ -24,9 +24,9 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part in {"runs", "template"} for part in path.relative_to(ROOT).parts)
 )
-TASKSETS = ROOT / "docs" / "how_to" / "tasksets.md"
+DATA_FILES = ROOT / "docs" / "how_to" / "data_files.md"
 GUIDES = (
-    "how_to/algorithm", "how_to/chat_format", "how_to/environment", "how_to/evaluation", "how_to/learner", "how_to/mixed",
+    "how_to/algorithm", "how_to/chat_format", "how_to/data_sources", "how_to/environment", "how_to/evaluation", "how_to/learner", "how_to/mixed",
     "how_to/multi_agent", "how_to/reward", "how_to/sandbox_backend", "how_to/tasksets", "how_to/tool",
     "how_to/weight_transport", "tutorials/2_your_environment", "tutorials/3_your_tool_in_a_sandbox",
 )  # fmt: skip
@@ -143,7 +143,7 @@ def test_examples_of_guides_run(tmp_path: Path) -> None:
 
 def test_refusals_of_data_files_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    rows = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", TASKSETS.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([{\[].*)` \| `(train\.jsonl.*)` \|$", DATA_FILES.read_text(), re.MULTILINE)
     assert len(rows) > 5
     for row, message in rows:
         Path("train.jsonl").write_text(row)
