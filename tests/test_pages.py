@@ -26,9 +26,10 @@ PAGES = sorted(
 )
 DATA_FILES = ROOT / "docs" / "how_to" / "data_files.md"
 GUIDES = (
-    "how_to/algorithm", "how_to/chat_format", "how_to/data_sources", "how_to/environment", "how_to/evaluation", "how_to/learner", "how_to/mixed",
-    "how_to/multi_agent", "how_to/reward", "how_to/sandbox_backend", "how_to/tasksets", "how_to/tool",
-    "how_to/weight_transport", "tutorials/2_your_environment", "tutorials/3_your_tool_in_a_sandbox",
+    "how_to/algorithm", "how_to/chat_format", "how_to/data_sources", "how_to/environment", "how_to/evaluation",
+    "how_to/learner", "how_to/mixed", "how_to/multi_agent", "how_to/reward", "how_to/sandbox_backend",
+    "how_to/tasksets", "how_to/tool", "how_to/weight_transport", "tutorials/2_your_environment",
+    "tutorials/3_your_tool_in_a_sandbox",
 )  # fmt: skip
 """Guides to what users write; each shows a test of it."""
 API = ROOT / "docs" / "reference" / "api.md"

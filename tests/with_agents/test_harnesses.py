@@ -1,6 +1,6 @@
 """Unmodified agent programs, started by their recipes, finish a task of several calls; a script plays the policy.
 
-Nothing but the loopback device can be reached. The expected graph of each is in docs/agents.md.
+Nothing but the loopback device can be reached. The expected graph of each is in docs/how_to/agent_harnesses.md.
 """
 
 import logging

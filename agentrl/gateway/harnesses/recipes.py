@@ -1,4 +1,4 @@
-"""The recipes by name. docs/agents.md has a section for each."""
+"""The recipes by name. docs/how_to/agent_harnesses.md has a section for each."""
 
 from __future__ import annotations
 
