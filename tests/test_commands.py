@@ -63,6 +63,8 @@ LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "ro
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 TUTORIALS = ROOT / "docs" / "tutorials"
+SERVER = "url=http://127.0.0.1:8000"
+"""A server of OpenEnv that the reader has started; tests/with_environments runs such commands."""
 RUN_HERE = {"data", "doctor", "init", "env", "template", "models", "plan", "launch"}
 """Commands that only read or write files."""
 
@@ -188,7 +190,7 @@ def test_command(line: str, folder: Path) -> None:
         lacks = re.findall(r"^missing here (.+)$", rollout, re.MULTILINE)
         assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
         assert written_in(folder) == state_before, "a dry run writes nothing"
-    elif words[0] in RUN_HERE and words[:2] != ["models", "get"] and ADDED not in words:
+    elif words[0] in RUN_HERE and SERVER not in line and words[:2] != ["models", "get"] and ADDED not in words:
         status, rollout = play(words)
         assert status == 0, rollout
     else:
