@@ -58,13 +58,22 @@ FILES = {
     "my.sbatch.j2": "#SBATCH --job-name={{ name }} --partition={{ settings.partition }}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
-LACKS = MACHINE | {"placement.mode", "tools.search.url", "tools.python.url", "rollout.agent.harness", "obs.trackio"}
-"""Keys that ask for GPUs, a tool server that the reader has started, an agent program, or an extra that .venv cannot have."""
+LACKS = MACHINE | {
+    "placement.mode",
+    "tools.search.url",
+    "tools.python.url",
+    "rollout.agent.harness",
+    "obs.trackio",
+    "reward.judge.model",
+}
+"""Keys that ask for GPUs, a tool server that the reader has started, an agent program, a model of the hub, or an extra that
+.venv cannot have."""
 ADDED = "render.format=plain"
 """The format that the reader of docs/how_to/chat_format.md adds to agentrl itself."""
 TUTORIALS = ROOT / "docs" / "tutorials"
-SERVER = "url=http://127.0.0.1:8000"
-"""A server of OpenEnv that the reader has started; tests/with_environments runs such commands."""
+FOREIGN = ("url=http://127.0.0.1:8000", "vf/bin/python")
+"""A server of OpenEnv or NeMo Gym that the reader has started, and an interpreter with verifiers: tests/with_environments and
+tests/with_agents run such commands."""
 RUN_HERE = {"data", "doctor", "init", "env", "template", "models", "plan", "launch"}
 """Commands that only read or write files."""
 
@@ -183,14 +192,15 @@ def test_pages_have_commands() -> None:
 @pytest.mark.parametrize("line", [*ALL])
 def test_command(line: str, folder: Path) -> None:
     words = ALL[line].words
-    if words[0] in ("train", "sft") and "--replay" not in words:
+    is_foreign = any(part in line for part in FOREIGN)
+    if words[0] in ("train", "sft") and "--replay" not in words and not is_foreign:
         state_before = written_in(folder)
         status, rollout = play([*words, *({"--dry-run"} - {*words})])
         assert status == 0, rollout
         lacks = re.findall(r"^missing here (.+)$", rollout, re.MULTILINE)
         assert all(re.split(r"[=,]", lack)[0] in LACKS for lack in lacks), lacks
         assert written_in(folder) == state_before, "a dry run writes nothing"
-    elif words[0] in RUN_HERE and SERVER not in line and words[:2] != ["models", "get"] and ADDED not in words:
+    elif words[0] in RUN_HERE and not is_foreign and words[:2] != ["models", "get"] and ADDED not in words:
         status, rollout = play(words)
         assert status == 0, rollout
     else:

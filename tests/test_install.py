@@ -43,7 +43,7 @@ def test_every_message_is_one_of_the_code(page: str, least: int) -> None:
 def test_every_extra_is_listed() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = PAGE.split("## Extras")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(extras)
+    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == set(extras)
 
 
 def test_the_image_gets_all_that_the_package_is_made_of() -> None:

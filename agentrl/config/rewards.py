@@ -191,6 +191,10 @@ class RewardConfig(RewardFunctionConfig):
             return {**self.functions}
         return {} if self.function is None else {self.function: self}
 
+    def section_key(self, name: str) -> str:
+        """Return the key of the section of a reward in `by_name`."""
+        return f"reward.functions.{name}" if self.functions else "reward"
+
     @property
     def setting(self) -> str | None:
         """The key and value that set a reward, for messages; None: the environment's own."""

@@ -67,10 +67,11 @@ def check_endpoint(config: Config) -> None:
                 f"{prefix}data.apply_chat_template=false with {played}: a prompt without the chat format is no conversation; "
                 "leave it out"
             )
-        for term in source.reward.by_name.values():
+        for reward, term in source.reward.by_name.items():
             if term.judge is not None and term.judge.model is not None:
+                key = f"{prefix}{source.reward.section_key(reward)}.judge"
                 raise ConfigError(
-                    f"{prefix}judge.model={term.judge.model} with {played}: there are no engines; set judge.endpoint"
+                    f"{key}.model={term.judge.model} with {played}: there are no engines; set {key}.endpoint"
                 )
         for role, settings in source.env.roles.items():
             if settings.frozen is not None:

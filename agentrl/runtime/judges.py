@@ -64,7 +64,16 @@ def resolve_judges(config: Config, *, fetch: bool = True) -> dict[str, Path]:
         MissingError: ``fetch`` is False and a model would have to be downloaded.
         ModelError: a model does not exist; the message names the key.
     """
-    return {name: resolve_model(name, "judge.model", fetch=fetch) for name in judge_configs(config)}
+    folders: dict[str, Path] = {}
+    for source_name, source in config.by_source().items():
+        prefix = f"sources.{source_name}." if source_name else ""
+        for name, term in source.reward.by_name.items():
+            model = None if term.judge is None else term.judge.model
+            if model is not None and model != POLICY and model not in folders:
+                folders[model] = resolve_model(
+                    model, f"{prefix}{source.reward.section_key(name)}.judge.model", fetch=fetch
+                )
+    return folders
 
 
 async def check_judge_endpoints(config: Config) -> None:
@@ -76,8 +85,7 @@ async def check_judge_endpoints(config: Config) -> None:
     for source in config.by_source().values():
         for name, term in source.reward.by_name.items():
             if term.judge is not None and term.judge.endpoint is not None:
-                section = f"reward.functions.{name}.judge" if source.reward.functions else "reward.judge"
-                judge = open_chat_model(term.judge.endpoint, f"{section}.endpoint")
+                judge = open_chat_model(term.judge.endpoint, f"{source.reward.section_key(name)}.judge.endpoint")
                 await judge.check([(term.judge.temperature, 1.0, -1)])
 
 

@@ -33,7 +33,7 @@ from agentrl.train.callbacks import RunCallbacks, load_callbacks
 
 _LOG_RATIO = 0.3
 """Standard deviation of the random log-ratios at which a policy loss is tried: some tokens are beyond the usual clip range."""
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+_RTOL, _ATOL = 1e-4, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,9 @@ def _check_estimator(prefix: str, algo: AlgoConfig, step: RecordedStep) -> Funct
         f"{trained.mean():.4g} in the mean; 0 for {np.mean(trained == 0):.0%}",
         report.time("a step"),
     ]
-    if alone and not all(np.allclose(part[key], advantages[key], **_CLOSE) for part in alone for key in part):
+    if alone and not all(
+        np.allclose(part[key], advantages[key], rtol=_RTOL, atol=_ATOL) for part in alone for key in part
+    ):
         report.faults.append(
             "streams=True says that a group's advantages depend on no other group, and those of a group alone are others: "
             "set streams=False"

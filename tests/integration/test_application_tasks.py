@@ -20,16 +20,20 @@ class Application:
     """Answers requests of its users, one session each, until the run is over; the reward is the share of vowels."""
 
     def __init__(self, url: str) -> None:
-        self._client = AgentClient(url, patience_s=240)
+        self._client = AgentClient(url, patience_s=1)
+        self.is_over = threading.Event()
         self._numbers = itertools.count()
         self.answers: dict[str, tuple[str, float]] = {}
         """What was sampled for a request, and the reward, of sessions that were ended."""
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
-        while True:
+        while not self.is_over.is_set():
             number = next(self._numbers)
-            session = self._client.start({"id": f"request-{number}", "prompt": f"Say {number}."})
+            try:
+                session = self._client.start({"id": f"request-{number}", "prompt": f"Say {number}."}, wait_s=5)
+            except (httpx.TransportError, TimeoutError):
+                continue  # the run was killed, or is over
             if session is None:
                 return
             try:
@@ -68,14 +72,15 @@ def test_requests_of_an_application_are_trained_as_they_were_sampled_and_at_most
     run = Running("train", "--resume", "run.dir=run", cwd=tmp_path, target=IN_PROCESS_LEARNER)
     try:
         assert run.finish() == 0, run.output()
-        application.thread.join(60)
-        assert not application.thread.is_alive()
     finally:
         run.end()
+        application.is_over.set()
+        application.thread.join(60)
+    assert not application.thread.is_alive()
     rollouts: list[dict[str, Any]] = [
         json.loads(line) for path in sorted((tmp_path / "run/rollouts").glob("step_*.jsonl")) for line in path.open()
     ]
-    assert [rollout["rollout_id"] for rollout in rollouts] == [
+    assert sorted(rollout["rollout_id"] for rollout in rollouts) == [
         f"{step}/{task}/0" for step in range(1, STEPS + 1) for task in range(4)
     ]
     trained = {rollout["metadata"]["application_task"]: rollout for rollout in rollouts}

@@ -123,7 +123,7 @@ MISTAKES = {
     "data.path=null": "data.path to a file of prompts",
     "tasks.name=multihop": "data.path=train.jsonl and tasks.name=multihop both",
     "reward=null": "set reward.function to my_rewards.py:score",
-    "reward.function=null": "built in: exact_match, f1, math, numeric",
+    "reward.function=null": "built in: code, dapo, deepscaler, environment, exact_match, f1,",
     "reward=numerc": "Did you mean 'numeric'?",
     "reward=my_reward.py:score": "there is no file",
     "reward=my_rewards.py:scor": "It has: of_a_group, raises, score",

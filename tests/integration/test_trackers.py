@@ -36,7 +36,9 @@ def write_samples(path: Path, tasks: int) -> None:
         turns = [Turn(ANSWER, "", FinishReason.STOP)]
         prompt_text = tokenizer.decode(prompt)
         file.write(
-            Rollout(task, row.key.rollout_id, [row], float(sample), StopReason.TERMINATED, {}, turns, prompt_text)
+            Rollout(
+                task, row.key.rollout_id, [row], float(sample), StopReason.TERMINATED, turns=turns, prompt=prompt_text
+            )
         )
     file.finish()
 

@@ -183,7 +183,11 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "data/left_out",
         *("rollout/max_running", "rollout/cache_stale", "rollout/cache_age_mean"),
         *("batch/replayed_share", "batch/routing_mib"),
-        *(name for name in described if name.startswith(("self_play/", "async/", "eval/endpoint/"))),
+        *(
+            name
+            for name in described
+            if name.startswith(("self_play/", "async/", "eval/endpoint/", "rollout/judge/", "reward/"))
+        ),
         *("train/METRIC/policy=NAME", "train/reward/role=ROLE", "rollout/turns/role=ROLE"),
         "time/pause_s",
         *("eval/lag_mean", "eval/lag_steps"),

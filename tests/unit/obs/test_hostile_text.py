@@ -75,7 +75,7 @@ Draw = Callable[[Console, str], None]
 
 def a_rollout(text: str) -> Rollout:
     turns = [Turn(text, text, FinishReason.STOP)]
-    return Rollout(text, text, [], 0.5, StopReason.TERMINATED, {text: 1.0}, turns, text, label=text)
+    return Rollout(text, text, [], 0.5, StopReason.TERMINATED, {text: 1.0}, turns=turns, prompt=text, label=text)
 
 
 def a_result(text: str) -> SetResult:

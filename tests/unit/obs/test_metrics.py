@@ -93,7 +93,9 @@ def test_rollout_panel_colours_by_who_made_the_text() -> None:
     provenance = np.array([0, 0, 1, 1, 1, 0, 1, 1], np.uint8)
     row = dataclasses.replace(row, token_ids=np.arange(8, dtype=np.int32), provenance=provenance)
     turns = [Turn("<search>x</search>", "found [b]y[/b]", FinishReason.STOP)]
-    rollout = Rollout("p", "r", [row], 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, turns, "the prompt")
+    rollout = Rollout(
+        "p", "r", [row], 1.0, StopReason.TERMINATED, {"exact_match": 1.0}, turns=turns, prompt="the prompt"
+    )
     out = io.StringIO()
     panel = rollout_panel(rollout, "one", lambda ids: "".join(words[index] for index in ids))
     Console(file=out, width=100, force_terminal=True, color_system="standard").print(panel)

@@ -30,7 +30,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def rollout(number: int, text: str = "<search> a|b </search>\nc") -> Rollout:
     turns = [Turn(text, " found", FinishReason.STOP), Turn(" done", "", FinishReason.STOP)]
-    return Rollout(f"t{number}", f"r{number}", [], 0.5, StopReason.TERMINATED, {}, turns, "Who?", label=["me"])
+    return Rollout(f"t{number}", f"r{number}", [], 0.5, StopReason.TERMINATED, turns=turns, prompt="Who?", label=["me"])
 
 
 class RecordingTracker:

@@ -98,6 +98,6 @@ def test_a_policy_at_an_endpoint_has_no_engines():
     endpoint = "model.endpoint={url: 'http://127.0.0.1:1/v1', model: m}"
     config = load_config(None, [*BASE, "reward=judge", f"reward.judge={JUDGE}", endpoint])
     with pytest.raises(
-        ConfigError, match=r"judge\.model=multihop-warm with model\.endpoint\.url=.*set judge\.endpoint"
+        ConfigError, match=r"reward\.judge\.model=multihop-warm with model\.endpoint\.url=.*set reward\.judge\.endpoint"
     ):
         check_endpoint(config)

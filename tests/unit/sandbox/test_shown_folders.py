@@ -77,7 +77,7 @@ def test_folders_with_files_that_can_be_written_to_are_refused(tmp_path: Path, k
 def test_files_of_a_run_are_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     values = {"data.path": str(tmp_path / "train.jsonl"), "env.name": "python_math", "run.dir": str(tmp_path / "runs")}
     (tmp_path / "env.py").write_text("from agentrl_envs.python_math import PythonMathEnv as Own\n")
-    (tmp_path / "own_reward.py").write_text("")
+    (tmp_path / "own_reward.py").write_text("def score(sample):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     values["reward.function"] = "own_reward:score"
     tree = {"env": {"name": "python_math"}, "sandbox": {"backend": "unsafe_subprocess", "readonly": [str(tmp_path)]}}

@@ -38,7 +38,7 @@ def started(monkeypatch):
 
 def opened(folder, *words, evaluation=False):
     config = load_config(None, [*GAME, *words])
-    services = SimpleNamespace(reserved=[], frozen={}, fleet=SimpleNamespace(vocabulary=None))
+    services = SimpleNamespace(reserved=[], frozen={}, judge_models={}, fleet=SimpleNamespace(vocabulary=None))
 
     async def main():
         async with AsyncExitStack() as exits:
