@@ -13,6 +13,7 @@ from agentrl.config.layers import CONFIG, Layer, annotate, merge_layers, saved_l
 from agentrl.core.child_process import exit_with_parent
 from agentrl.core.errors import ConfigError
 from agentrl.core.kernel_cache import share_kernels
+from agentrl.core.openmp import limit_spinning
 from agentrl.obs.console import make_console, print_message
 
 
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Fine-tune on chats, recorded rollouts or demonstrations."""
     exit_with_parent()  # a run that warm-starts its policy may be killed
     share_kernels()
+    limit_spinning()
     layers, resumed = _layers(arguments)
     config = load_environment(layers)
     if arguments.dry_run:

@@ -20,6 +20,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.cluster.ray_watch import ended_servers, kill_raylets, watch_ray
 from agentrl.core.child_process import ENDING_SIGNALS
 from agentrl.core.errors import LearnerError
+from agentrl.core.openmp import limit_spinning
 
 _STORE_BYTES = 256 << 20
 """Minimum size of the object store. Batches and weights pass through it; unwritten pages cost no memory."""
@@ -177,9 +178,7 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Without its GCS, Ray ends the processes of a run after a minute by default. The run ends itself, once it has saved.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_WITHOUT_GCS_S))
-    # OpenMP's threads spin while they wait for each other. With the default count (about 1 ms) a step of seconds takes
-    # minutes once another process needs the cores too; without spinning it takes 1.5 times as long on idle cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    limit_spinning()
     address = running_address()
     if address is not None:
         return quiet | {"address": address}

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -49,6 +49,7 @@ class VerifiersProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._open: dict[int, Future[object]] = {}
+        """The calls of this process without a reply; each process has a mapping of its own, which its reader empties."""
         self._errors: list[str] = []
         """The last lines of its standard error."""
         atexit.register(self.close)
@@ -89,7 +90,7 @@ class VerifiersProcess:
             self._process.stdin.flush()
 
     def _start(self) -> None:
-        self._errors = []
+        self._errors, self._open = [], {}
         try:
             self._process = subprocess.Popen(
                 [self.python, str(_WORKER)],
@@ -101,8 +102,9 @@ class VerifiersProcess:
             )
         except OSError as error:
             raise ConfigError(f"env.options.python={self.python}: {error}") from error
-        for read in (self._read_replies, self._read_errors):
-            threading.Thread(target=read, args=(self._process,), name="verifiers", daemon=True).start()
+        process, calls = self._process, self._open
+        for read in (partial(self._read_replies, process, calls), partial(self._read_errors, process)):
+            threading.Thread(target=read, name="verifiers", daemon=True).start()
 
     def _read_errors(self, process: subprocess.Popen[str]) -> None:
         assert process.stderr is not None
@@ -110,7 +112,7 @@ class VerifiersProcess:
             for line in process.stderr:
                 self._errors = [*self._errors, line.rstrip()][-_LAST_LINES:]
 
-    def _read_replies(self, process: subprocess.Popen[str]) -> None:
+    def _read_replies(self, process: subprocess.Popen[str], calls: dict[int, Future[object]]) -> None:
         assert process.stdout is not None
         refusal = ""
         for text in process.stdout:
@@ -124,7 +126,7 @@ class VerifiersProcess:
                 process.kill()
                 break
             with self._lock:
-                value = self._open.pop(line.number, None)
+                value = calls.pop(line.number, None)
             if value is not None and line.error:
                 value.set_exception(VerifiersError(line.error))
             elif value is not None:
@@ -134,8 +136,9 @@ class VerifiersProcess:
         output = " ".join(self._errors[-2:])
         message = refusal or f"the process of verifiers ended ({ending}){': ' if output else ''}{output}"
         with self._lock:
-            values, self._open = self._open, {}
-        for value in values.values():
+            values = [*calls.values()]
+            calls.clear()
+        for value in values:
             value.set_exception(VerifiersError(f"env.options.python={self.python}: {message}"))
 
     def close(self) -> None:

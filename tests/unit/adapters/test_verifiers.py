@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from verifiers_episodes import play_tasks, policy_texts
 
 from agentrl import ConfigError, Task
 from agentrl.adapters.verifiers import VerifiersEnv
-from agentrl.adapters.verifiers.process import VerifiersError, verifiers_process
+from agentrl.adapters.verifiers.process import VerifiersError, VerifiersProcess, verifiers_process
 from agentrl.core.errors import UnknownNameError
 
 INTERPRETER = """#!PYTHON
@@ -175,3 +176,27 @@ def test_calls_of_a_closed_process_start_another(python: str) -> None:
 def test_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plays its episodes itself"):
         VerifiersEnv("numbers").step(None)  # type: ignore[arg-type]
+
+
+def test_a_process_that_ends_fails_no_call_of_the_next(python: str) -> None:
+    process, gate = VerifiersProcess(python), threading.Event()
+    config = {"taskset": {"id": "missing"}}
+    with pytest.raises(VerifiersError, match="'missing' not found"):
+        process.call("list_tasks", config=config, size=1)[1].result(60)
+    first = process._process
+    assert first is not None
+    wait = first.wait
+
+    def wait_as_a_late_reader(timeout: float | None = None) -> int:
+        code = wait(timeout)
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(60)
+        return code
+
+    first.wait = wait_as_a_late_reader  # type: ignore[method-assign]
+    process.close()
+    _, value = process.call("list_tasks", config=config, size=1)
+    gate.set()
+    with pytest.raises(VerifiersError, match="'missing' not found"):
+        value.result(60)
+    process.close()
