@@ -79,8 +79,8 @@ def _expand_short_forms(tree: Tree) -> Tree:
         tree = {**tree, "reward": {"function": tree["reward"]}}
     env = tree.get("env")
     if isinstance(env, dict) and "tools" in env and isinstance(options := env.get("options") or {}, dict):
-        others = {key: value for key, value in env.items() if key != "tools"}
-        tree = {**tree, "env": {**others, "options": {**options, "tools": env["tools"]}}}
+        other_settings = {key: value for key, value in env.items() if key != "tools"}
+        tree = {**tree, "env": {**other_settings, "options": {**options, "tools": env["tools"]}}}
     if isinstance(sources := tree.get("sources"), dict):
         sources_tree = {
             name: _expand_short_forms(source) if isinstance(source, dict) else source

@@ -115,7 +115,7 @@ class ProcessPool(Generic[W]):
 
     @contextmanager
     def worker(self) -> Iterator[W]:
-        """Lend a worker. One that does not run at the end is forgotten, and one that an exception leaves is killed."""
+        """Lend a worker. It is forgotten if it does not run at the end, and killed if an exception ends the body."""
         with self._slots:
             worker = self._take()
             try:

@@ -58,8 +58,8 @@ def sharegpt(row: RowValues) -> RowValues:
         messages.append({"role": "system", "content": row["system"]})
     for number, turn in enumerate(turns, 1):
         messages.extend(_messages_in(turn, number))
-    others = {name: value for name, value in row.items() if name not in ("conversations", "system")}
-    return {**others, "messages": messages}
+    other_columns = {name: value for name, value in row.items() if name not in ("conversations", "system")}
+    return {**other_columns, "messages": messages}
 
 
 def _messages_in(turn: object, number: int) -> Iterator[RowValues]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RUN_TAG = "agentrl.run"
-"""Tag of a run at MLflow with the id of the training run, by which a resume finds it."""
+"""Tag of a run at MLflow with the id of the training run: a resume finds it so."""
 BATCH = 100
 """Parameters or metrics of one request: MLflow takes that many parameters."""
 PARAMETER_LENGTH = 500
@@ -117,8 +117,8 @@ def _start_run(client: MlflowClient, experiment: str, folder: Path, config: Mapp
     from mlflow.entities import Param
 
     own_id = run_id(folder)
-    known = client.get_experiment_by_name(experiment)
-    experiment_id = client.create_experiment(experiment) if known is None else known.experiment_id
+    existing = client.get_experiment_by_name(experiment)
+    experiment_id = client.create_experiment(experiment) if existing is None else existing.experiment_id
     runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{own_id}'", max_results=1)
     if runs:
         client.update_run(runs[0].info.run_id, status="RUNNING")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -114,7 +113,7 @@ async def _check_reward(name: str, reward: RewardFunctionConfig, step: RecordedS
     """Score the rollouts twice."""
     key = "reward.function" if name == reward.function else f"reward.functions.{name}.function"
     report = FunctionReport(key, str(reward.function))
-    settings = {name: getattr(reward, name) for name in ("function", "key", "timeout_s")}
+    settings = {field_name: getattr(reward, field_name) for field_name in ("function", "key", "timeout_s")}
     try:
         grader = make_grader(RewardConfig(**settings, on_error="drop"))
     except ConfigError as error:
@@ -122,7 +121,7 @@ async def _check_reward(name: str, reward: RewardFunctionConfig, step: RecordedS
         return report
     assert grader is not None
     scores: list[dict[str, float]] = [{}, {}]
-    failures: Counter[str] = Counter()
+    failures: dict[str, set[str]] = {}
     for scored in scores:
         for group in step.groups:
             rollouts = kept_rollouts(group)
@@ -130,7 +129,9 @@ async def _check_reward(name: str, reward: RewardFunctionConfig, step: RecordedS
             await grader.grade(rollouts)
             report.seconds.append((time.perf_counter() - begun) / max(1, len(rollouts)))
             scored |= {rollout.rollout_id: rollout.reward for rollout in rollouts if not rollout.dropped}
-            failures.update(rollout.failure.message for rollout in rollouts if rollout.dropped and rollout.failure)
+            for rollout in rollouts:
+                if rollout.dropped and rollout.failure is not None:
+                    failures.setdefault(rollout.failure.message, set()).add(rollout.rollout_id)
     first, second = scores
     if first:
         rewards = [*first.values()]
@@ -145,7 +146,8 @@ async def _check_reward(name: str, reward: RewardFunctionConfig, step: RecordedS
             report.lines.append(f"{changed} rollouts were scored differently the second time")
         if len(set(rewards)) == 1:
             report.lines.append("all rewards are equal: nothing can be learned from them")
-    report.faults += [f"{count // 2 or 1} rollouts: {message}" for message, count in failures.most_common()]
+    by_count = sorted(failures.items(), key=lambda failure: -len(failure[1]))
+    report.faults += [f"{len(rollout_ids)} rollouts: {message}" for message, rollout_ids in by_count]
     return report
 
 
@@ -187,7 +189,7 @@ def _check_estimator(prefix: str, algo: AlgoConfig, step: RecordedStep) -> Funct
         begun = time.perf_counter()
         advantages = _advantages(algo, groups)
         report.seconds.append(time.perf_counter() - begun)
-        alone = [_advantages(algo, part) for part in _split_groups(groups)] if streams else []
+        by_group = [_advantages(algo, part) for part in _split_groups(groups)] if streams else []
     except (ConfigError, UngradedError) as error:
         report.faults.append(str(error))
         return report
@@ -197,8 +199,8 @@ def _check_estimator(prefix: str, algo: AlgoConfig, step: RecordedStep) -> Funct
         f"{trained.mean():.4g} in the mean; 0 for {np.mean(trained == 0):.0%}",
         report.time("a step"),
     ]
-    if alone and not all(
-        np.allclose(part[key], advantages[key], rtol=_RTOL, atol=_ATOL) for part in alone for key in part
+    if by_group and not all(
+        np.allclose(part[key], advantages[key], rtol=_RTOL, atol=_ATOL) for part in by_group for key in part
     ):
         report.faults.append(
             "streams=True says that a group's advantages depend on no other group, and those of a group alone are others: "

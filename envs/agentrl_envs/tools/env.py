@@ -51,13 +51,13 @@ class ToolsEnv(Env):
         if not self.system:
             return prompt, {"final_answer": ""}
         has_system = bool(prompt) and prompt[0].role == "system"
-        own_text, others = (prompt[0].content, prompt[1:]) if has_system else ("", prompt)
+        own_text, messages = (prompt[0].content, prompt[1:]) if has_system else ("", prompt)
         if own_text and "{system}" not in self.system:
             raise TaskError(
                 f"env.options.system is set, and task {self.task.id!r} has a system message: leave it out, or write {{system}} "
                 "where the task's is to be"
             )
-        return (Message("system", self.system.replace("{system}", own_text).strip()), *others), {"final_answer": ""}
+        return (Message("system", self.system.replace("{system}", own_text).strip()), *messages), {"final_answer": ""}
 
     def step(self, action: Action) -> Step:
         """End the episode with the answer: the runner has run the calls of earlier turns."""
