@@ -67,7 +67,8 @@ class JudgeConfig(Section):
     judgements: PositiveInt = 1
     """Judgements of an answer, or of a pair in each order; their mean counts."""
     tries: PositiveInt = 2
-    """How often the judge is requested for one judgement until its text has a score."""
+    """How often the judge is requested for one judgement until its text has a score. A request that fails, after the attempts of
+    its client, is repeated as well if a reward needs several judgements."""
     check: str | None = None
     """A reward function, such as ``math``, with which the judge is compared: metric ``label_agreement``."""
     temperature: float = Field(default=0.0, ge=0)

@@ -190,6 +190,13 @@ class Env(EnvBase, gymnasium.Env[Observation, Action]):
         """Return the next observation and reward for the policy's message, or for the results of the returned calls."""
         raise NotImplementedError(f"{type(self).__name__} defines no step(action)")
 
+    def truncate(self) -> tuple[float, Info]:
+        """Return the last reward, and an ``info``, of an episode that a limit of the run ends, such as ``rollout.max_turns``.
+
+        By default the episode keeps what its steps gave. An environment that scores only whole episodes overrides this.
+        """
+        return 0.0, {}
+
     def get_state(self) -> dict[str, Any]:
         """Return the JSON-able state of the episode; by default that of the random generator."""
         return {"np_random": json_state(self.np_random.bit_generator.state)}
@@ -215,6 +222,10 @@ class AsyncEnv(Env):
         """Take an action; see `Env.step`."""
         raise NotImplementedError(f"{type(self).__name__} defines no astep(action)")
 
+    async def atruncate(self) -> tuple[float, Info]:
+        """Return the last reward of an episode that a limit ends; see `Env.truncate`."""
+        return Env.truncate(self)
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Observation, Info]:
         """Run `areset` to its end; not for use inside an event loop."""
         return run_coroutine(self.areset(seed=seed, options=options))
@@ -222,6 +233,10 @@ class AsyncEnv(Env):
     def step(self, action: Action) -> Step:
         """Run `astep` to its end; not for use inside an event loop."""
         return run_coroutine(self.astep(action))
+
+    def truncate(self) -> tuple[float, Info]:
+        """Run `atruncate` to its end; not for use inside an event loop."""
+        return run_coroutine(self.atruncate())
 
     async def aclose(self) -> None:
         """Release what the episode holds, such as connections. Awaited at the end of an episode, however it ends."""

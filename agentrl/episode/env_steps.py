@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from agentrl.core.env import Step
 from agentrl.core.errors import AgentrlError, EnvironmentFailure
@@ -64,6 +65,12 @@ class EnvSteps:
                 f"{self._env.name}.reset returned no message, so there is nothing for the policy to read"
             )
         return messages
+
+    async def truncate(self) -> None:
+        """Add the reward that the environment gives to an episode that a limit ends: to its last turn, if it has one."""
+        reward = self._record(*await self._env.truncate())
+        if self._state.turns and reward:
+            self._state.turns[-1] = replace(self._state.turns[-1], reward=self._state.turns[-1].reward + reward)
 
     def _record(self, reward: float, info: Info) -> float:
         """Add a reward to the episode's, keep the latest metrics, and return the reward."""

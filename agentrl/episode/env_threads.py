@@ -153,6 +153,19 @@ class ThreadedEnv(_Threaded[Env]):
         result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
 
+    async def truncate(self) -> tuple[float, Info]:
+        """Return the last reward of an episode that a limit ends; none while a step still runs in its thread."""
+        env = self._env
+        if env is None or self._busy or type(env).truncate is Env.truncate:
+            return 0.0, {}
+        if isinstance(env, AsyncEnv):
+            returned = await self._await("atruncate", env.atruncate())
+        else:
+            returned = await self._call("truncate", env.truncate)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
+            raise EnvironmentFailure(f"{self.name}.truncate must return (reward, info), it returned {returned!r:.160}")
+        return returned
+
     @override
     async def close(self) -> None:
         if isinstance(self._env, AsyncEnv):

@@ -80,6 +80,7 @@ class Episode:
             except TimeoutError:
                 if not self._clock.expired:
                     raise
+                await self._truncate()
                 return StopReason.MAX_TIME
             finally:
                 await self._close()
@@ -123,6 +124,8 @@ class Episode:
         action = await self._sample()
         if action is None:
             assert conversation.stop_reason is not None, "sample sets it when it returns None"
+            if conversation.stop_reason is not StopReason.ABORTED:
+                await self._truncate()
             return conversation.stop_reason
         observation, reward, terminated, truncated, _ = await self._step(action)
         over = terminated or truncated
@@ -136,6 +139,20 @@ class Episode:
         if not over:
             return None
         return StopReason.TERMINATED if terminated else StopReason.TRUNCATED
+
+    async def _truncate(self) -> None:
+        """Let the environment score an episode that a limit has ended, within another ``rollout.max_seconds``."""
+        limit_s = self._context.limits.max_seconds
+        clock = EpisodeClock(limit_s)
+        try:
+            async with clock:
+                await self._steps.truncate()
+        except TimeoutError:
+            if not clock.expired:
+                raise
+            raise EnvironmentFailure(
+                f"{self._env.name} did not score the end of the episode within rollout.max_seconds={limit_s:g}"
+            ) from None
 
     async def _sample(self) -> Message | None:
         with self._clock.pause():

@@ -25,15 +25,17 @@ from agentrl.rewards.sample import Sample
 from agentrl.rewards.scoring import Outcome
 
 T = TypeVar("T")
-LEAST_COMPARED = 0.5
-"""Share of a sample's comparisons within its group that must have succeeded: with less it has no reward."""
 TIE = 0.5
 """The reward of an answer that no other one of its group can be compared with."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """The judgements of one answer or pair, and their cost."""
+    """The judgements of one answer or pair, and their cost.
+
+    Its value is that of all of them, or there is none: the mean of those that happened to succeed would move the mean of the
+    sample's group.
+    """
 
     values: list[float] = field(default_factory=list)
     """From 0 to 1, those that succeeded."""
@@ -47,10 +49,10 @@ class Judgement:
     seconds: float = 0.0
     """Of all calls, summed."""
 
-    @property
-    def value(self) -> float | None:
-        """The mean; None if all have failed."""
-        return float(np.mean(self.values)) if self.values else None
+    def mean(self) -> float:
+        """Return the mean of the values; none may have failed."""
+        assert not self.errors, "it has no value"
+        return float(np.mean(self.values))
 
     def metrics(self, share: float = 1.0) -> dict[str, float]:
         """Return the cost, of which a sample has a share."""
@@ -85,6 +87,8 @@ class JudgeScorer:
         if self._check is not None and self._check.group:
             raise ConfigError(f"{key}.check={check} takes a group; it must score one sample")
         self.group = self._config.compares_group
+        self._is_single = self._config.mode != "pairwise" and self._config.judgements == 1
+        """Whether a reward needs one judgement: a request that fails costs others nothing."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return the judge's rewards, from 0 to 1. An empty answer gets 0, and loses, without a call."""
@@ -102,12 +106,15 @@ class JudgeScorer:
         else:
             judgement = await self._repeat(sample, (answer,))
         metrics = judgement.metrics() | _agreement(judgement.values)
-        if judgement.value is None:
+        if judgement.errors:
             return Outcome(None, metrics, judgement.errors[0])
-        return Outcome(judgement.value, metrics)
+        return Outcome(judgement.mean(), metrics)
 
     async def _compare_group(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Compare each pair of a group. A comparison that failed counts for neither of its two samples."""
+        """Compare each pair of a group. The two samples of a comparison that failed have no reward.
+
+        So a sample has the reward that it has if no call fails, or none: a failure moves no other reward.
+        """
         answers = [judged_answer(sample, self._config) for sample in samples]
         pairs = [*combinations(range(len(samples)), 2)]
         judgements = await _gather(self._compare(samples[i], answers[i], answers[j]) for i, j in pairs)
@@ -116,18 +123,16 @@ class JudgeScorer:
             comparisons = [
                 (pair[0] == number, result) for pair, result in zip(pairs, judgements, strict=True) if number in pair
             ]
-            wins = [
-                result.value if first else 1 - result.value for first, result in comparisons if result.value is not None
-            ]
             costs = [result.metrics(0.5) for _, result in comparisons]
             metrics = {name: sum(cost[name] for cost in costs) for name in Judgement().metrics()}
             agreements = [_agreement(result.values)["agreement"] for _, result in comparisons if len(result.values) > 1]
             metrics |= {"agreement": float(np.mean(agreements))} if agreements else {}
-            if len(wins) < LEAST_COMPARED * len(comparisons):
-                error = next(result.errors[0] for _, result in comparisons if result.value is None)
-                outcomes.append(Outcome(None, metrics, error))
-            else:
-                outcomes.append(Outcome(float(np.mean(wins)) if wins else TIE, metrics))
+            errors = [error for _, result in comparisons for error in result.errors]
+            if errors:
+                outcomes.append(Outcome(None, metrics, errors[0]))
+                continue
+            wins = [result.mean() if is_first else 1 - result.mean() for is_first, result in comparisons]
+            outcomes.append(Outcome(float(np.mean(wins)) if wins else TIE, metrics))
         return outcomes
 
     async def _compare(self, sample: Sample, answer: str, other_answer: str) -> Judgement:
@@ -138,9 +143,8 @@ class JudgeScorer:
         if self._config.swap:
             swapped = await self._repeat(sample, (other_answer, answer))
             values = [*judgement.values, *(1 - value for value in swapped.values)]
-            has_both = bool(judgement.values and swapped.values)  # one order alone has the preference for a position
             judgement = Judgement(
-                values if has_both else [],
+                values,
                 [*judgement.errors, *swapped.errors],
                 judgement.calls + swapped.calls,
                 judgement.failed_calls + swapped.failed_calls,
@@ -153,29 +157,33 @@ class JudgeScorer:
     async def _repeat(self, sample: Sample, answers: tuple[str, ...]) -> Judgement:
         messages, judgement = self._prompt.messages(sample, *answers), Judgement()
         seed = zlib.crc32(repr(messages).encode("utf-8", "surrogatepass"))
-        await _gather(
+        results = await _gather(
             self._call(messages, judgement, (seed + number * self._config.tries) % 2**31)
             for number in range(self._config.judgements)
         )
+        judgement.values = [result for result in results if not isinstance(result, EpisodeError)]
+        judgement.errors = [result for result in results if isinstance(result, EpisodeError)]
         return judgement
 
-    async def _call(self, messages: list[dict[str, str]], judgement: Judgement, seed: int) -> None:
-        """Add one judgement, or why there is none."""
+    async def _call(self, messages: list[dict[str, str]], judgement: Judgement, seed: int) -> float | EpisodeError:
+        """Return one judgement, or why there is none, and add its cost."""
         config, model = self._config, self._model
         assert model is not None
-        fault = JudgeError("it was not requested")
-        for number in range(config.tries):
+        fault: EpisodeError = JudgeError("it was not requested")
+        for _ in range(config.tries):
             params = SamplingParams(
-                max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=(seed + number) % 2**31
+                max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=seed % 2**31
             )
             begun = time.monotonic()
             judgement.calls += 1
             try:
                 reply = await model.reply(messages, (), params)
-            except EpisodeError as error:  # the client has sent it again already
+            except EpisodeError as error:  # with the same seed it is the same judgement
                 judgement.failed_calls += 1
-                judgement.errors.append(error)
-                return
+                fault = error
+                if self._is_single:  # the client has sent it again already
+                    break
+                continue
             finally:
                 judgement.seconds += time.monotonic() - begun
             judgement.prompt_tokens += reply.usage.prompt_tokens
@@ -183,15 +191,15 @@ class JudgeScorer:
             text = reply.message.content
             value = None if reply.finish_reason is FinishReason.LENGTH else self._prompt.read(text)
             if value is not None:
-                judgement.values.append(value)
-                return
+                return value
             judgement.failed_calls += 1
+            seed += 1
             cut = f", and {self._key}.max_new_tokens={config.max_new_tokens} ended it"
             cut = cut if reply.finish_reason is FinishReason.LENGTH else ""
             fault = JudgeError(
                 f"the judge {model.model} wrote no score ({self._key}.pattern){cut}: {short_text(text[-400:])}"
             )
-        judgement.errors.append(fault)
+        return fault
 
     async def _add_agreement(self, sample: Sample, outcome: Outcome) -> Outcome:
         """Add how far the reward agrees with that of the function ``check``."""

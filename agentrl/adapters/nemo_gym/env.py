@@ -118,6 +118,15 @@ class NemoGymEnv(AsyncEnv):
         self._response = None
         return tuple(messages), reward, not is_cut, is_cut, {"metrics": metrics}
 
+    @override
+    async def atruncate(self) -> tuple[float, Info]:
+        """Verify the episode as it is, incomplete: the run's limits end it before a turn without calls."""
+        response, self._response = self._response, None
+        if response is None or not self._turns:
+            return 0.0, {}
+        reward, metrics = await self._verify(response, is_cut=True)
+        return reward, {"metrics": metrics}
+
     async def _call(self, call: ToolCall) -> str:
         """Return the reply of a tool's route: its text, also that of an error, which the policy may correct."""
         assert self._client is not None

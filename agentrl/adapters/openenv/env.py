@@ -63,7 +63,12 @@ class OpenEnv(AsyncEnv):
         self._server: OpenEnvServer | None = None
         self._actions: TurnActions | None = None
         self._invalid = InvalidTurns(self._options.invalid_cost, self._options.max_invalid)
-        self._steps = 0
+        self._steps = self._replays = 0
+        self._parameters: Json = {}
+        self._first_reply: StepReply | None = None
+        """To the reset."""
+        self._history: list[tuple[Json, StepReply | str]] = []
+        """Actions of the episode with their replies; a refused one with the code. Only of deterministic environments."""
 
     @property
     @override
@@ -92,7 +97,8 @@ class OpenEnv(AsyncEnv):
         """Start a session. ``reset`` in the task's metadata has further parameters of the environment's reset."""
         await super().areset(seed=seed, options=options)
         await self.aclose()
-        self._steps = 0
+        self._steps = self._replays = 0
+        self._history = []
         server = open_server(self._options)
         try:
             schema = await server.action_schema()
@@ -105,10 +111,11 @@ class OpenEnv(AsyncEnv):
         )
         parameters = {"seed": int(self.np_random.integers(2**31)), "episode_id": uuid.uuid4().hex}
         parameters |= self._options.reset | dict(self.task.metadata.get("reset") or {})
+        self._parameters = parameters
         await server.acquire()
         self._server = server
         try:
-            reply = await self._open_session(parameters, is_mcp)
+            reply = self._first_reply = await self._open_session()
         except BaseException:
             await self.aclose()
             raise
@@ -119,8 +126,9 @@ class OpenEnv(AsyncEnv):
         text = observation_text(reply.observation, self._options.observation)
         return opening(prompt, rule, text or ("" if prompt else _NOTHING)), {}
 
-    async def _open_session(self, parameters: Json, is_mcp: bool) -> StepReply:
+    async def _open_session(self) -> StepReply:
         """Open a session and reset it, again while the server is full or not there yet."""
+        parameters, is_mcp = self._parameters, self._actions is None
         options, attempt, began = self._options, 1, time.monotonic()
         assert self._server is not None
         while True:
@@ -203,9 +211,8 @@ class OpenEnv(AsyncEnv):
             RefusedError: of an action that the policy may correct.
             EnvironmentFailure: anything else went wrong.
         """
-        assert self._session is not None
         try:
-            reply = await self._session.step(action)
+            reply = await self._send(action)
         except RefusedError as error:
             if error.code == VALIDATION or (error.code == EXECUTION and self._options.execution_errors == "show"):
                 raise
@@ -215,6 +222,61 @@ class OpenEnv(AsyncEnv):
             raise self._lost(error, "") from None
         self._steps += 1
         return reply
+
+    async def _send(self, action: Json) -> StepReply:
+        """Send an action; in a new session with the same history, if the environment is deterministic and its session was lost.
+
+        Raises:
+            RefusedError: of the action.
+            LostSessionError: the session was lost, or as many as ``env.options.attempts``.
+            EnvironmentFailure: the new session has another history, or none.
+        """
+        assert self._session is not None
+        is_lost = False
+        while True:
+            try:
+                if is_lost:
+                    await self._replay()
+                reply = await self._session.step(action)
+            except RefusedError as error:
+                if self._options.deterministic:
+                    self._history.append((action, error.code))
+                raise
+            except LostSessionError:
+                self._replays += 1
+                if not self._options.deterministic or self._replays >= self._options.attempts:
+                    raise
+                is_lost = True
+            else:
+                if self._options.deterministic:
+                    self._history.append((action, reply))
+                return reply
+
+    async def _replay(self) -> None:
+        """Play the actions so far in a new session.
+
+        Raises:
+            LostSessionError: it is lost, too.
+            EnvironmentFailure: an action has another result than before.
+        """
+        if self._session is not None:
+            await self._session.close()
+        self._parameters |= {"episode_id": uuid.uuid4().hex}
+        self._check_replayed("reset", await self._open_session(), self._first_reply)
+        assert self._session is not None
+        for number, (action, reply) in enumerate(self._history, 1):
+            try:
+                replayed: StepReply | str = await self._session.step(action)
+            except RefusedError as error:
+                replayed = error.code
+            self._check_replayed(f"action {number}", replayed, reply)
+
+    def _check_replayed(self, what: str, replayed: StepReply | str, reply: StepReply | str | None) -> None:
+        if replayed != reply:
+            raise self._failure(
+                f"its session was lost, and the episode's {what} has another result in a new one: {replayed!r:.200}, not "
+                f"{reply!r:.200}; leave out env.options.deterministic"
+            )
 
     def _end(self, messages: tuple[Message, ...], reward: float, reply: StepReply | None) -> Step:
         if reply is None or not reply.done:
@@ -230,7 +292,8 @@ class OpenEnv(AsyncEnv):
         return observation_text(reply.observation, self._options.observation) or _NOTHING
 
     def _metrics(self) -> Info:
-        return {"metrics": {"steps": float(self._steps), "invalid_turns": float(self._invalid.count)}}
+        metrics = {"steps": float(self._steps), "invalid_turns": float(self._invalid.count)}
+        return {"metrics": metrics | ({"replays": float(self._replays)} if self._options.deterministic else {})}
 
     def _lost(self, error: LostSessionError, attempts: str) -> EnvironmentFailure:
         progress = f"after {self._steps} steps" if self._steps else "before the first step"

@@ -127,6 +127,21 @@ def test_calls_that_fail_are_read_by_the_policy() -> None:
     assert server.verified[0]["response"]["status"] == "incomplete"
 
 
+def test_an_episode_that_a_limit_of_the_run_ends_is_verified() -> None:
+    async def play(url: str) -> None:
+        env = await begin(url)
+        assert await env.atruncate() == (0.0, {}), "nothing was done yet"
+        env = await begin(url)
+        await env.astep(turn("", 1, 2))
+        assert await env.atruncate() == (1.0, {"metrics": {"turns": 1.0, "calls": 2.0, "faulty_calls": 0.0}})
+        assert await env.atruncate() == (0.0, {}), "once"
+
+    server = FakeResources()
+    with_server(server, play)
+    [verified] = server.verified
+    assert verified["response"]["status"] == "incomplete"
+
+
 @pytest.mark.parametrize(
     ("verdict", "numbers", "options", "message"),
     [

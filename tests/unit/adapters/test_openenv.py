@@ -153,6 +153,74 @@ def test_faults_of_a_server_are_failures_that_name_it(reply: Callable[[str, Json
     assert re.search(message, fault(reply, "one"))
 
 
+def losing(*lost: int, total: Callable[[int], int] = lambda sessions: 0) -> FakeOpenEnv:
+    """A server that adds numbers from what ``total`` says of a session, and loses the connection at these of all its messages."""
+    messages, sessions, state = 0, 0, 0
+
+    def reply(kind: str, content: Json) -> Json | str:
+        nonlocal messages, sessions, state
+        messages += 1
+        if kind == "reset":
+            sessions += 1
+            state = total(sessions)
+            return observe(total=state)
+        if messages in lost:
+            return LOSE
+        if content["text"] == "bad":
+            return {"code": "VALIDATION_ERROR", "message": "bad"}
+        state += int(content["text"])
+        return observe(state >= 6, float(state), total=state)
+
+    return FakeOpenEnv(reply)
+
+
+def play_sum(fake: FakeOpenEnv, **options: Any) -> tuple[list[str], float, Json]:
+    """Play 1, a refused turn, 2, 3; return what the policy read, the sum of the rewards, and the last info."""
+
+    async def play(url: str) -> tuple[list[str], float, Json]:
+        env, texts, total, info = OpenEnv(url, attempts=3, **options), [], 0.0, {}
+        try:
+            await env.areset(seed=3)
+            for turn in ("1", "bad", "2", "3"):
+                messages, reward, *_, info = await env.astep(Message("assistant", turn))
+                texts += [message.content for message in messages]
+                total += reward
+        finally:
+            await env.aclose()
+        return texts, total, info
+
+    played: tuple[list[str], float, Json] = with_server(fake, play)
+    assert fake.sessions == 0
+    return played
+
+
+def test_a_lost_session_of_a_deterministic_environment_is_played_again() -> None:
+    whole, broken = losing(), losing(4, 7)
+    texts, total, info = play_sum(whole, deterministic=True)
+    assert info["metrics"]["replays"] == 0.0
+    assert play_sum(broken, deterministic=True)[:2] == (texts, total), "the policy does not notice"
+    resets = [content for kind, content in broken.messages if kind == "reset"]
+    assert len(resets) == 3, "the third message of the second session is lost in its replay"
+    assert len({reset["seed"] for reset in resets}) == 1
+    assert len({reset["episode_id"] for reset in resets}) == 3
+
+
+@pytest.mark.parametrize(
+    ("fake", "options", "message"),
+    [
+        (losing(4), {}, "after 1 steps.*=retry plays the episode again"),
+        (losing(4, 6, 8), {"deterministic": True}, "after 1 steps.*=retry plays the episode again"),
+        (losing(4, total=lambda sessions: sessions), {"deterministic": True}, "the episode's reset has another result "),
+        (losing(4, total=lambda sessions: 0 if sessions == 1 else 6), {"deterministic": True}, "has another result in a new one"),
+    ],
+)  # fmt: skip
+def test_a_lost_session_that_cannot_be_played_again_is_a_failure(
+    fake: FakeOpenEnv, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EnvironmentFailure, match=message):
+        play_sum(fake, **options)
+
+
 def test_a_server_that_does_not_answer_in_time() -> None:
     class Silent(FakeOpenEnv):
         async def _answer(self, socket: Any) -> None:

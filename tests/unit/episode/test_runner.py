@@ -192,6 +192,46 @@ def test_max_turns_keeps_the_latest_metrics(renderer):
     assert rollout.reward == 1.5
 
 
+class Verified(Guess):
+    """Its score is that of the whole episode: the number of its words."""
+
+    def truncate(self):
+        if self.words == 4:
+            return None
+        return float(self.words), {"metrics": {"verified": 1.0}}
+
+
+class AsyncVerified(AsyncEnv):
+    """As `Verified`; the word ``wait`` is never answered."""
+
+    async def astep(self, action):
+        if action.content == "wait":
+            await asyncio.Event().wait()
+        return (Message("user", "go on"),), 0.5, False, False, {}
+
+    async def atruncate(self):
+        await asyncio.sleep(0)
+        return 1.0, {"metrics": {"verified": 1.0}}
+
+
+def test_an_environment_scores_an_episode_that_a_limit_ends(renderer):
+    rollout, _ = play(renderer, ["a"] * 3, Verified, max_turns=3)
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TURNS, 4.5)
+    assert [turn.reward for turn in rollout.turns] == [0.5, 0.5, 3.5], "it is of the last turn"
+    assert rollout.metrics == {"verified": 1.0}
+    size = len(renderer.render(task().prompt).token_ids)
+    rollout, _ = play(renderer, ["abcdefgh"], Verified, max_tokens=size + 3)
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TOKENS, 1.5)
+    rollout, _ = play(renderer, ["a", "done"], Verified, max_turns=2)
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.TERMINATED, 1.0), "no limit ended it"
+    rollout, _ = play(renderer, ["a", "wait"], AsyncVerified, max_seconds=0.02)
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TIME, 1.5)
+    rollout, _ = play(renderer, ["a"] * 4, Verified, max_turns=4)
+    assert rollout.failure is not None
+    assert rollout.failure.message == "Verified.truncate must return (reward, info), it returned None"
+    assert rollout.dropped
+
+
 def test_max_tokens_shrinks_the_last_turn(renderer):
     size = len(renderer.render(task().prompt).token_ids)
     rollout, sampler = play(renderer, ["abcdefgh"], max_tokens=size + 3)

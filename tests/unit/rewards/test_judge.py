@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -139,11 +140,16 @@ def test_templates_that_do_not_fit(tmp_path: Path, content, options, message):
 
 def test_repeated_judgements_have_a_mean_and_an_agreement(rollout):
     sample = rollout("4")
-    grader, model = judge(["[[10]]", "[[8]]", SamplerError("lost")], judgements=3)
-    assert grade(grader, sample) == [0.9]
-    assert sample.metrics["judge/agreement"] == pytest.approx(0.8)
-    assert (sample.metrics["judge/calls"], sample.metrics["judge/failed_calls"]) == (3, 1)
-    assert len({request.params.seed for request in model.requests}) == 3
+    grader, model = judge(["[[10]]", "[[8]]", SamplerError("lost"), "[[6]]"], judgements=3)
+    assert grade(grader, sample) == pytest.approx([0.8])
+    assert sample.metrics["judge/agreement"] == pytest.approx(1 - 0.8 / 3)
+    assert (sample.metrics["judge/calls"], sample.metrics["judge/failed_calls"]) == (4, 1)
+    seeds = [request.params.seed for request in model.requests]
+    assert len({*seeds[:3]}) == 3
+    assert seeds[2] == seeds[3], "a request that failed is repeated as it was"
+    grader, model = judge(["[[10]]", "[[8]]", *[SamplerError("lost")] * 2], judgements=3)
+    grade(grader, sample)
+    assert sample.dropped, "the mean of those that happened to succeed is another reward"
 
 
 def test_agreement_with_a_function_of_the_label(rollout):
@@ -184,15 +190,21 @@ def test_pairs_with_the_label_and_with_nothing(rollout):
     assert grade(grader, rollout("x")) == [0.5], "an answer without another one"
 
 
-def test_a_failed_comparison_counts_for_neither(rollout):
+def test_a_failed_comparison_leaves_both_of_its_samples_without_a_reward(rollout):
     def script(request: Requested) -> Any:
         answers = {between(f"answer_{name}", request) for name in "ab"}
         return SamplerError("lost") if answers == {"x", "xx"} else longer_wins(request)
 
     samples = [rollout("x" * size, name=str(size)) for size in (1, 2, 3)]
-    grader, _ = judge(script, mode="pairwise")
-    assert grade(grader, *samples) == [0.0, 0.0, 1.0], "each of the two has its other comparison"
-    grader, _ = judge([SamplerError("lost")] * 2, mode="pairwise")
+    grader, model = judge(script, mode="pairwise")
+    grade(grader, *samples)
+    assert [sample.dropped for sample in samples] == [True, True, False]
+    assert samples[2].reward == 1.0
+    assert len(model.requests) == 6 + 2, "each order of the pair is requested once more"
+
+
+def test_one_order_of_a_pair_is_no_comparison(rollout):
+    grader, _ = judge(["[[A]]", SamplerError("lost")], mode="pairwise", tries=1)
     pair = [rollout("x"), rollout("y", name="1")]
     grade(grader, *pair)
     assert all(sample.dropped for sample in pair)
@@ -202,6 +214,11 @@ def test_a_failed_comparison_counts_for_neither(rollout):
 
 TASKS, SAMPLES = 30, 8
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gdpo": {"batch_norm": False}}
+JUDGES: Mapping[str, Mapping[str, Any]] = {
+    "rubric": {"tries": 1},
+    "repeated": {"judgements": 3, "tries": 1},
+    "pairwise": {"mode": "pairwise", "tries": 2},
+}
 COMPARES = ["grpo", "rloo", "maxrl", "gdpo"]
 
 
@@ -214,30 +231,38 @@ def make_rollouts(placeholder: float = 0.25) -> list[Rollout]:
 
 
 def script(fails: float) -> Script:
-    """A judge with a score for each answer, a tenth of whose calls fail, by an error or by a text without a score."""
+    """A judge whose texts depend on what it reads, a tenth of whose calls fail, by an error or by a text without a score."""
+    chance, numbers = random.Random(0), Counter[tuple[str, int]]()
 
     def reply(request: Requested) -> Any:
-        rng = random.Random(between("answer", request))
-        score = rng.randrange(11)
-        if rng.random() < fails:
-            return rng.choice([SamplerError("HTTP 500"), "I cannot say."])
-        return f"[[{score}]]"
+        rng = random.Random(text(request))
+        verdict = rng.choice("ABC") if "<answer_a>" in text(request) else rng.randrange(11)
+        requested = text(request), request.params.seed
+        numbers[requested] += 1
+        # What fails does not depend on the order of concurrent calls.
+        chance.seed(f"{requested} {numbers[requested]}")
+        if chance.random() < fails:
+            return chance.choice([SamplerError("HTTP 500"), "I cannot say."])
+        return f"[[{verdict}]]"
 
     return reply
 
 
 @cache
-def graded(fails: float, placeholder: float = 0.25) -> list[Rollout]:
+def graded(fails: float, kind: str = "rubric", placeholder: float = 0.25) -> list[Rollout]:
     """Rollouts of all tasks after the judge, none of which a test changes."""
     rollouts = make_rollouts(placeholder)
+    options = {"endpoint": ENDPOINT, **JUDGES[kind]}
     config = RewardConfig.model_validate(
-        {"functions": {"style": {"function": "judge", "weight": 0.7, "judge": {"endpoint": ENDPOINT, "tries": 1}}}}
+        {"functions": {"style": {"function": "judge", "weight": 0.7, "judge": options}}}
     )
     grader = RewardGrader(config, {"style": ScriptedEndpoint(script(fails))})
 
     async def main() -> None:
-        for rollout in rollouts:
-            await grader.grade([rollout])
+        for first in range(0, len(rollouts), SAMPLES):
+            group = rollouts[first : first + SAMPLES]
+            for batch in [group] if grader.group else [[rollout] for rollout in group]:
+                await grader.grade(batch)
 
     asyncio.run(main())
     return rollouts
@@ -251,11 +276,16 @@ def advantages(name: str, rollouts: list[Rollout]) -> dict[str, bytes]:
     return {str(rollout_id): np.float64(value).tobytes() for rollout_id, value in values.items()}
 
 
+LOST = {"rubric": (0.05, 0.15), "repeated": (0.2, 0.35), "pairwise": (0.05, 0.6)}
+"""Shares of samples without a reward: those of one call, of three, and of 14 that are repeated once."""
+
+
+@pytest.mark.parametrize("kind", JUDGES)
 @pytest.mark.parametrize("name", COMPARES)
-def test_failing_calls_move_no_other_advantage_by_a_bit(name):
-    failing, calm = graded(0.1), graded(0.0)
+def test_failing_calls_move_no_other_advantage_by_a_bit(name, kind):
+    failing, calm = graded(0.1, kind), graded(0.0, kind)
     failed = {rollout.rollout_id for rollout in failing if rollout.dropped}
-    assert 0.05 < len(failed) / len(failing) < 0.15
+    assert LOST[kind][0] < len(failed) / len(failing) < LOST[kind][1]
     measured = advantages(name, failing)
     assert not failed & {*measured}
 
@@ -265,10 +295,10 @@ def test_failing_calls_move_no_other_advantage_by_a_bit(name):
     complete = advantages(name, calm)
     touched = {rollout.prompt_id for rollout in failing if rollout.dropped}
     untouched = {rollout.rollout_id for rollout in failing if rollout.prompt_id not in touched}
-    assert len(untouched) > SAMPLES
+    assert len(untouched) > (SAMPLES if kind != "repeated" else 0)
     assert {key: measured[key] for key in untouched} == {key: complete[key] for key in untouched}
 
-    assert measured == advantages(name, graded(0.1, float("nan"))), "what a failed sample had before is nowhere"
+    assert measured == advantages(name, graded(0.1, kind, float("nan"))), "what a failed sample had before is nowhere"
 
 
 @pytest.mark.parametrize("name", COMPARES)
