@@ -69,6 +69,6 @@ def training_step(
     )
 
 
-def step_settings(config: Config) -> StepSettings:
+def step_settings(config: Config, epoch_steps: int | None = None) -> StepSettings:
     """Return the settings of a run's training steps."""
-    return StepSettings(config, pack_options(config, PAD))
+    return StepSettings(config, pack_options(config, PAD), epoch_steps)

@@ -148,7 +148,7 @@ def _rewards(config: Config) -> Iterator[str]:
         )
 
 
-def _critic(algo: AlgoConfig, steps: int) -> Iterator[str]:
+def _critic(algo: AlgoConfig, steps: int | None) -> Iterator[str]:
     critic = algo.critic
     if not needs_critic(algo):
         defaults = CriticConfig().model_dump()

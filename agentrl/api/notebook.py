@@ -9,7 +9,6 @@ from typing import Protocol
 from agentrl.api.run_page import progress_page
 from agentrl.config.schema import Config
 from agentrl.obs.trackers import Tracker
-from agentrl.train.run_outputs import curve_keys
 
 
 class _Handle(Protocol):
@@ -30,8 +29,7 @@ class NotebookDisplay:
 
     def page(self) -> str:
         """Return what is shown, as HTML."""
-        keys = curve_keys(self._config)
-        return progress_page(f"training {self._config.label}", self._rows, keys, self._config.train.steps)
+        return progress_page(f"training {self._config.label}", self._rows, self._config)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a step."""

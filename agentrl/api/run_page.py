@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from agentrl.config.schema import Config
+from agentrl.obs.expected_steps import expected_steps
 from agentrl.obs.metrics import Points, merge_equal_series, read_metrics
 from agentrl.obs.run_end import read_end
 from agentrl.train.run_outputs import curve_keys
@@ -27,15 +28,16 @@ def run_page(folder: Path, config: Config) -> str:
     end = read_end(folder)
     state = "not ended, or killed" if end is None else f"{end.error}: {end.message}" if end.error else "finished"
     rows = read_metrics(folder / "metrics.jsonl")
-    return progress_page(f"{folder} · {config.label} · {state}", rows, curve_keys(config), config.train.steps)
+    return progress_page(f"{folder} · {config.label} · {state}", rows, config)
 
 
-def progress_page(title: str, rows: Sequence[Mapping[str, float]], keys: Sequence[str], steps: int) -> str:
-    """Return rows of metrics as HTML: a title, how many of ``steps`` are done, the curve of ``keys``, the newest values."""
-    newest: dict[str, float] = {}
+def progress_page(title: str, rows: Sequence[Mapping[str, float]], config: Config) -> str:
+    """Return rows of metrics as HTML: a title, how many steps are done, the curve, the newest values."""
+    keys, newest = curve_keys(config), dict[str, float]()
     for row in rows:
         newest.update(row)
     step = int(newest.get("step", 0))
+    steps = expected_steps(config.train, step, newest.get("data/epoch"))
     shown = [key for key in dict.fromkeys((*keys, *SHOWN)) if key in newest]
     cells = "".join(
         f'<tr><td style="text-align:left">{escape(key)}</td><td>{newest[key]:.4g}</td></tr>' for key in shown

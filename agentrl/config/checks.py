@@ -37,6 +37,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
         *_agent_address(config),
         *_eval_sets(config.eval, config.sources),
         *_sft(config),
+        *_epochs(config),
         *_algo(config.algo, config.sampler),
         *_distillation(config),
         *_batches(config),
@@ -184,6 +185,23 @@ def _sft(config: Config) -> Iterator[str]:
     steps = sum(stage.steps for stage in sft.curriculum)
     if sft.steps is not None and steps > sft.steps:
         yield f"sft.steps={sft.steps}, but the stages of sft.curriculum have {steps} steps"
+
+
+def _epochs(config: Config) -> Iterator[str]:
+    epochs, filters = config.train.epochs, config.rollout.filter_groups.filters
+    if epochs is None:
+        return
+    key = f"train.epochs={epochs:g}"
+    if config.sources:
+        yield (
+            f"{key} with sources ({', '.join(config.sources)}), whose weights say how often their tasks are taken: set "
+            "train.steps, and leave out train.epochs"
+        )
+    if config.asynchronous.streaming and filters:
+        yield (
+            f"{key} with async.streaming=true and rollout.filter_groups.filters=[{', '.join(filters)}]: the tasks may end within "
+            "a step whose gradient is computed in part; set train.steps, or leave out one of the others"
+        )
 
 
 def _algo(algo: AlgoConfig, sampler: SamplerConfig) -> Iterator[str]:

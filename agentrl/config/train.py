@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from agentrl.config.base import Section
 from agentrl.core.user_code import MAX_SECONDS
@@ -23,8 +23,12 @@ class RunConfig(Section):
 class TrainConfig(Section):
     """Length, evaluation and checkpoints of training."""
 
-    steps: int = Field(default=100, ge=0)
-    """Steps, each with one batch of rollouts; 0 only evaluates (slime's ``num_rollout``)."""
+    steps: int | None = Field(default=None, ge=0)
+    """Steps, each with one batch of rollouts; 0 only evaluates (slime's ``num_rollout``). 100 if neither this nor ``epochs`` is
+    set."""
+    epochs: PositiveFloat | None = None
+    """How often the tasks are gone through (slime's ``num_epoch``). Groups that ``rollout.filter_groups`` drops count, and what
+    is less than a batch at the end is not trained. With ``steps`` too, the run ends at whichever comes first."""
     steps_per_rollout: PositiveInt = 1
     """Optimizer steps a batch of rollouts is divided into (slime's ``num_steps_per_rollout``)."""
     minutes: PositiveFloat | None = None
@@ -52,6 +56,12 @@ class TrainConfig(Section):
     callbacks: list[str] = Field(default_factory=list)
     """Callbacks, called in this order: subclasses of ``agentrl.Callback``, or instances, as ``path/to/file.py:Class`` or
     ``module:Class``. docs/how_to/python.md."""
+
+    @model_validator(mode="after")
+    def _has_length(self) -> TrainConfig:
+        if self.steps is None and self.epochs is None:
+            self.steps = 100
+        return self
 
 
 class AsyncConfig(Section):

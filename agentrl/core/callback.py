@@ -35,7 +35,8 @@ class RunHandle:
     config: Mapping[str, Any]
     """The configuration as in ``config.yaml``, nested, without secrets; changes have no effect."""
     steps: int
-    """``train.steps``; in a replay, the steps that the recorded rollouts are enough for."""
+    """``train.steps``; in a replay, the steps that the recorded rollouts are enough for. With ``train.epochs`` the most: groups
+    that filters drop make them fewer."""
     step: int
     """Training steps that are finished. It is the version of the policy, too. Resumed and forked runs begin above 0."""
     on_stop: Callable[[str], None] | None = None

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from agentrl.config.rollout import RolloutConfig
@@ -31,6 +33,21 @@ def load_buffer_filter(rollout: RolloutConfig) -> BufferFilter:
     return function  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """How often a run goes through its tasks, such as ``Epochs(tasks=7473, count=2.0)``."""
+
+    tasks: int
+    """Number of tasks to train on."""
+    count: float
+    """``train.epochs``."""
+
+    @property
+    def limit(self) -> int:
+        """Most tasks that are taken from the data source."""
+        return int(Fraction(str(self.count)) * self.tasks)
+
+
 class DataBuffer:
     """The tasks of a run by position: position ``i`` has the ``i``-th task that was taken.
 
@@ -41,16 +58,24 @@ class DataBuffer:
         data_source: of new tasks.
         buffer_filter: chooses among the tasks that were given back.
         key: the configuration key of ``buffer_filter`` with its value, for messages.
+        epochs: how often the tasks are gone through; None: without end.
     """
 
     def __init__(
-        self, data_source: DataSource, buffer_filter: BufferFilter = take_first, key: str = "rollout.buffer_filter"
+        self,
+        data_source: DataSource,
+        buffer_filter: BufferFilter = take_first,
+        key: str = "rollout.buffer_filter",
+        epochs: Epochs | None = None,
     ) -> None:
         self.data_source = data_source
+        self.epochs = epochs
         self._filter = buffer_filter
         self._key = key
         self._next = 0
         """The first position without a task."""
+        self._drawn = 0
+        """Tasks that were taken from the data source."""
         self._taken: dict[int, Task] = {}
         """Tasks of untrained positions."""
         self._buffer: list[Task] = []
@@ -58,6 +83,19 @@ class DataBuffer:
         self._again: set[str] = set()
         """Ids of lost tasks that were given back, until they have a result."""
         self._lock = threading.Lock()
+
+    def has_task(self, position: int) -> bool:
+        """Return whether there is a task for ``position``: not if the epochs end before it."""
+        if self.epochs is None:
+            return True
+        return position < self._next + self.epochs.limit - self._drawn + len(self._buffer)
+
+    @property
+    def untrained(self) -> int | None:
+        """Number of tasks that no step has trained and no filter dropped, those in progress included; None: without end."""
+        if self.epochs is None:
+            return None
+        return self.epochs.limit - self._drawn + len(self._buffer) + len(self._taken)
 
     def __getitem__(self, position: int) -> Task:
         """Return the task at ``position``. Tasks are taken up to it.
@@ -109,7 +147,9 @@ class DataBuffer:
         """Return the next tasks: first those that were given back."""
         tasks = self._from_buffer(count) if self._buffer else []
         if len(tasks) < count:
-            tasks += get_tasks(self.data_source, count - len(tasks))
+            new_tasks = get_tasks(self.data_source, count - len(tasks))
+            self._drawn += len(new_tasks)
+            tasks += new_tasks
         return tasks
 
     def _from_buffer(self, count: int) -> list[Task]:
@@ -138,6 +178,7 @@ class DataBuffer:
                 source = deepcopy(self.data_source.state())  # is written to disk while tasks are taken
             return {
                 "next": self._next,
+                "drawn": self._drawn,
                 "taken": {str(position): task_to_dict(task) for position, task in self._taken.items()},
                 "buffer": [task_to_dict(task) for task in self._buffer],
                 "again": sorted(self._again),
@@ -148,6 +189,7 @@ class DataBuffer:
         """Restore the return value of `state`."""
         with self._lock:
             self._next = state["next"]
+            self._drawn = state.get("drawn", self._next)
             self._taken = {int(position): task_from_dict(task) for position, task in state["taken"].items()}
             self._buffer = [task_from_dict(task) for task in state["buffer"]]
             self._again = set(state["again"])
@@ -155,9 +197,10 @@ class DataBuffer:
                 self.data_source.load_state(state["source"])
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the data source, and the number of tasks that were given back and not taken again."""
+        """Return the metrics of the data source, the number of tasks that were given back and not taken again, and the epoch."""
+        epoch = {} if self.epochs is None else {"data/epoch": self._drawn / self.epochs.tasks}
         with self._lock, _calling(self.data_source, "metrics"):
-            return {"data/buffer": float(len(self._buffer)), **self.data_source.metrics()}
+            return {"data/buffer": float(len(self._buffer)), **epoch, **self.data_source.metrics()}
 
 
 def _calling(data_source: DataSource, method: str) -> AbstractContextManager[None]:

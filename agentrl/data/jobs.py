@@ -11,7 +11,7 @@ from agentrl.core.data_source import DataSource
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, task_source_name
 from agentrl.core.types import FailureKind, Rollout
-from agentrl.data.buffer import DataBuffer, load_buffer_filter
+from agentrl.data.buffer import DataBuffer, Epochs, load_buffer_filter
 
 OnDone = Callable[[Rollout], None]
 
@@ -43,11 +43,14 @@ class TaskJobs:
         data_source: chooses the tasks.
         batch_size: with which the run began, for the names of groups; None: ``rollout.batch_size``. Another one would give
             names again that earlier groups have.
+        epochs: how often the tasks are gone through; None: without end.
     """
 
-    def __init__(self, config: Config, data_source: DataSource, batch_size: int | None = None) -> None:
+    def __init__(
+        self, config: Config, data_source: DataSource, batch_size: int | None = None, epochs: Epochs | None = None
+    ) -> None:
         key = f"rollout.buffer_filter={config.rollout.buffer_filter}"
-        self.buffer = DataBuffer(data_source, load_buffer_filter(config.rollout), key)
+        self.buffer = DataBuffer(data_source, load_buffer_filter(config.rollout), key, epochs)
         """Tasks by position."""
         self._batch_size = batch_size or config.rollout.batch_size
         self._seed = config.run.seed

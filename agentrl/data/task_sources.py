@@ -25,7 +25,7 @@ from agentrl.core.registry import build, env_class, make_tasks
 from agentrl.core.task import MadeTasks, Task, TaskSet, task_id, task_source_name, task_to_dict
 from agentrl.core.user_code import calling
 from agentrl.data.application_tasks import ApplicationTasks, Placeholders
-from agentrl.data.buffer import get_tasks
+from agentrl.data.buffer import Epochs, get_tasks
 from agentrl.data.conversion import PromptLimit
 from agentrl.data.file_tasks import FileTasks, StreamOrder, TaskStream
 from agentrl.data.order import Curriculum, TaskOrder, same_ids
@@ -261,6 +261,39 @@ def split_size(split: Split) -> int | None:
     if isinstance(split, Placeholders):
         return None
     return split.size if isinstance(split, TaskStream) else len(split)
+
+
+def count_epochs(config: Config, splits: Mapping[str, Split]) -> Epochs | None:
+    """Return how often a run goes through the tasks of `read_splits`; None without ``train.epochs``.
+
+    Raises:
+        ConfigError: the number of tasks is not known, or there is no full batch.
+    """
+    epochs, batch_size = config.train.epochs, config.rollout.batch_size
+    if epochs is None:
+        return None
+    key = f"train.epochs={epochs:g}"
+    split = splits[""]  # a rule between keys refuses it for mixed runs
+    tasks = split_size(split)
+    if tasks is None:
+        reason = (
+            "an application brings the tasks, whose number is not known"
+            if isinstance(split, Placeholders)
+            else f"data.path={config.data.path} is read as a stream whose length is not known"
+        )
+        raise ConfigError(f"{key}: {reason}; set train.steps")
+    if isinstance(split, TaskStream) and split.convert.filters:
+        raise ConfigError(
+            f"{key}: with data.streaming=true the number of tasks is not known, as rows are left out by "
+            f"{split.convert.filters}; set train.steps, or data.streaming=false"
+        )
+    counted = Epochs(tasks, epochs)
+    if counted.limit < batch_size:
+        raise ConfigError(
+            f"{key} of {tasks} tasks are {counted.limit} groups, and a step takes rollout.batch_size={batch_size}: no step "
+            "would be full; lower rollout.batch_size, or raise train.epochs"
+        )
+    return counted
 
 
 def make_order(config: Config, splits: Mapping[str, Split]) -> DataSource:

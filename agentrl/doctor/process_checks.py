@@ -12,6 +12,7 @@ from itertools import groupby
 from statistics import median
 
 from agentrl.doctor.record import Finding, RunRecord, Severity, age
+from agentrl.obs.expected_steps import expected_steps
 from agentrl.obs.host_memory import GIB, NEAR_LIMIT, STEPS, grows
 
 QUIET_STEPS = 5
@@ -45,7 +46,7 @@ def process_findings(run: RunRecord) -> Iterator[Finding]:
 
 def _state(run: RunRecord) -> Finding:
     """Return whether the run is going on, hangs, has finished or is dead."""
-    done = f"{run.step} of {run.config.train.steps} steps are finished"
+    done = f"{run.step} of {_expected_steps(run)} steps are finished"
     ago = f"the last file was written {age(run.diagnosed_at - run.last_write)} ago"
     if run.runs:
         limit = _quiet_limit(run)
@@ -192,8 +193,12 @@ def _memory(run: RunRecord) -> Iterator[Finding]:
 def _memory_runs_out(run: RunRecord) -> bool:
     """Return whether little memory is left before the last step, if it goes on as in the last steps."""
     shares = run.recent("host_memory/used_share", STEPS)
-    steps_left = max(0, run.config.train.steps - run.step)
+    steps_left = _expected_steps(run) - run.step
     return shares[-1] + (shares[-1] - shares[0]) / (STEPS - 1) * steps_left >= NEAR_LIMIT if shares else False
+
+
+def _expected_steps(run: RunRecord) -> int:
+    return expected_steps(run.config.train, run.step, next(iter(run.recent("data/epoch", 1)), None))
 
 
 def _memory_advice(kind: str) -> tuple[str, ...]:

@@ -51,7 +51,9 @@ class Fork:
     """Whether the order of the tasks begins again, with random states of the run's own seed."""
 
     @classmethod
-    def check(cls, run: Path, step: int, recorded: Mapping[str, str], keys: Mapping[str, str], steps: int) -> Fork:
+    def check(
+        cls, run: Path, step: int, recorded: Mapping[str, str], keys: Mapping[str, str], steps: int | None
+    ) -> Fork:
         """Return the fork of a run, once it is checked that the keys of the new one allow it.
 
         Args:
@@ -59,7 +61,7 @@ class Fork:
             step: of its checkpoint.
             recorded: keys of the other run; see `agentrl.config.recorded`.
             keys: of the new run.
-            steps: ``train.steps`` of the new run.
+            steps: ``train.steps`` of the new run; None with ``train.epochs``.
 
         Raises:
             ConfigError: the weights of the checkpoint cannot be used, or there is no step to train.
@@ -70,7 +72,7 @@ class Fork:
                 f"{change.key}={change.after}: the run in {run} has {change.before}, and a fork begins with its weights; leave "
                 f"out {change.key}, or start another run with model.path={_checkpoint(run, step) / 'model'}"
             )
-        if step >= steps:
+        if steps is not None and step >= steps:
             raise ConfigError(
                 f"train.steps={steps}: the checkpoint has {step} steps already, and a fork counts on from it; set train.steps"
             )

@@ -301,7 +301,10 @@ async def _check_callback(reference: str, config: Config, step: RecordedStep) ->
         report.faults.append(str(error))
         return report
     handle = RunHandle(
-        step.folder, config.model_dump(mode="json", by_alias=True), config.train.steps, max(0, step.step - 1)
+        step.folder,
+        config.model_dump(mode="json", by_alias=True),
+        config.train.steps or step.step,
+        max(0, step.step - 1),
     )
     run = RunCallbacks(callbacks, handle)
     evaluation = {name: value for name, value in step.metrics.items() if name.startswith("eval/")}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from agentrl.algo.registry import describe_algorithm, estimator_class
+from agentrl.algo.registry import describe_algorithm, estimator_class, needs_critic
 from agentrl.cluster.placement_layout import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
@@ -22,12 +22,14 @@ from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class
 from agentrl.core.task import MadeTasks, Task
 from agentrl.data.application_tasks import Placeholders
+from agentrl.data.buffer import Epochs
 from agentrl.data.file_tasks import TaskStream
 from agentrl.data.hub import is_dataset
 from agentrl.data.rows import check_file
 from agentrl.data.task_sources import (
     Split,
     TaskSources,
+    count_epochs,
     errors_name_source,
     make_order,
     open_tasks,
@@ -108,9 +110,12 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     warm = warm_start_config(config, Path())
     sets: list[EvalTasks] | None = None
     train: dict[str, Split] = {}
+    length = f"{config.train.steps} steps" if config.train.epochs is None else f"{config.train.epochs:g} epochs"
     with _collect_missing(unmet):
         tasks = open_tasks(config)
         train = _train_tasks(config, tasks)
+        if (epochs := count_epochs(config, train)) is not None:
+            length = _check_epochs(config, epochs)
         sets = load_eval_tasks(config, tasks)
         for eval_set in sets:
             source_config = config.by_source()[eval_set.plan.source or ""]
@@ -127,7 +132,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
     model_line = describe_model(config.model.path, model)
     warnings = [warning for warning in (shipped_policy_warning(config), speculation_warning(config)) if warning]
     training: list[str] = []
-    lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template)]
+    lines = [*_describe_sources(config, train), model_line, *_describe(config, sets, template, length)]
     if model is None and (architecture := shipped_architecture(config.model.path)) is not None:
         with _collect_missing(unmet):
             lines += _describe_architecture(config, architecture)
@@ -379,7 +384,23 @@ def _to_train_on(split: Split | None) -> str:
     return "not there yet" if split is None else f"{len(split)} to train on"
 
 
-def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> list[str]:
+def _check_epochs(config: Config, epochs: Epochs) -> str:
+    """Return the length of a run with ``train.epochs``, once it is checked that it trains the policy."""
+    steps, limit = epochs.limit // config.rollout.batch_size, config.train.steps
+    critic = config.algo.critic
+    if needs_critic(config.algo) and critic.warmup_steps >= steps:
+        raise ConfigError(
+            f"algo.critic.warmup_steps={critic.warmup_steps} with train.epochs={epochs.count:g}, which are {steps} steps: the "
+            "policy is never trained; lower algo.critic.warmup_steps"
+        )
+    text = f"{steps} steps ({epochs.count:g} epochs of {epochs.tasks} tasks)"
+    if limit is not None and limit < steps:
+        text = f"{limit} steps, as train.steps ends the run before {text}"
+    filters = config.rollout.filter_groups.filters
+    return text + (", fewer if rollout.filter_groups drops groups" if filters else "")
+
+
+def _describe(config: Config, sets: list[EvalTasks] | None, template: str, length: str) -> list[str]:
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
@@ -388,7 +409,7 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str) -> li
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",
         "learner": f"{config.learner.backend}, {config.learner.ranks} rank(s), {algorithm}",
-        "length": f"{plan.steps} steps",
+        "length": length,
     }
     if template:
         lines["template"] = template

@@ -82,6 +82,7 @@ class Replay(RolloutSource):
     @property
     @override
     def steps(self) -> int:
+        assert self.config.train.steps is not None, "`check_replay` refuses train.epochs"
         return min(self.config.train.steps, len(self.recorded))
 
     @property
@@ -183,6 +184,12 @@ def check_replay(config: Config, path: Path) -> list[str]:
             f"model.warm_start={config.model.warm_start} with --replay: a new warm start is not the policy that sampled; "
             "set model.warm_start=null model.warm_start_options={} and model.path=RUN/warm_start/model, of the recorded run"
         )
+    steps = config.train.steps
+    if config.train.epochs is not None or steps is None:
+        raise ConfigError(
+            f"train.epochs={config.train.epochs} with --replay: recorded rollouts are trained step by step, once; set "
+            "train.epochs=null and train.steps"
+        )
     samples = RecordedRollouts(path, config.rollout.batch_size)
     model = resolve_model(config.model.path)
     make_backend(config.learner).check(config.algo, [model])
@@ -207,6 +214,5 @@ def check_replay(config: Config, path: Path) -> list[str]:
         f"model        {config.model.path} ({model})",
         "engine       none: nothing is sampled, no weights are sent, nothing is evaluated",
         f"learner      {config.learner.backend}, {config.learner.ranks} rank(s), {describe_algorithm(config.algo)}",
-        f"length       {min(config.train.steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer "
-        "step(s)",
+        f"length       {min(steps, len(samples))} steps of {config.train.steps_per_rollout} optimizer step(s)",
     ]

@@ -77,6 +77,16 @@ class RolloutSource(ABC):
         """Steps to train."""
 
     @property
+    def epoch_steps(self) -> int | None:
+        """Full batches of the tasks of ``train.epochs``; None without it."""
+        return None
+
+    @property
+    def progress(self) -> float:
+        """Share of the tasks of ``train.epochs`` that are trained or filtered, from 0 to 1; 0 without it."""
+        return 0.0
+
+    @property
     @abstractmethod
     def pad_token_id(self) -> int:
         """The token that fills batches."""
@@ -86,13 +96,18 @@ class RolloutSource(ABC):
         """Return the text of tokens, special tokens included."""
 
     @abstractmethod
-    async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
+    async def get_rollouts(
+        self, step: int, position: TaskPosition, consume: Consumer | None = None
+    ) -> StepRollouts | None:
         """Return the rollouts of ``step`` (from 1), of tasks that were not trained at ``position``.
 
         Args:
             step: from 1.
             position: of the tasks that were trained.
             consume: may be called with groups of the step before all are there. It may use the learner.
+
+        Returns:
+            None if the tasks of ``train.epochs`` that are left do not fill a batch.
 
         Raises:
             AgentrlError: sampling or reading failed; `RunStopped` if Ctrl-C or the failure policy ends the run.

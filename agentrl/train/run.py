@@ -87,7 +87,7 @@ async def _train(
     """
     config, folder, step, state = run.config, run.folder, run.step, run.state
     async with AsyncExitStack() as exits:
-        view = exits.enter_context(ProgressView(console, config.train.steps, config.obs.progress, config.sources))
+        view = exits.enter_context(ProgressView(console, config.train.steps or 0, config.obs.progress, config.sources))
         view.phase("starting")
         traces, monitor = open_monitor(config, folder, view, step, exits)
         with waiting(PHASE, START):
@@ -110,7 +110,7 @@ async def _train(
         run_callbacks = RunCallbacks(callbacks, RunHandle(folder, settings, source.steps, step))
         trainer = extras.make_trainer(
             StepTrainer(
-                StepSettings(config, packing),
+                StepSettings(config, packing, source.epoch_steps),
                 source,
                 learner,
                 estimators,

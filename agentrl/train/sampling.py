@@ -17,8 +17,9 @@ from agentrl.cluster.run_cluster import RunCluster
 from agentrl.config.runners import rollout_form
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
+from agentrl.data.buffer import DataBuffer
 from agentrl.data.jobs import TaskJobs
-from agentrl.data.task_sources import TaskSources, make_order, read_splits
+from agentrl.data.task_sources import TaskSources, count_epochs, make_order, read_splits
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
@@ -160,14 +161,36 @@ async def open_sampling(
         opponents = {group.position: group.opponent for group in records.journal.pending}
         self_play.restore(run.state["source"].get("self_play"), opponents)
     _warn_of_lost_sessions(config, records.journal)
-    data_source = make_order(config, read_splits(config, tasks))
-    jobs = TaskJobs(config, data_source, int(records.journal.first_keys["rollout.batch_size"]))
+    splits = read_splits(config, tasks)
+    batch_size = int(records.journal.first_keys["rollout.batch_size"])
+    jobs = TaskJobs(config, make_order(config, splits), batch_size, count_epochs(config, splits))
     sampling = Sampling(config, services, jobs, weights, records, interrupt, self_play)
     await weights.open()
     exits.push_async_callback(sampling.aclose)
     if (data := run.state["source"].get("data")) is not None:
         jobs.buffer.load_state(data)
+    sampling.config = with_steps(config, count_steps(config, run.step, jobs.buffer))
     return sampling
+
+
+def count_steps(config: Config, step: int, buffer: DataBuffer) -> int:
+    """Return the steps of a run: ``train.steps``, or as many as its tasks fill if those of ``train.epochs`` are fewer.
+
+    Args:
+        config: of the run.
+        step: finished steps.
+        buffer: the tasks of the run after them.
+    """
+    limit, untrained = config.train.steps, buffer.untrained
+    steps = None if untrained is None else step + untrained // config.rollout.batch_size
+    counts = [count for count in (limit, steps) if count is not None]
+    assert counts, "a configuration has train.steps or train.epochs"
+    return min(counts)
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """Return a configuration with ``train.steps``."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
 def _warn_of_lost_sessions(config: Config, journal: Journal) -> None:
@@ -203,7 +226,20 @@ class Sampling(RolloutSource):
     @property
     @override
     def steps(self) -> int:
+        assert self.config.train.steps is not None, "`with_steps` has set it"
         return self.config.train.steps
+
+    @property
+    @override
+    def epoch_steps(self) -> int | None:
+        epochs = self.tasks.buffer.epochs
+        return None if epochs is None else epochs.limit // self.config.rollout.batch_size
+
+    @property
+    @override
+    def progress(self) -> float:
+        epochs, untrained = self.tasks.buffer.epochs, self.tasks.buffer.untrained
+        return 0.0 if epochs is None or untrained is None else max(0.0, 1 - untrained / epochs.limit)
 
     @property
     @override
@@ -255,7 +291,9 @@ class Sampling(RolloutSource):
         await self.weights.gpus.switch_to_learner(learner, watch)
 
     @override
-    async def get_rollouts(self, step: int, position: TaskPosition, consume: Consumer | None = None) -> StepRollouts:
+    async def get_rollouts(
+        self, step: int, position: TaskPosition, consume: Consumer | None = None
+    ) -> StepRollouts | None:
         """The journal has the rollouts of a step that is trained again."""
         if self.records.journal.batch(step) is not None:
             self._batch = await self._read_journal(step)
@@ -264,11 +302,14 @@ class Sampling(RolloutSource):
             self._scheduler = self._open_scheduler(step, position)
         if not self._scheduler.overlaps_training:
             self.services.fleet.metrics()  # drops what was measured before the step, such as in an evaluation
-        if self._writes_finished:
-            first = await asyncio.to_thread(self.tasks.buffer.__getitem__, next(position.untrained_positions()))
-            self.records.recorder.begin(step, first.id)
+        first = next(position.untrained_positions())
+        if self._writes_finished and self.tasks.buffer.has_task(first):
+            first_task = await asyncio.to_thread(self.tasks.buffer.__getitem__, first)
+            self.records.recorder.begin(step, first_task.id)
         async with self.weights.learner_idle():
             groups = await self._scheduler.take(consume and partial(self._with_learner, consume))
+        if groups is None:
+            return None
         next_position = position.after([*groups.positions, *groups.filtered_positions])
         await self.records.journal.record_taken(step, groups.positions, next_position, groups.filtered_positions)
         unwritten = groups.filtered if self._writes_finished else [*groups.rollouts, *groups.filtered]
@@ -295,6 +336,7 @@ class Sampling(RolloutSource):
             guard=self._guard_episodes,
             on_done=self._write_finished,
             self_play=self.self_play,
+            has_task=self.tasks.buffer.has_task,
         )
         self.weights.on_synced = scheduler.set_version
         return scheduler

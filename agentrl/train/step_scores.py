@@ -51,6 +51,8 @@ class StepSettings:
 
     config: Config
     packing: PackOptions
+    epoch_steps: int | None = None
+    """`RolloutSource.epoch_steps`: the length of schedules if the configuration has no ``train.steps``."""
 
     @property
     def algo(self) -> AlgoConfig:
@@ -84,24 +86,30 @@ class StepSettings:
         """Return whether the training step after ``step`` finished ones trains only the critic."""
         return needs_critic(self.algo) and step < self.algo.critic.warmup_steps
 
-    def policy_lr_scale(self, step: int, index: int) -> float:
+    def policy_lr_scale(self, step: int, index: int, progress: float = 0.0) -> float:
         """Return the schedule's factor for an optimizer step of the policy, over the training steps that train it.
 
         Args:
             step: finished training steps.
             index: of the optimizer step in its training step.
+            progress: share of the tasks of ``train.epochs`` that were trained or filtered before. With ``train.steps`` too, the
+                larger of both shares counts.
         """
         warmup_steps = self.algo.critic.warmup_steps if needs_critic(self.algo) else 0
-        return self._lr_scale(self.config.learner.optimizer, step - warmup_steps, index, warmup_steps)
+        return self._lr_scale(self.config.learner.optimizer, step, index, warmup_steps, progress)
 
-    def critic_lr_scale(self, step: int, index: int) -> float:
+    def critic_lr_scale(self, step: int, index: int, progress: float = 0.0) -> float:
         """Return the schedule's factor for an optimizer step of the critic; see `policy_lr_scale`."""
-        return self._lr_scale(self.algo.critic.optimizer, step, index, 0)
+        return self._lr_scale(self.algo.critic.optimizer, step, index, 0, progress)
 
-    def _lr_scale(self, optimizer: OptimizerConfig, step: int, index: int, warmup_steps: int) -> float:
-        per_step = self.config.train.steps_per_rollout
-        total = (self.config.train.steps - warmup_steps) * per_step
-        return lr_scale(optimizer, (step * per_step + index) / total, total, "constant")
+    def _lr_scale(self, optimizer: OptimizerConfig, step: int, index: int, warmup_steps: int, progress: float) -> float:
+        per_step, steps, done = self.config.train.steps_per_rollout, self.config.train.steps, float(step)
+        if steps is None:
+            assert self.epoch_steps is not None, "a configuration has train.steps or train.epochs"
+            steps, done = self.epoch_steps, 0.0
+        total = (steps - warmup_steps) * per_step
+        done = max(done, progress * steps) - warmup_steps
+        return lr_scale(optimizer, (done * per_step + index) / total, total, "constant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,10 @@ class Trainer:
         is_last = self._is_finished()
         enough = await self.evaluations.after(self.step, last=is_last)
         while not (enough or is_last or self.callbacks.stops):
-            await self._step()
+            if not await self._step():
+                self.view.print_text("the tasks of train.epochs are used up: those that are left do not fill a batch")
+                await self.evaluations.after(self.step, last=True)
+                return
             self.checkpoints.check()
             if not self.checkpoints.is_writing:
                 await self._announce_checkpoints()
@@ -111,10 +114,13 @@ class Trainer:
             if (save_every and self.step % save_every == 0) or await self._may_be_best():
                 await self._checkpoint()
 
-    async def _step(self) -> None:
-        """Take one training step: rollouts, optimizer steps, weight sync, metrics."""
+    async def _step(self) -> bool:
+        """Take one training step: rollouts, optimizer steps, weight sync, metrics. Return whether there were tasks for it."""
         watch, start = Stopwatch(), time.perf_counter()
-        training_step, rollouts, metrics = await self.steps.train(self.step, self.position, watch)
+        trained = await self.steps.train(self.step, self.position, watch)
+        if trained is None:
+            return False
+        training_step, rollouts, metrics = trained
         self.step, self.position = self.step + 1, rollouts.position
         self.callbacks.run.step = self.step
         await self.steps.finish(training_step, watch)
@@ -142,6 +148,7 @@ class Trainer:
                         added = await self.callbacks.on_step(metrics)
                 finally:
                     self._log(training_step, metrics | added)
+        return True
 
     def _log(self, training_step: TrainingStep, metrics: Mapping[str, float]) -> None:
         """Log the metrics and rollouts of the step that has ended, and print warnings about them."""

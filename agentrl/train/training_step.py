@@ -72,6 +72,8 @@ class TrainingStep:
     """All of the step, dropped ones included."""
     scores: StepScores = field(default_factory=StepScores)
     """Of the rollouts that were not dropped. Set before advantages and batches are read."""
+    progress: float = 0.0
+    """`RolloutSource.progress` before the step."""
 
     @cached_property
     def groups(self) -> RolloutGroups:
@@ -174,7 +176,7 @@ class TrainingStep:
             policy=optimizer_step.policy,
             trained=optimizer_step.trained,
             step_part=step_part,
-            lr_scale=self.settings.policy_lr_scale(self.step, optimizer_step.index),
+            lr_scale=self.settings.policy_lr_scale(self.step, optimizer_step.index, self.progress),
         )
 
     @cached_property
@@ -203,7 +205,7 @@ class TrainingStep:
                 self.settings.packing,
                 signals,
                 kind="value",
-                lr_scale=self.settings.critic_lr_scale(self.step, index),
+                lr_scale=self.settings.critic_lr_scale(self.step, index, self.progress),
             )
             for index, rows in enumerate(trained_rows)
         ]
@@ -350,24 +352,27 @@ class StepTrainer:
 
     async def train(
         self, step: int, position: TaskPosition, watch: Stopwatch
-    ) -> tuple[TrainingStep, StepRollouts, dict[str, float]]:
+    ) -> tuple[TrainingStep, StepRollouts, dict[str, float]] | None:
         """Take the optimizer steps of a training step; `finish` follows.
 
         Returns:
-            the step, its rollouts as the source supplied them, and metrics of the optimizer steps.
+            the step, its rollouts as the source supplied them, and metrics of the optimizer steps; None if no tasks are left.
         """
         name = f"step {step + 1}"
         streams = self.settings.config.asynchronous.streaming
         early = EarlyGroups(self.settings, self.estimators, self.learner, step) if streams else None
+        progress = self.source.progress
         self.view.phase("rollout")
         with watch("rollout"), waiting(PHASE, name, "rollout"):
             rollouts = await self.source.get_rollouts(step + 1, position, early.add if early else None)
+        if rollouts is None:
+            return None
         self.view.phase("learn")
         with watch("record"):
             if step == 0:
                 self._show_best(rollouts.rollouts)
             await self.callbacks.on_rollouts(rollouts.rollouts)
-        training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts)
+        training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts, progress=progress)
         training_step.scores = await self._score(training_step, early, watch)
 
         def make_batches(training_step: TrainingStep) -> list[GlobalBatch]:

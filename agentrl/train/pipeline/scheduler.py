@@ -124,8 +124,8 @@ class GroupScheduler:
                 self.admission.restore(group.position, group.version)
                 self._restored.append(group.position)
 
-    async def take(self, consume: Consumer | None = None) -> StepGroups:
-        """Wait for the groups of the next step, and return them.
+    async def take(self, consume: Consumer | None = None) -> StepGroups | None:
+        """Wait for the groups of the next step, and return them; None if the tasks that are left do not fill its batch.
 
         Args:
             consume: called with groups of the step as soon as they have finished and surely belong to it, while others run.
@@ -136,6 +136,8 @@ class GroupScheduler:
         """
         async with self._running_episodes():
             positions = await self._finished_groups(consume)
+        if positions is None:
+            return None
         groups = {position: self._results.pop(position) for position in positions}
         filtered = self.filtering.take()
         self._length_bias.add(groups, trained=True)
@@ -156,8 +158,12 @@ class GroupScheduler:
         """Let episodes run in the body; these also run after it."""
         yield
 
-    async def _finished_groups(self, consume: Consumer | None) -> list[int]:
-        """Wait until a step may take groups, and return their positions; the episodes are started if they do not run."""
+    async def _finished_groups(self, consume: Consumer | None) -> list[int] | None:
+        """Wait until a step may take groups, and return their positions; the episodes are started if they do not run.
+
+        Returns:
+            None if the tasks that are left do not fill a batch.
+        """
         if self._main is None:
             self._main = asyncio.create_task(self._run())
             self._main.add_done_callback(lambda _: self._changed.set())
@@ -169,6 +175,8 @@ class GroupScheduler:
                 if self._main.done():
                     self._main.result()
                     raise AssertionError("episodes run until they are closed or raise")
+                if self.admission.is_exhausted:
+                    break
                 if consume is not None and (early := self.admission.commit(in_order=self._in_order)):
                     await consume([rollout for position in early for rollout in self._results[position]])
                     continue
@@ -351,11 +359,14 @@ def open_scheduler(  # everything that the scheduler of a run needs
     guard: Callable[[], AbstractAsyncContextManager[None]],
     on_done: Callable[[Rollout], None],
     self_play: SelfPlay | None,
+    has_task: Callable[[int], bool] = lambda _: True,
 ) -> GroupScheduler:
     """Return the scheduler of a run that has finished ``step`` steps, and whose engines have the policy of that step.
 
-    The tasks before ``position`` were trained. See `GroupScheduler` for the other arguments.
+    The tasks before ``position`` were trained. ``config`` has the number of steps. See `GroupScheduler` and `Admission` for the
+    other arguments.
     """
+    assert config.train.steps is not None, "the number of steps was computed from train.epochs"
     rollout, asynchronous = config.rollout, config.asynchronous
     pending = [group for group in journal.pending if group.position not in position]
     pending_positions = {group.position for group in pending}
@@ -366,6 +377,7 @@ def open_scheduler(  # everything that the scheduler of a run needs
         batch_size=rollout.batch_size,
         max_staleness=asynchronous.max_staleness,
         most=rollout.over_sampling_batch_size,
+        has_task=has_task,
     )
     scheduler_type = GroupScheduler if asynchronous.max_staleness else SynchronousScheduler
     scheduler = scheduler_type(

@@ -11,7 +11,7 @@ admitted by the rule, so the bound holds with any number of replacements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -40,6 +40,7 @@ class Admission:
         batch_size: groups of a step.
         max_staleness: most versions between a group's admission and the step that trains it.
         most: groups that are admitted and not taken, at least ``batch_size``; None: as many as ``max_staleness`` allows.
+        has_task: whether there is a task at a position; after the first without one there is none.
     """
 
     def __init__(
@@ -51,10 +52,13 @@ class Admission:
         batch_size: int,
         max_staleness: int,
         most: int | None = None,
+        has_task: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.step = step
         """The policy version that the next batch trains: the number of steps whose batch was taken."""
         self._positions = positions
+        self._next = next(positions)
+        self._has_task = has_task
         self._unadmitted = (steps - step) * batch_size
         self._batch_size = batch_size
         self._max_staleness = max_staleness
@@ -67,12 +71,17 @@ class Admission:
     def admit(self, version: int) -> int | None:
         """Admit the next group while the engines have ``version``; return its position, or None if none may begin."""
         room = (version + self._max_staleness + 1 - self.step) * self._batch_size
-        if self._unadmitted <= 0 or len(self._waiting) >= min(room, self._most):
+        if self._unadmitted <= 0 or len(self._waiting) >= min(room, self._most) or not self._has_task(self._next):
             return None
         self._unadmitted -= 1
-        position = next(self._positions)
+        position, self._next = self._next, next(self._positions)
         self._waiting[position] = AdmittedGroup(position, version)
         return position
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the groups that are left do not fill a batch, and there is no task for another one."""
+        return self.finished == len(self._waiting) < self._batch_size and not self._has_task(self._next)
 
     def restore(self, position: int, version: int) -> None:
         """Admit a group that the same rule admitted in an earlier process, at ``version``; the oldest first."""

@@ -28,7 +28,7 @@ from agentrl.core.sampler import Sampler
 from agentrl.core.task import Task
 from agentrl.core.types import Generation, Message, Prompt, Rollout, SamplingParams
 from agentrl.data.jobs import Job, TaskJobs
-from agentrl.data.order import TaskOrder
+from agentrl.data.task_sources import count_epochs, make_data_source
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
@@ -46,7 +46,7 @@ from agentrl.train.evaluations import Evaluations, Evaluator
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import open_scheduler
 from agentrl.train.rollout_source import RunInputs, StepRollouts, TaskPosition
-from agentrl.train.sampling import RunRecords, Sampling
+from agentrl.train.sampling import RunRecords, Sampling, count_steps, with_steps
 from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
 from agentrl.weight_sync.base import SyncedWeights
@@ -210,7 +210,9 @@ def make_source(
 
     fleet, sync = fleet_of(engines), sync_of(engines)
     services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
-    tasks = TaskJobs(config, TaskOrder(TASKS, config.run.seed), int(records.journal.first_keys["rollout.batch_size"]))
+    batch_size, epochs = int(records.journal.first_keys["rollout.batch_size"]), count_epochs(config, {"": TASKS})
+    order = make_data_source(config.tasks.data_source, TASKS, config.run.seed)
+    tasks = TaskJobs(config, order, batch_size, epochs)
     weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
     return kind(config, services, tasks, weights, records, Interrupt(print))
 
@@ -252,13 +254,14 @@ def train(
         await source.weights.open()
         if checkpoint:
             source.tasks.buffer.load_state(state["source"]["data"])
-        view = ProgressView(Console(quiet=True), config.train.steps, "plain")
+        source.config = with_steps(config, count_steps(config, inputs.step, source.tasks.buffer))
+        view = ProgressView(Console(quiet=True), source.steps, "plain")
         log = MetricsLog(folder, resume_after=inputs.resume_after)
         checkpoints = Checkpoints(folder / "checkpoints", keep=2)
         estimators = RunEstimators(config.algo.by_source)
         estimators.load_state(state.get("estimators", {}))
         learner_group = learner or FakeLearner()
-        settings, evaluating = step_settings(config), make_evaluator(evaluator, source)
+        settings, evaluating = step_settings(config, source.epoch_steps), make_evaluator(evaluator, source)
         steps = StepTrainer(settings, source, learner_group, estimators, view)
         evaluated, score = state["evaluated"], state.get("score")
         evaluations = Evaluations(config.eval, config.train, evaluating, checkpoints, log, view, evaluated, score)
