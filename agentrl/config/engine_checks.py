@@ -24,6 +24,7 @@ def engine_faults(config: Config) -> Iterator[str]:
     """Yield what does not fit together, for every command."""
     yield from _engine_addresses(config.sampler)
     yield from _sampling(config.sampler)
+    yield from _tokenizer_workers(config.sampler)
     if config.sampler.speculative_algorithm is not None:
         yield from _speculative_decoding(config, config.sampler.speculative_algorithm)
     yield from _weights(config)
@@ -68,6 +69,16 @@ def _sampling(sampler: SamplerConfig) -> Iterator[str]:
         )
     if sampler.max_running == "auto" and sampler.has_router_program:
         yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
+
+
+def _tokenizer_workers(sampler: SamplerConfig) -> Iterator[str]:
+    """Whether each process of SGLang that takes requests knows the version of the weights."""
+    workers = sampler.sglang_option("tokenizer_worker_num", 1)
+    if workers != 1:
+        yield (
+            f"sampler.sglang.tokenizer_worker_num={workers}: only the process that takes a request for new weights learns their "
+            "version (SGLang 0.5.17), so turns of the others would have a wrong one; leave it out, or set sampler.engines"
+        )
 
 
 def _speculative_decoding(config: Config, algorithm: str) -> Iterator[str]:

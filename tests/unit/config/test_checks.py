@@ -38,6 +38,7 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*NGRAM, "algo.routing_replay=true"], r"leave out sampler\.sglang\.speculative_algorithm"),
         ([*GPU, "sampler.sglang.speculative_algorithm=DFLASH"], "set NGRAM, EAGLE"),
         ([*ADAPTERS, *EAGLE], "set speculative_algorithm=NGRAM"),
+        ([*GPU, "sampler.sglang.tokenizer-worker-num=4"], r"tokenizer_worker_num=4: .*leave it out"),
         ([*EAGLE, "weights.transport=disk"], r"set weights\.transport=tensor"),
         ([*EAGLE, "weights.check=checksum"], r"set weights\.check=version"),
         ([*EAGLE, "placement.mode=colocate"], "enable_draft_weights_cpu_backup=true"),
