@@ -10,9 +10,9 @@ PAGE = REPOSITORY / "docs" / "explanation" / "architecture.md"
 BEGIN, END = "<!-- packages: written by `make docs` -->", "<!-- end of packages -->"
 
 BOTTOM_TO_TOP = """
-    core config clients batch algo distributed obs models render rewards data audit episode sandbox learner inference
-    toolserver gateway adapters weight_sync self_play cluster testing project_template runtime doctor planner evaluation sft
-    train tune dashboard api launch cli
+    core config clients batch algo distributed obs models render rewards sandbox containers data audit episode learner
+    inference toolserver gateway adapters weight_sync self_play cluster testing project_template runtime doctor planner evaluation
+    sft train tune dashboard api launch cli
 """
 LAYERS = tuple((package,) for package in BOTTOM_TO_TOP.split())
 """Rows from bottom to top: a package imports only packages of lower rows, lazy and type-only imports included."""
