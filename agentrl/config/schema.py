@@ -9,6 +9,7 @@ from pydantic import Field, SerializationInfo, field_serializer, field_validator
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.base import Section
+from agentrl.config.containers import ContainersConfig
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.model import ModelConfig, RenderConfig
@@ -72,6 +73,8 @@ class Config(Section):
     """Tool servers, by the tool's name."""
     sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
     """The sandbox of tool servers that the run starts."""
+    containers: ContainersConfig = Field(default_factory=ContainersConfig)
+    """Machines in which tasks of containers are played and graded. docs/how_to/containers.md."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The policy."""
     render: RenderConfig = Field(default_factory=RenderConfig)

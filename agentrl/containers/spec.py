@@ -1,0 +1,138 @@
+"""What a machine is made from: image, user, limits, network and services. Everything here can be written as JSON.
+
+Example: ``MachineSpec(image="debian:12", memory_mb=1024, services=(ServiceSpec(name="db", image="redis:7"),))``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from agentrl.config.base import Seconds, Section
+
+Network = Literal["no-network", "public", "allowlist"]
+"""``no-network``: a loopback alone; ``public``: whatever the daemon's machine reaches; ``allowlist``: `MachineSpec.allowed_hosts`
+through an HTTP proxy."""
+
+
+class Healthcheck(Section):
+    """A command that ends with status 0 when a machine or a service is ready; the times are those of Docker's health checks."""
+
+    model_config = ConfigDict(frozen=True)
+
+    command: str
+    """Shell text."""
+    interval_s: Seconds = 5.0
+    """Time between two tries."""
+    timeout_s: Seconds = 30.0
+    """Limit of one try."""
+    start_period_s: float = Field(default=0.0, ge=0)
+    """Time from the start in which failed tries are not counted."""
+    start_interval_s: Seconds = 5.0
+    """Time between two tries in the start period."""
+    retries: PositiveInt = 3
+    """Failed tries, one after the other, after which it is not healthy."""
+
+
+class ServiceSpec(Section):
+    """A container beside the machine, such as a database, that the machine reaches by its name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")
+    """The host name."""
+    image: str
+    """The image, which the daemon has or can pull."""
+    command: tuple[str, ...] | None = None
+    """In place of the image's command."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables."""
+    user: str | None = None
+    """User, or None for that of the image."""
+    depends_on: tuple[str, ...] = ()
+    """Services that are healthy, or have started if they have no health check, before this one starts."""
+    healthcheck: Healthcheck | None = None
+    """When it is ready; None: once it has started."""
+    memory_mb: PositiveInt | None = None
+    """Memory of all its processes, MiB; None: as the machine."""
+    cpus: PositiveFloat | None = None
+    """Cores; None: as the machine."""
+
+
+class MachineSpec(Section):
+    """A machine. Two machines of equal specs start in the same state."""
+
+    model_config = ConfigDict(frozen=True)
+
+    image: str
+    """The image: a name, a tag or an id. It needs a ``/bin/sh``, and nothing else."""
+    user: str | None = None
+    """User whom commands run as; None: that of the image, which is mostly root."""
+    workdir: str | None = None
+    """Folder in which commands start; None: that of the image. It is made if there is none."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of all commands, beside those of the image."""
+    cpus: PositiveFloat = 1.0
+    """Cores that all processes together may keep busy."""
+    memory_mb: int = Field(default=2048, ge=16)
+    """Memory of all processes together, MiB; there is no swap."""
+    disk_mb: int = Field(default=10240, ge=1)
+    """Size of all that is written to the root, MiB."""
+    processes: int = Field(default=512, ge=8)
+    """Processes and threads at the same time."""
+    network: Network = "public"
+    """What the machine reaches."""
+    allowed_hosts: tuple[str, ...] = ()
+    """With ``allowlist``, names of hosts (their ports 80 and 443) or ``name:port``."""
+    services: tuple[ServiceSpec, ...] = ()
+    """Containers beside it, started first."""
+    healthcheck: Healthcheck | None = None
+    """When the machine is ready; None: once it has started."""
+    runtime: str | None = None
+    """Runtime with its own kernel, by its name at the daemon, such as ``runsc`` (gVisor); None: ``containers.runtime``."""
+
+    @field_validator("workdir")
+    @classmethod
+    def _absolute(cls, workdir: str | None) -> str | None:
+        if workdir is not None and not PurePosixPath(workdir).is_absolute():
+            raise ValueError(f"{workdir!r} is no absolute path")
+        return workdir
+
+    @model_validator(mode="after")
+    def _fits(self) -> MachineSpec:
+        if self.allowed_hosts and self.network != "allowlist":
+            raise ValueError(f"allowed_hosts needs network=allowlist, not {self.network}")
+        names = {service.name for service in self.services}
+        if len(names) < len(self.services):
+            raise ValueError("two services have the same name")
+        for service in self.services:
+            if unknown := set(service.depends_on) - names:
+                raise ValueError(f"service {service.name} depends on {', '.join(sorted(unknown))}, which is no service")
+        services_in_order(self.services)
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything in it: 16 hexadecimal digits."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def services_in_order(services: tuple[ServiceSpec, ...]) -> list[ServiceSpec]:
+    """Return services so that each comes after those that it depends on.
+
+    Raises:
+        ValueError: services depend on each other in a circle.
+    """
+    ordered: dict[str, ServiceSpec] = {}
+    while len(ordered) < len(services):
+        ready = [
+            service for service in services if service.name not in ordered and set(service.depends_on) <= ordered.keys()
+        ]
+        if not ready:
+            names = sorted({service.name for service in services} - ordered.keys())
+            raise ValueError(f"services depend on each other in a circle: {', '.join(names)}")
+        ordered |= {service.name: service for service in ready}
+    return list(ordered.values())
