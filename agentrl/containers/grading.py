@@ -1,0 +1,323 @@
+"""Grading: the tests of a task's step run in a machine in which no agent has worked, or, if the task says so, in the agent's.
+
+Separate mode, in this order: the task's collecting commands run in the agent's machine; after the last step all of its processes
+are killed; its artifacts, or its working folder if it has declared none, are copied out and checked
+(`agentrl.containers.carried_files`); they are written to a clean machine; the tests are written there, where the agent has never
+been, and run; all processes of that machine are killed; then its reward file is read, once.
+
+In shared mode all of this happens in the agent's machine, where the agent can change programs, tests and rewards: such a grade is
+marked as forgeable (docs/explanation/grading.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import posixpath
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from docker.errors import NotFound
+
+from agentrl.containers.archives import Download, DownloadError
+from agentrl.containers.carried_files import Changes, Entry, Tree, find_changes, read_tree, without
+from agentrl.containers.machine import Command, CommandResult, Machine
+from agentrl.containers.task_folder import TEST_SCRIPT, TESTS, TaskFolder, TaskStep
+from agentrl.containers.task_toml import MAIN, ArtifactToml, expand_variables
+from agentrl.core.errors import TaskError, ToolFailure
+
+_log = logging.getLogger(__name__)
+
+GradingMode = Literal["task", "separate", "shared"]
+"""Where tests run: ``task``: as the task says, and separately if it says nothing; the others: whatever it says."""
+LOGS = "/logs/verifier"
+"""Folder of reward files in a machine."""
+ARTIFACTS = "/logs/artifacts"
+"""Folder of a machine that is always carried."""
+REWARD_FILES = (f"{LOGS}/reward.json", f"{LOGS}/reward.txt")
+"""Files with rewards, the first one first."""
+REWARD_BYTES = 2**16
+CARRIED_BYTES = 2**28
+"""Bytes that are carried of each artifact."""
+OUTPUT_BYTES = 2**16
+"""Bytes of output of tests that are kept."""
+PATHS_AT_ONCE = 200
+_PROTECTED = (TESTS, LOGS)
+
+
+class GradingFailure(ToolFailure):
+    """Tests gave no reward, and neither the agent's work nor a limit of the tests is the reason that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """What the tests of a step gave.
+
+    Example: ``Grade({"reward": 1.0}, forgeable=False, output="2 passed\\n", seconds=3.1)``.
+    """
+
+    rewards: Mapping[str, float]
+    """Rewards by name; empty if a limit ended the tests."""
+    forgeable: bool
+    """Whether the tests ran where the agent had worked."""
+    output: str = ""
+    """Of the tests; its middle may be left out."""
+    at_limit: bool = False
+    """Whether the tests were ended by their time limit, or for endless output."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Files of the agent that were not carried, with the reason."""
+    seconds: float = 0.0
+    """Wall time of the tests."""
+
+
+def single_reward(rewards: Mapping[str, float]) -> float:
+    """Return the number that an episode gets: the reward called ``reward``, else the mean of all, else 0."""
+    if "reward" in rewards:
+        return rewards["reward"]
+    return sum(rewards.values()) / len(rewards) if rewards else 0.0
+
+
+def is_separate(folder: TaskFolder, step: int, mode: GradingMode) -> bool:
+    """Return whether the tests of a step run in another machine than the agent's."""
+    if mode != "task":
+        return mode == "separate"
+    steps = folder.config.steps
+    stated = (steps[step].verifier.mode if steps else None) or folder.config.verifier.mode
+    return stated != "shared"
+
+
+async def grade(
+    folder: TaskFolder,
+    step: int,
+    machine: Machine,
+    open_clean: Callable[[], Awaitable[Machine]],
+    *,
+    mode: GradingMode = "task",
+    is_last: bool = True,
+) -> Grade:
+    """Run the tests of a step.
+
+    Args:
+        folder: of the task.
+        step: its number, from 0.
+        machine: the agent's.
+        open_clean: opens a new machine for the tests.
+        mode: see `GradingMode`.
+        is_last: whether no step follows, so that nothing of the agent need run on.
+
+    Raises:
+        GradingFailure: the tests ended without a valid reward file.
+        SandboxFailure: a machine or its daemon is lost.
+        TaskError: the task cannot be graded in this way.
+    """
+    task_step = folder.steps[step]
+    separate = is_separate(folder, step, mode)
+    _check(folder, task_step)
+    await _collect(task_step, machine)
+    if not separate:
+        return await _grade_shared(folder, task_step, machine, is_last=is_last)
+    if is_last:
+        await machine.stop()
+    clean = await open_clean()
+    try:
+        changes = await _carry(folder, task_step, machine, clean)
+        if is_last:  # a server that is started again meanwhile can grade it again
+            await machine.kill_all()
+        await clean.upload({}, LOGS)
+        result = await _run_tests(folder, task_step, clean, await _owner(clean, task_step.grading.user))
+        await clean.stop()
+        rewards = {} if _at_limit(result) else await _read_rewards(clean, result)
+    finally:
+        await clean.close()
+    if changes.refused:
+        _log.info("%s: %d files of the agent were not carried: %s", folder.name, len(changes.refused), changes.refused)
+    return Grade(rewards, False, result.output, _at_limit(result), changes.refused, result.seconds)
+
+
+async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *, is_last: bool) -> Grade:
+    await machine.upload({}, LOGS)
+    await _run_as_root(machine, ("rm", "-rf", "--", *REWARD_FILES))
+    result = await _run_tests(folder, step, machine, await _owner(machine, step.grading.user))
+    if is_last:
+        await machine.stop()
+    rewards = {} if _at_limit(result) else await _read_rewards(machine, result)
+    if not is_last:  # the next step must see neither tests nor rewards
+        await _run_as_root(machine, ("rm", "-rf", "--", TESTS, LOGS))
+    return Grade(rewards, True, result.output, _at_limit(result), {}, result.seconds)
+
+
+def _check(folder: TaskFolder, step: TaskStep) -> None:
+    grading = step.grading
+    services = {service for service in (entry.service for entry in (*grading.artifacts, *grading.collect)) if service}
+    if strange := services - {MAIN}:
+        names = ", ".join(sorted(strange))
+        raise TaskError(f"task {folder.name}: artifacts and commands of services are not supported: {names}")
+    for artifact in step.grading.artifacts:
+        source = posixpath.normpath(artifact.source)
+        if any(f"{path}/".startswith(f"{source.rstrip('/')}/") or source.startswith(f"{path}/") for path in _PROTECTED):
+            raise TaskError(
+                f"task {folder.name}: the artifact {artifact.source} would bring files into {' or '.join(_PROTECTED)}"
+            )
+
+
+async def _collect(step: TaskStep, machine: Machine) -> None:
+    """Run the commands that prepare artifacts in the agent's machine; as in Harbor, their failures are only logged."""
+    for hook in step.grading.collect:
+        result = await machine.run(Command(hook.command, user=hook.user, wall_s=hook.timeout_sec))
+        if result.exit_code != 0:
+            end = result.output[-500:]
+            _log.warning("the collecting command %r ended with %s: %s", hook.command, result.exit_code, end)
+
+
+async def _run_tests(folder: TaskFolder, step: TaskStep, machine: Machine, owner: str) -> CommandResult:
+    """Write the tests to a machine, and run them."""
+    grading = step.grading
+    for tests in grading.tests:
+        await machine.upload(tests, TESTS, owner=owner)
+    await _run_as_root(machine, ("chmod", "+x", TEST_SCRIPT))
+    # The agent's programs, if tests run them as another user, read no test and write no reward.
+    await _run_as_root(machine, ("chmod", "700", TESTS, LOGS))
+    await _run_as_root(machine, ("chown", owner, LOGS))
+    try:
+        env = expand_variables(grading.env, os.environ, "verifier.env")
+    except ValueError as error:
+        raise TaskError(f"task {folder.name}: {error}") from None
+    return await machine.run(
+        Command(TEST_SCRIPT, user=grading.user, env=env, wall_s=grading.timeout_s, output_bytes=OUTPUT_BYTES)
+    )
+
+
+async def _run_as_root(machine: Machine, words: tuple[str, ...]) -> None:
+    result = await machine.run(Command(words, user="0"))
+    if result.exit_code != 0:
+        raise GradingFailure(f"{' '.join(words)[:200]} ended with {result.exit_code}: {result.output[-500:]}")
+
+
+def _at_limit(result: CommandResult) -> bool:
+    return result.timed_out or result.flooded
+
+
+async def _owner(machine: Machine, user: str | None) -> str:
+    """Return ``UID:GID`` of a user in a machine; None: the machine's."""
+    result = await machine.run(Command("id -u && id -g", user=user))
+    numbers = result.output.split()
+    if result.exit_code != 0 or len(numbers) != 2:
+        raise GradingFailure(f"user {user} has no ids in machine {machine.id}: {result.output[-500:]}")
+    return ":".join(numbers)
+
+
+async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Machine) -> Changes:
+    """Write what the agent has changed to the clean machine."""
+    artifacts = list(step.grading.artifacts)
+    if not artifacts:
+        artifacts.append(ArtifactToml(source=await _working_folder(folder, clean)))
+    if all(posixpath.normpath(artifact.source) != ARTIFACTS for artifact in artifacts):
+        artifacts.append(ArtifactToml(source=ARTIFACTS))
+    agent_tree: dict[str, Entry] = {}
+    clean_tree: dict[str, Entry] = {}
+    roots, too_large = [], {}
+    for artifact in artifacts:
+        root = posixpath.normpath(artifact.source)
+        before = await _tree(clean, artifact)
+        try:
+            agent_tree |= await _tree(machine, artifact)
+        except DownloadError as error:
+            too_large[root] = str(error)
+        else:
+            clean_tree |= before
+            roots.append(root)
+    search = await clean.run(Command('printf "%s:" "$PATH" "$LD_LIBRARY_PATH" "$NODE_PATH" "$PERL5LIB" "$RUBYLIB"'))
+    folders = {posixpath.normpath(path) for path in search.output.split(":") if path.startswith("/")}
+    named = {path for path in roots if agent_tree.get(path, Entry("folder")).kind != "folder"}
+    changes = find_changes(
+        agent_tree,
+        clean_tree,
+        roots,
+        named=named,
+        search_folders={folder for folder in folders if not any(f"{root}/".startswith(f"{folder}/") for root in roots)},
+    )
+    for start in range(0, len(changes.removed), PATHS_AT_ONCE):
+        await _run_as_root(clean, ("rm", "-rf", "--", *changes.removed[start : start + PATHS_AT_ONCE]))
+    user, group = (await _owner(clean, step.user)).split(":")
+    await _make_parents(clean, changes.entries)
+    await clean.upload_tar(changes.archive(int(user), int(group)), "/")
+    return Changes(changes.entries, changes.removed, {**changes.refused, **too_large})
+
+
+async def _make_parents(clean: Machine, entries: Tree) -> None:
+    parents = {posixpath.dirname(path) for path in entries} - set(entries)
+    if parents:
+        await _run_as_root(clean, ("mkdir", "-p", "--", *sorted(parents)))
+
+
+async def _working_folder(folder: TaskFolder, clean: Machine) -> str:
+    result = await clean.run(Command("pwd -P"))
+    path = result.output.strip()
+    if result.exit_code != 0 or path.count("/") < 1 or path == "/":
+        raise TaskError(
+            f"task {folder.name} declares no artifacts, and its working folder {path or 'is unknown'} cannot be carried whole: "
+            "set artifacts or environment.workdir in its task.toml, or tools.terminal.options.grading=shared"
+        )
+    return path
+
+
+async def _tree(machine: Machine, artifact: ArtifactToml) -> dict[str, Entry]:
+    """Return the files of an artifact; none if it is not there.
+
+    Raises:
+        DownloadError: it is too large.
+    """
+    root = posixpath.normpath(artifact.source)
+    try:
+        download: Download = await machine.download(root, CARRIED_BYTES)
+    except DownloadError as error:
+        if isinstance(error.__cause__, NotFound):
+            return {}
+        raise
+    return without(read_tree(download, root), root, artifact.exclude)
+
+
+async def _read_rewards(machine: Machine, result: CommandResult) -> dict[str, float]:
+    for path in REWARD_FILES:
+        try:
+            files = (await machine.download(path, REWARD_BYTES)).files()
+        except DownloadError as error:
+            if isinstance(error.__cause__, NotFound):
+                continue
+            raise GradingFailure(f"{path} cannot be read: {error}") from error
+        content = files.get(posixpath.basename(path))
+        if content is None:
+            raise GradingFailure(f"{path} is no regular file")
+        return parse_rewards(path, content)
+    raise GradingFailure(
+        f"the tests wrote neither {' nor '.join(REWARD_FILES)}; they ended with {result.exit_code}, after "
+        f"{result.output[-1000:] or 'no output'}"
+    )
+
+
+def parse_rewards(path: str, content: bytes) -> dict[str, float]:
+    """Return the rewards in a reward file.
+
+    Raises:
+        GradingFailure: it is empty, cannot be parsed, or a reward is no finite number.
+    """
+    try:
+        text = content.decode()
+        values = json.loads(text) if path.endswith(".json") else {"reward": float(text)}
+        if isinstance(values, int | float):
+            values = {"reward": values}
+        rewards = {str(name): float(value) for name, value in values.items() if _is_number(name, value)}
+    except (ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise GradingFailure(f"{path} has no rewards: {error}: {content[:200]!r}") from None
+    if not rewards:
+        raise GradingFailure(f"{path} has no reward in it")
+    return rewards
+
+
+def _is_number(name: str, value: object) -> bool:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, which is no finite number")
+    return True

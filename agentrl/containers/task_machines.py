@@ -1,0 +1,57 @@
+"""What a task's machines are made from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.containers.spec import Healthcheck, MachineSpec
+from agentrl.containers.task_folder import TaskFolder
+from agentrl.containers.task_toml import EnvironmentToml, NetworkPolicy, expand_variables
+from agentrl.core.errors import TaskError
+
+
+async def machine_spec(folder: TaskFolder, step: int | None = None) -> MachineSpec:
+    """Return what the agent's machine is made from; with a step, what the machine of its tests is made from.
+
+    Raises:
+        TaskError: a variable of this machine that the task refers to is not set, or the task has no image.
+    """
+    if step is None:
+        return _spec(folder, folder.config.environment, folder.steps[0].network)
+    grading = folder.steps[step].grading
+    return _spec(folder, grading.environment, grading.network)
+
+
+def _spec(folder: TaskFolder, environment: EnvironmentToml, network: NetworkPolicy) -> MachineSpec:
+    if environment.docker_image is None:
+        raise TaskError(f"task {folder.name} has no environment.docker_image")
+    try:
+        env: Mapping[str, str] = expand_variables(environment.env, os.environ, "environment.env")
+    except ValueError as error:
+        raise TaskError(f"task {folder.name}: {error}") from None
+    limits: dict[str, Any] = {
+        "cpus": environment.cpus,
+        "memory_mb": environment.memory_mb,
+        "disk_mb": environment.storage_mb,
+    }
+    check = environment.healthcheck
+    return MachineSpec(
+        image=environment.docker_image,
+        workdir=environment.workdir,
+        env=dict(env),
+        network=network.mode,
+        allowed_hosts=tuple(network.allowed_hosts),
+        healthcheck=None
+        if check is None
+        else Healthcheck(
+            command=check.command,
+            interval_s=check.interval_sec,
+            timeout_s=check.timeout_sec,
+            start_period_s=check.start_period_sec,
+            start_interval_s=check.start_interval_sec,
+            retries=check.retries,
+        ),
+        **{name: value for name, value in limits.items() if value is not None},
+    )
