@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from agentrl.train.fork import Fork
 from agentrl.train.resume import check_resume, resume_command, with_older
 from agentrl.train.rollout_source import RunInputs
 from agentrl.train.run_outputs import draw_curve, open_metrics, open_monitor, print_summary
-from agentrl.train.start import open_parts
+from agentrl.train.start import RunParts, open_parts
 from agentrl.train.step_scores import StepSettings, pack_options
 from agentrl.train.trainer import Trainer
 from agentrl.train.training_step import StepTrainer
@@ -85,40 +85,28 @@ async def _train(
 
     ``on_loaded`` is called once everything is loaded: what was there before is changed only then.
     """
-    config, folder, step, state = run.config, run.folder, run.step, run.state
+    config, folder = run.config, run.folder
     async with AsyncExitStack() as exits:
         view = exits.enter_context(ProgressView(console, config.train.steps or 0, config.obs.progress, config.sources))
         view.phase("starting")
-        traces, monitor = open_monitor(config, folder, view, step, exits)
+        traces, monitor = open_monitor(config, folder, view, run.step, exits)
         with waiting(PHASE, START):
             async with interrupt.guard():
                 parts = await open_parts(run, checkpoint, replay, interrupt, exits, console)
         on_loaded()
-        source, learner, critic = parts.source, parts.learner, parts.critic
-        models = (learner,) if critic is None else (learner, critic)
-        packing = await asyncio.to_thread(pack_options, config, source.pad_token_id, *models)
-        estimators = RunEstimators(config.algo.by_source)
-        estimators.load_state(state["estimators"])
-        view.total = source.steps
+        view.total = parts.source.steps
         metrics = exits.enter_context(
             open_metrics(config, folder, view.note, run.resume_after, [*traces, *extras.trackers])
         )
         checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
-        evaluated, score = state["evaluated"], state.get("score")
         settings = redact(config.model_dump(mode="json"))
-        callbacks = [*extras.callbacks, *load_callbacks(config.train.callbacks)]
-        run_callbacks = RunCallbacks(callbacks, RunHandle(folder, settings, source.steps, step))
+        callbacks = RunCallbacks(
+            [*extras.callbacks, *load_callbacks(config.train.callbacks)],
+            RunHandle(folder, settings, parts.source.steps, run.step),
+        )
+        state = run.state
         trainer = extras.make_trainer(
-            StepTrainer(
-                StepSettings(config, packing, source.epoch_steps),
-                source,
-                learner,
-                estimators,
-                view,
-                critic=critic,
-                teachers=parts.teachers,
-                callbacks=run_callbacks,
-            ),
+            await _make_step_trainer(run, parts, view, callbacks),
             checkpoints,
             metrics,
             view,
@@ -129,22 +117,42 @@ async def _train(
                 checkpoints,
                 metrics,
                 view,
-                evaluated,
-                score,
-                callbacks=run_callbacks,
+                state["evaluated"],
+                state.get("score"),
+                callbacks=callbacks,
             ),
-            step=step,
+            step=run.step,
             position=run.position,
             spent_s=state["spent_s"],
-            saved=step if checkpoint else -1,
+            saved=run.step if checkpoint else -1,
             keys=run.keys,
             monitor=monitor,
-            callbacks=run_callbacks,
+            callbacks=callbacks,
         )
         begin_random(state, config.run.seed)  # starting services has drawn from the generators
-        async with run_callbacks.running(view):
+        async with callbacks.running(view):
             await trainer.run()
         return trainer
+
+
+async def _make_step_trainer(
+    run: RunInputs, parts: RunParts, view: ProgressView, callbacks: RunCallbacks
+) -> StepTrainer:
+    source, learner, critic = parts.source, parts.learner, parts.critic
+    models = (learner,) if critic is None else (learner, critic)
+    packing = await asyncio.to_thread(pack_options, run.config, source.pad_token_id, *models)
+    estimators = RunEstimators(run.config.algo.by_source)
+    estimators.load_state(run.state["estimators"])
+    return StepTrainer(
+        StepSettings(run.config, packing, source.epoch_steps),
+        source,
+        learner,
+        estimators,
+        view,
+        critic=critic,
+        teachers=parts.teachers,
+        callbacks=callbacks,
+    )
 
 
 NEW: Mapping[str, Any] = MappingProxyType(
@@ -173,10 +181,10 @@ async def run_training(
         RunStopped: a signal or the failure policy ended the run; the last finished step is saved.
         AgentrlError: the run failed; the last finished step is saved if the learner still can.
     """
-    resumed, replay, discard = start.resumed, start.replay, start.discard
+    resumed, replay = start.resumed, start.replay
     if resumed is not None:  # before anything of the run is changed
         keys = {**recorded_keys(config), **start.contents}
-        reuse = check_resume(resumed, keys, samples=replay is None, discard=discard)
+        reuse = check_resume(resumed, keys, samples=replay is None, discard=start.discard)
     with run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
         if start.fork is not None:
             await asyncio.to_thread(check_checksums, start.fork.checkpoint)
@@ -189,52 +197,19 @@ async def run_training(
             print_message(console, reuse)
         interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
-            if checkpoint is not None:
-                await asyncio.to_thread(check_checksums, checkpoint)
-            state = NEW if checkpoint is None else read_state(checkpoint)
-            with interrupt:
-                if not has_results(folder):
-                    save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
-                saved_config, model, warm = initial_policy(config, folder, checkpoint, console)
-                if checkpoint is None and warm is None:
-                    await asyncio.to_thread(check_model, model)
-                keys = {**recorded_keys(saved_config), **start.contents}
-                inputs = RunInputs(
-                    saved_config,
-                    folder,
-                    model,
-                    state,
-                    checkpoint is not None or resumed is not None,
-                    keys,
-                    discard,
-                    warm,
-                )
-                # Other GPUs may resume the run.
-                config, lines = await asyncio.to_thread(fit_to_gpu, saved_config, inputs.shape, critic=True)
-                inputs = replace(inputs, config=config)
+            with _named_resume(folder, checkpoint, replay, interrupt, console), interrupt:
+                inputs = await _read_inputs(config, folder, checkpoint, start, console)
+                # Other GPUs may resume the run: its folder has the configuration as it was before.
+                fitted, lines = await asyncio.to_thread(fit_to_gpu, inputs.config, inputs.shape, critic=True)
                 for line in lines:
                     print_message(console, line)
 
                 def on_loaded() -> None:
                     begin()
-                    save_config(saved_config, folder)
+                    save_config(inputs.config, folder)
 
-                trainer = await _train(inputs, console, checkpoint, replay, interrupt, on_loaded, extras)
-        except CheckpointError as error:
-            raise with_older(error, folder, checkpoint, replay) from error
-        except AgentrlError as error:
-            again = resume_command(folder, replay)
-            if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
-                if not isinstance(error, UserError):
-                    print_message(console, f"the run is in {folder}; resume it with: {again}")
-                raise
-            raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
-        except OSError as error:
-            if error.errno in DISK_ERRORS:
-                print_message(
-                    console, f"the run is in {folder}; mend this, then resume it with: {resume_command(folder, replay)}"
-                )
-            raise
+                run = replace(inputs, config=fitted)
+                trainer = await _train(run, console, checkpoint, replay, interrupt, on_loaded, extras)
         finally:
             curve = draw_curve(config, folder, console)
             if config.sampler.keep_minutes is not None:
@@ -244,3 +219,47 @@ async def run_training(
                 )
         print_summary(console, folder, trainer.step, trainer.evaluations.results, curve)
     return folder
+
+
+async def _read_inputs(
+    config: Config, folder: Path, checkpoint: Path | None, start: RunStart, console: Console
+) -> RunInputs:
+    """Return what a run trains with: its checkpoint's state, and its model, which a warm start may have to train first."""
+    if checkpoint is not None:
+        await asyncio.to_thread(check_checksums, checkpoint)
+    state = NEW if checkpoint is None else read_state(checkpoint)
+    if not has_results(folder):
+        save_config(config, folder)  # a run that is stopped in its warm start is resumed with it
+    config, model, warm = initial_policy(config, folder, checkpoint, console)
+    if checkpoint is None and warm is None:
+        await asyncio.to_thread(check_model, model)
+    is_resumed = checkpoint is not None or start.resumed is not None
+    keys = {**recorded_keys(config), **start.contents}
+    return RunInputs(config, folder, model, state, is_resumed, keys, start.discard, warm)
+
+
+@contextmanager
+def _named_resume(
+    folder: Path, checkpoint: Path | None, replay: Path | None, interrupt: Interrupt, console: Console
+) -> Iterator[None]:
+    """Say with each end of a run that is not its own how to resume it.
+
+    Raises:
+        RunStopped: in place of errors, if a signal has asked for the end.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise with_older(error, folder, checkpoint, replay) from error
+    except AgentrlError as error:
+        again = resume_command(folder, replay)
+        if not isinstance(error, RunStopped) and not interrupt.requested.is_set():
+            if not isinstance(error, UserError):
+                print_message(console, f"the run is in {folder}; resume it with: {again}")
+            raise
+        raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            again = resume_command(folder, replay)
+            print_message(console, f"the run is in {folder}; mend this, then resume it with: {again}")
+        raise

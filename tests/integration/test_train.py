@@ -192,7 +192,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "time/pause_s",
         *("eval/lag_mean", "eval/lag_steps"),
         *("rollout/filtered_groups", "rollout/filtered/FILTER", "rollout/filtered_tokens", "rollout/unfiltered_reward"),
-        *("eval/rating", "eval/score", "eval/NAME/seat=SEAT", "eval/exploitability", "eval/other_output"),
+        *("data/epoch", "eval/rating", "eval/score", "eval/NAME/seat=SEAT", "eval/exploitability", "eval/other_output"),
     }
     missing = {name for name in described if not set(_filled(name, names)) & written}
     assert missing == elsewhere, "on the page, but not written"
