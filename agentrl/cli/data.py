@@ -21,6 +21,7 @@ from typing_extensions import override
 from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.schema import Config
+from agentrl.containers.task_folder import load_task_folder
 from agentrl.core.errors import ConfigError, ConversationError, UserError
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
@@ -28,6 +29,7 @@ from agentrl.core.types import Message
 from agentrl.data.chats import Chat, ChatConversion
 from agentrl.data.conversion import PromptLimit, RowConversion
 from agentrl.data.rows import Row, open_table
+from agentrl.data.task_folders import describe_task
 from agentrl.obs.console import make_console, print_message
 
 if TYPE_CHECKING:
@@ -172,6 +174,7 @@ class _TaskReport(_Report):
         self._tools: Sequence[Tool] = ()
         self._locations: dict[str, str] = {}
         self._without_label = 0
+        self._forgeable = 0
         if has_env:
             from agentrl.runtime.run_tools import policy_tools
 
@@ -197,9 +200,13 @@ class _TaskReport(_Report):
             text, size = self.renderer.decode(ids), f", {len(ids):,} tokens"
             self.lengths.append((len(ids), row.location))
         self.count += 1
-        self._without_label += task.answer is None
+        self._without_label += task.answer is None and not row.is_task_folder
         facts = {"label": task.answer, "metadata": dict(task.metadata)}
         lines = [f"{name:<10}{json.dumps(value, ensure_ascii=False)}" for name, value in facts.items()]
+        if row.is_task_folder:
+            folder = load_task_folder(row.path)
+            self._forgeable += folder.is_forgeable
+            lines += [f"{name:<10}{value}" for name, value in describe_task(folder)]
         return Text("\n".join([f"{row.location}: task {task.id}{size}", *lines, text, ""]))
 
     def _prompt(self, task: Task) -> tuple[Message, ...]:
@@ -215,6 +222,8 @@ class _TaskReport(_Report):
     def summary(self) -> Iterator[tuple[str, str]]:
         without = f", {self._without_label:,} of them without a label" if self._without_label else ""
         yield "tasks", f"{self.count:,}{without}"
+        if self._forgeable:
+            yield "forgeable", f"{self._forgeable:,} tasks, whose tests run in the agent's container"
         if self._has_env:
             yield "tools", ", ".join(tool.name for tool in self._tools) or "none"
         yield from self._lengths()

@@ -92,7 +92,8 @@ class DataConfig(Section):
 
     path: Path | None = None
     """Rows to train on (slime's ``prompt_data``): a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a dataset of the hub
-    as ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``, or a folder written by ``save_to_disk`` of ``datasets``."""
+    as ``hf:NAME``, ``hf:NAME:SPLIT`` or ``hf:NAME:CONFIG:SPLIT``, a folder written by ``save_to_disk`` of ``datasets``, or a
+    container task's folder in Harbor's format, or a folder of such folders."""
     eval_path: Path | None = None
     """Rows to evaluate on, as ``path``; without a file there is no evaluation during training."""
     input_key: str = "prompt"

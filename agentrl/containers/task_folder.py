@@ -6,6 +6,7 @@ and ``solution/solve.sh``; a task of several steps has instructions, tests and s
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ TEST_SCRIPT = f"{TESTS}/test.sh"
 """What grades; its exit code says nothing."""
 SOLVE_SCRIPT = f"{SOLUTION}/solve.sh"
 """The reference solution."""
+FOLDER_KEY = "task_folder"
+"""The metadata of a task (`agentrl.core.task.Task.metadata`) that name its folder."""
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _DEFINITIONS = ("Dockerfile", "docker-compose.yaml")
 _IGNORED = ".harborignore"
@@ -134,6 +137,15 @@ class TaskFolder:
     def instruction(self) -> str:
         """What the agent is told first."""
         return self.steps[0].instruction
+
+    def checksum(self) -> str:
+        """Return a hash of all files, their paths and which are programs: 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for file in sorted(path for path in self.path.rglob("*") if path.is_file()):
+            mode = "x" if file.stat().st_mode & 0o111 else "-"
+            digest.update(f"{file.relative_to(self.path)}\0{mode}{file.stat().st_size}\0".encode())
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
 
     def reward(self, rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the rewards of the task by name.

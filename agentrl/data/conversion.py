@@ -21,6 +21,7 @@ from agentrl.core.types import THINK, THINK_END, Message, Role, ToolCall
 from agentrl.core.user_code import calling
 from agentrl.data.row_formats import CONVERSIONS
 from agentrl.data.rows import Row, RowTable, describe_location
+from agentrl.data.task_folders import ID, METADATA
 from agentrl.obs.waiting import waiting
 
 if TYPE_CHECKING:
@@ -153,12 +154,15 @@ def make_task(row: Row, data: DataConfig) -> Task:
     Raises:
         ConfigError: it lacks a key, or has a prompt that cannot be used.
     """
-    name = f"{row.path.name}:{row.number}" if data.id_key is None else str(row.get(data.id_key, "data.id_key"))
+    id_key, metadata_key = data.id_key, data.metadata_key
+    if row.is_task_folder:
+        id_key, metadata_key = id_key or ID, metadata_key or METADATA
+    name = f"{row.path.name}:{row.number}" if id_key is None else str(row.get(id_key, "data.id_key"))
     return Task(
         id=name,
         prompt=make_prompt(row, data),
         answer=None if data.label_key is None else _json_able(row, data.label_key, "data.label_key"),
-        metadata={} if data.metadata_key is None else _metadata(row, data.metadata_key),
+        metadata={} if metadata_key is None else _metadata(row, metadata_key),
     )
 
 

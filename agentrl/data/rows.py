@@ -1,4 +1,5 @@
-"""Rows of JSONL, JSON, CSV and parquet files and of Hugging Face datasets: one after the other, or by number.
+"""Rows of JSONL, JSON, CSV and parquet files, of Hugging Face datasets and of folders of container tasks: one after the other,
+or by number.
 
 Rows of JSONL and parquet files and of datasets are read from disk on access.
 """
@@ -11,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.reduction import DupFd
@@ -21,10 +22,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.containers.task_folder import find_task_folders, is_task_folder
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
 from agentrl.data.hub import is_dataset, open_dataset, split_columns
+from agentrl.data.task_folders import read_task_folder
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Formats of files; `agentrl.data.hub` has the others."""
@@ -54,9 +57,14 @@ class Row:
         return (*self.values, *self.unread)
 
     @property
+    def is_task_folder(self) -> bool:
+        """Whether the row is the folder of a container task."""
+        return is_task_folder(self.path)
+
+    @property
     def location(self) -> str:
-        """Path and number, for messages. Example: ``train.jsonl, line 17``."""
-        return describe_location(self.path, self.number)
+        """Path and number, for messages. Example: ``train.jsonl, line 17``. Of a task's folder its path."""
+        return str(self.path) if self.is_task_folder else describe_location(self.path, self.number)
 
     def get(self, column: str, key: str) -> Any:
         """Return the value of ``column``, which the configuration key ``key`` names.
@@ -126,6 +134,9 @@ def read_rows(
         MissingError: the extra for its format is not installed.
     """
     path = path.expanduser()
+    if folders := find_task_folders(path):
+        table = TaskFolderTable(folders)
+        return (table[index] for index in range(len(table)))
     if is_dataset(path):
         dataset = DatasetTable(path, key, columns)
         return (dataset[index] for index in range(len(dataset)))
@@ -266,6 +277,8 @@ def open_table(path: Path, key: str, columns: Collection[str] | None, rows_key: 
         MissingError: a package for it is not installed.
     """
     path = path.expanduser()
+    if folders := find_task_folders(path):
+        return TaskFolderTable(folders)
     if is_dataset(path):
         table: RowTable = DatasetTable(path, key, columns)
     else:
@@ -391,6 +404,25 @@ class ParquetTable:
         batch = self._reader.get_batch(number).slice(index - int(self._starts[number]), 1)
         values: Mapping[str, Any] = batch.to_pylist()[0]
         return Row(self._path, index + 1, values, self._unread)
+
+
+class TaskFolderTable:
+    """Folders of container tasks, which are read on access."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+
+    def __len__(self) -> int:
+        """Return the number of tasks."""
+        return len(self._folders)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return the row of a task.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        return Row(self._folders[index], index + 1, read_task_folder(self._folders[index]))
 
 
 class DatasetTable:
