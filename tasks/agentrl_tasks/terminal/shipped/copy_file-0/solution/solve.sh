@@ -1,0 +1,5 @@
+#!/bin/sh
+set -e
+cd /work
+mkdir -p /work/black
+cp /work/mirror.txt /work/black/

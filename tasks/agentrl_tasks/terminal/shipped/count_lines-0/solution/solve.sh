@@ -1,0 +1,4 @@
+#!/bin/sh
+set -e
+cd /work
+grep -c ERROR /work/cup.log > /work/answer.txt

@@ -1,0 +1,4 @@
+#!/bin/sh
+set -e
+cd /work
+grep -rl gold /work/notes > /work/answer.txt

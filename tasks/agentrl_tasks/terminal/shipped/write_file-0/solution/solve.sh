@@ -1,0 +1,4 @@
+#!/bin/sh
+set -e
+cd /work
+echo 'pink garden 22' > /work/oven.txt
