@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import docker
-from docker.errors import APIError, DockerException, NotFound
+from docker.errors import APIError, DockerException
 
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.docker_api import DaemonInfo, DockerApi
@@ -84,20 +84,6 @@ class DaemonClient:
             raise
         except FAULTS as error:
             raise HostLostError(f"the Docker daemon at {self.url} does not answer: {message(error)}") from error
-
-    async def remove_container(self, container: str) -> None:
-        """Remove a container with its processes and anonymous volumes; one that is gone is no error."""
-
-        def remove(api: DockerApi) -> None:
-            try:
-                api.remove_container(container, force=True, v=True)
-            except NotFound:
-                pass
-            except APIError as error:
-                if error.status_code != 409:  # 409: it is being removed already
-                    raise
-
-        await self.call(remove)
 
     async def close(self) -> None:
         """Close the connection, once its calls have ended."""

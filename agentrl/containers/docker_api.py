@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 Options = dict[str, object]
 """Arguments of the SDK."""
@@ -23,6 +23,7 @@ class DaemonInfo(TypedDict, total=False):
     NCPU: int
     MemTotal: int
     SystemTime: str
+    IPv4Forwarding: bool
     ID: str
     Name: str
     SecurityOptions: list[str]
@@ -37,15 +38,27 @@ class ContainerState(TypedDict):
     ExitCode: int
     Error: str
     Pid: int
+    OOMKilled: bool
 
 
-class ContainerDetails(TypedDict, total=False):
+class HealthState(TypedDict):
+    """Health of a container."""
+
+    Status: str
+
+
+class CheckedState(ContainerState, total=False):
+    """State of a container that may have a health check."""
+
+    Health: HealthState
+
+
+class ContainerDetails(TypedDict):
     """A container in full."""
 
     Id: str
     Image: str
-    State: ContainerState
-    SizeRw: int
+    State: CheckedState
 
 
 class ContainerSummary(TypedDict):
@@ -57,6 +70,8 @@ class ContainerSummary(TypedDict):
     State: str
     Created: int
     Labels: dict[str, str]
+    SizeRw: NotRequired[int]
+    """Bytes that were written to its root, if sizes were requested."""
 
 
 class ImageDetails(TypedDict):
@@ -66,25 +81,45 @@ class ImageDetails(TypedDict):
     Config: dict[str, object]
 
 
+class ImageSummary(TypedDict):
+    """An image in a list."""
+
+    Id: str
+    Labels: dict[str, str]
+
+
+class NetworkSummary(TypedDict):
+    """A network in a list."""
+
+    Id: str
+    Name: str
+    Labels: dict[str, str]
+
+
+class VolumeSummary(TypedDict):
+    """A volume in a list."""
+
+    Name: str
+    Labels: dict[str, str]
+
+
+class VolumeList(TypedDict):
+    """Volumes; None for none."""
+
+    Volumes: list[VolumeSummary] | None
+
+
 class CreatedObject(TypedDict):
     """What the daemon has made."""
 
     Id: str
 
 
-class DockerApi(Protocol):
-    """See the SDK's documentation of the methods. All raise `docker.errors.APIError` if the daemon refuses."""
-
-    _version: str
-
-    def close(self) -> None:
-        """Close the connections."""
-
-    def info(self) -> DaemonInfo:
-        """Return what the daemon is."""
+class ContainersApi(Protocol):
+    """Containers."""
 
     def containers(
-        self, *, all: bool = False, filters: Mapping[str, str | Sequence[str]] | None = None
+        self, *, all: bool = False, size: bool = False, filters: Mapping[str, str | Sequence[str]] | None = None
     ) -> list[ContainerSummary]:
         """Return the containers that run, or all."""
 
@@ -114,3 +149,51 @@ class DockerApi(Protocol):
 
     def commit(self, container: str, *, conf: Mapping[str, object] | None = None) -> CreatedObject:
         """Make an image of a container."""
+
+
+class ObjectsApi(Protocol):
+    """Volumes, networks and images."""
+
+    def volumes(self, *, filters: Mapping[str, str | Sequence[str]] | None = None) -> VolumeList:
+        """Return volumes."""
+
+    def create_volume(self, name: str, *, labels: Mapping[str, str] | None = None) -> object:
+        """Make a volume."""
+
+    def remove_volume(self, name: str) -> None:
+        """Remove a volume."""
+
+    def networks(
+        self, *, names: Sequence[str] | None = None, filters: Mapping[str, str | Sequence[str]] | None = None
+    ) -> list[NetworkSummary]:
+        """Return networks."""
+
+    def create_network(self, name: str, **options: object) -> CreatedObject:
+        """Make a network."""
+
+    def remove_network(self, network: str) -> None:
+        """Remove a network."""
+
+    def connect_container_to_network(self, container: str, network: str) -> None:
+        """Connect a container to one more network."""
+
+    def images(self, *, filters: Mapping[str, str | Sequence[str]] | None = None) -> list[ImageSummary]:
+        """Return images."""
+
+    def inspect_image(self, image: str) -> ImageDetails:
+        """Return an image."""
+
+    def remove_image(self, image: str, *, force: bool = False) -> object:
+        """Remove an image."""
+
+
+class DockerApi(ContainersApi, ObjectsApi, Protocol):
+    """See the SDK's documentation of the methods. All raise `docker.errors.APIError` if the daemon refuses."""
+
+    _version: str
+
+    def close(self) -> None:
+        """Close the connections."""
+
+    def info(self) -> DaemonInfo:
+        """Return what the daemon is."""

@@ -11,18 +11,18 @@ import shutil
 import signal
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from docker.errors import APIError, NotFound
 
 from agentrl.containers import archives, exec_process
 from agentrl.containers.daemon import DaemonClient, message
 from agentrl.containers.docker_api import DockerApi
-from agentrl.containers.spec import MachineSpec
+from agentrl.containers.spec import Healthcheck, MachineSpec
 from agentrl.core.errors import SandboxFailure
 
 if TYPE_CHECKING:
@@ -81,15 +81,39 @@ class CommandResult:
 
 
 class MachineEndedError(SandboxFailure):
-    """A machine that has ended, by itself or by a limit; ``reason`` says which: ``disk``, ``removed``, ``exited``."""
+    """A machine that has ended: by the policy's doing (``disk``, ``memory``), or not (``exited``, ``removed``).
+
+    Args:
+        text: the message.
+        reason: one of these words. ``disk``: more was written than ``disk_mb``. ``memory``: the first process was killed for lack
+            of memory. ``exited``: the daemon or an administrator ended it. ``removed``: it is gone.
+    """
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text, reason)
         self.reason = reason
 
+    @property
+    def is_by_policy(self) -> bool:
+        """Whether commands in the machine have ended it, and not its infrastructure."""
+        return self.reason in ("disk", "memory")
+
     def __str__(self) -> str:
         """Return the message."""
         return str(self.args[0])
+
+
+class Lifecycle(Protocol):
+    """What opens machines, and is called back by them."""
+
+    async def on_start(self, machine: Machine) -> None:
+        """Prepare a machine whose container was started: its network."""
+
+    async def on_close(self, machine: Machine) -> None:
+        """Remove a machine."""
+
+    async def on_snapshot(self, machine: Machine) -> dict[str, str]:
+        """Return the labels of an image of a machine, which keep it as long as the machines of its owner are open."""
 
 
 class Machine:
@@ -101,7 +125,7 @@ class Machine:
         machine_id: names it and everything that belongs to it, at the daemon and in ``state``.
         spec: what it was made from.
         state: folder for results of commands.
-        close: releases what belongs to it; called once.
+        lifecycle: prepares its network after a start, and releases what belongs to it.
     """
 
     def __init__(
@@ -111,15 +135,19 @@ class Machine:
         machine_id: str,
         spec: MachineSpec,
         state: Path,
-        close: Callable[[Machine], Awaitable[None]],
+        lifecycle: Lifecycle,
     ) -> None:
         self.id = machine_id
         self.container = container
         self.spec = spec
         self.client = client
         self._folder = state / machine_id
-        self._close = close
+        self._lifecycle = lifecycle
         self._is_closed = False
+        self.is_adopted = False
+        """Whether it was there before `Machines.open` was called, with the files and processes of an earlier process."""
+        self.ended_by = ""
+        """Why a limit has ended it, such as ``disk``; empty otherwise."""
 
     async def run(self, command: Command) -> CommandResult:
         """Run a command to its end. If the caller is cancelled it is killed, unless it has a ``call_id``.
@@ -142,7 +170,7 @@ class Machine:
     def _request(self, command: Command, folder: Path) -> Request:
         marker = uuid.uuid4().hex
         words = ["/bin/sh", "-c", command.command] if isinstance(command.command, str) else list(command.command)
-        variables = {**self.spec.env, **command.env, exec_process.MARKER: marker}
+        variables = {**command.env, exec_process.MARKER: marker}
         options: ExecOptions = {
             "Cmd": words,
             "Env": [f"{name}={value}" for name, value in variables.items()],
@@ -190,6 +218,8 @@ class Machine:
         result = CommandResult(**json.loads((folder / "result.json").read_text()))
         if result.exit_code is None or result.exit_code in (126, 137):
             await self.check()
+        if result.restarted:
+            await self._lifecycle.on_start(self)
         return result
 
     async def check(self) -> None:
@@ -202,9 +232,13 @@ class Machine:
             state = (await self.client.call(lambda api: api.inspect_container(self.container)))["State"]
         except NotFound as error:
             raise MachineEndedError(f"machine {self.id} was removed", "removed") from error
-        if not state["Running"]:
-            text = f"exit status {state['ExitCode']} {state['Error']}".strip()
-            raise MachineEndedError(f"machine {self.id} has ended: {text}", "exited")
+        if state["Running"]:
+            return
+        if self.ended_by == "disk":
+            raise MachineEndedError(f"machine {self.id} has ended: it wrote more than {self.spec.disk_mb} MiB", "disk")
+        text = f"exit status {state['ExitCode']} {state['Error']}".strip()
+        reason = "memory" if state["OOMKilled"] else "exited"
+        raise MachineEndedError(f"machine {self.id} has ended: {text}", reason)
 
     async def upload(
         self,
@@ -297,9 +331,35 @@ class Machine:
         raise SandboxFailure(f"machine {self.id} has no user {user!r}")
 
     async def snapshot(self) -> str:
-        """Return the id of an image with the machine's files as they are now; the machine pauses meanwhile."""
-        image = await self.client.call(lambda api: api.commit(self.container, conf={"Labels": {}}))
+        """Return the id of an image with the machine's files as they are now; the machine pauses meanwhile.
+
+        Machines that are opened from it start with these files, and with no process of the machine. Content of volumes that the
+        image declares is not in it. It lasts until the owner's machines are closed.
+        """
+        labels = await self._lifecycle.on_snapshot(self)
+        image = await self.client.call(lambda api: api.commit(self.container, conf={"Labels": labels}))
         return str(image["Id"])
+
+    async def wait_healthy(self, check: Healthcheck) -> None:
+        """Wait until a health check passes.
+
+        Raises:
+            SandboxFailure: it failed as often as it may.
+        """
+        loop = asyncio.get_running_loop()
+        start, failed = loop.time(), 0
+        while True:
+            result = await self.run(Command(check.command, wall_s=check.timeout_s, output_bytes=2048))
+            if result.exit_code == 0:
+                return
+            is_starting = loop.time() - start < check.start_period_s
+            failed += not is_starting
+            if failed >= check.retries:
+                how = "took too long" if result.timed_out else f"ended with {result.exit_code}"
+                raise SandboxFailure(
+                    f"machine {self.id} is not healthy: {check.command!r} {how}: {result.output[-500:]}"
+                )
+            await asyncio.sleep(check.start_interval_s if is_starting else check.interval_s)
 
     async def kill_all(self) -> None:
         """Kill all of the machine's processes, by the kernel, and start the first one again; files stay.
@@ -308,6 +368,7 @@ class Machine:
         """
         await self.stop()
         await self.client.call(lambda api: api.start(self.container))
+        await self._lifecycle.on_start(self)
 
     async def stop(self) -> None:
         """Kill all of the machine's processes, by the kernel; files can still be read and written."""
@@ -323,7 +384,7 @@ class Machine:
         """Remove the machine with all that belongs to it. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            await self._close(self)
+            await self._lifecycle.on_close(self)
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     async def __aenter__(self) -> Self:

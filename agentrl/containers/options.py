@@ -1,48 +1,118 @@
-"""Options of a machine's container: limits, network, system calls."""
+"""Options of the containers of machines and services: limits, network, system calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import docker
 
 from agentrl.containers.docker_api import Options
-from agentrl.containers.spec import MachineSpec
+from agentrl.containers.spec import Healthcheck, MachineSpec, ServiceSpec
 from agentrl.sandbox.cgroup import PERIOD_US
+from agentrl.sandbox.egress import proxy_environment
+from agentrl.sandbox.seccomp import machine_profile
 
 FIRST_PROCESS = "trap : TERM INT; exec 3<&0; while :; do ( read -r _ <&3 ) & wait; done"
 """Shell text of the first process: it waits with the shell's builtins alone, and reaps processes that lost their parent."""
 DROPPED_CAPABILITIES = ("MKNOD", "NET_RAW")
-"""Of those that Docker grants; package managers, compilers, debuggers, web servers and `su` work without them."""
+"""Of those that Docker grants; package managers, compilers, debuggers, web servers and ``su`` work without them."""
+API_VERSION = "1.41"
+"""Of the options, which newer daemons take as well."""
+_profile = cache(machine_profile)
 
 
-def machine_options(spec: MachineSpec, labels: Mapping[str, str]) -> Options:
-    """Return the arguments of `docker.APIClient.create_container` for a machine."""
-    host: Options = {
-        "init": False,
-        "log_config": docker.types.LogConfig(type="none"),
-        "restart_policy": {"Name": "no"},
-        "network_mode": "none" if spec.network != "public" else "default",
-        "cap_drop": list(DROPPED_CAPABILITIES),
-        "mem_limit": spec.memory_mb * 2**20,
-        "memswap_limit": spec.memory_mb * 2**20,
-        "pids_limit": spec.processes,
-        # Not nano_cpus: Docker refuses more than the machine has.
-        "cpu_period": PERIOD_US,
-        "cpu_quota": max(1000, round(spec.cpus * PERIOD_US)),
-    }
+def machine_options(
+    spec: MachineSpec, image: str, labels: Mapping[str, str], network: Options, *, has_quota: bool
+) -> Options:
+    """Return the arguments of `docker.APIClient.create_container` for a machine.
+
+    Args:
+        spec: the machine.
+        image: the id of its image.
+        labels: its labels.
+        network: options of its network.
+        has_quota: whether the storage driver limits the size of the root.
+    """
+    host = _limits(spec.memory_mb, spec.cpus, spec.processes, spec.disk_mb) | network
+    if has_quota:
+        host["storage_opt"] = {"size": f"{spec.disk_mb}m"}
     if spec.runtime is not None:
         host["runtime"] = spec.runtime
     return {
-        "image": spec.image,
+        "image": image,
         "command": ["/bin/sh", "-c", FIRST_PROCESS],
         "user": spec.user,
         "working_dir": spec.workdir,
-        "hostname": "machine",
+        "hostname": None if "container:" in str(network["network_mode"]) else "machine",
+        "environment": machine_environment(spec),
         "labels": dict(labels),
         "stdin_open": True,
         "tty": False,
         "stop_signal": "SIGKILL",
         "healthcheck": {"test": ["NONE"]},
-        "host_config": docker.types.HostConfig(version="1.41", **host),
+        "host_config": docker.types.HostConfig(version=API_VERSION, **host),
     }
+
+
+def machine_environment(spec: MachineSpec) -> dict[str, str]:
+    """Return the environment variables of a machine's commands, beside those of its image."""
+    return {**(proxy_environment() if spec.network == "allowlist" else {}), **spec.env}
+
+
+def service_options(
+    service: ServiceSpec, machine: MachineSpec, image: str, labels: Mapping[str, str], network: Options
+) -> Options:
+    """Return the arguments of `docker.APIClient.create_container` for a service of a machine."""
+    host = (
+        _limits(
+            service.memory_mb or machine.memory_mb, service.cpus or machine.cpus, machine.processes, machine.disk_mb
+        )
+        | network
+    )
+    if machine.runtime is not None:
+        host["runtime"] = machine.runtime
+    return {
+        "image": image,
+        "command": None if service.command is None else list(service.command),
+        "user": service.user,
+        "environment": dict(service.env),
+        "labels": dict(labels),
+        "hostname": None if "container:" in str(network["network_mode"]) else service.name,
+        "healthcheck": {"test": ["NONE"]} if service.healthcheck is None else _healthcheck(service.healthcheck),
+        "host_config": docker.types.HostConfig(version=API_VERSION, **host),
+    }
+
+
+def _limits(memory_mb: int, cpus: float, processes: int, disk_mb: int) -> Options:
+    return {
+        "init": False,
+        "log_config": docker.types.LogConfig(type="none"),
+        "restart_policy": {"Name": "no"},
+        "cap_drop": list(DROPPED_CAPABILITIES),
+        "security_opt": [f"seccomp={_profile()}"],
+        "mem_limit": memory_mb * 2**20,
+        "memswap_limit": memory_mb * 2**20,
+        "pids_limit": processes,
+        # Not nano_cpus: Docker refuses more than the machine has.
+        "cpu_period": PERIOD_US,
+        "cpu_quota": max(1000, round(cpus * PERIOD_US)),
+        # One file of the whole quota ends at once; many are counted from time to time, without a quota of the storage driver.
+        "ulimits": [docker.types.Ulimit(name="fsize", soft=disk_mb * 2**20, hard=disk_mb * 2**20)],
+    }
+
+
+def _healthcheck(check: Healthcheck) -> Options:
+    nanoseconds = 10**9
+    return {
+        "test": ["CMD-SHELL", check.command],
+        "interval": round(check.interval_s * nanoseconds),
+        "timeout": round(check.timeout_s * nanoseconds),
+        "start_period": round(check.start_period_s * nanoseconds),
+        "retries": check.retries,
+    }
+
+
+def shared_hosts(services: Sequence[ServiceSpec]) -> dict[str, str]:
+    """Return names of services that share a machine's network namespace, for its ``/etc/hosts``."""
+    return {service.name: "127.0.0.1" for service in services}

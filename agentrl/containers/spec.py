@@ -6,7 +6,7 @@ Example: ``MachineSpec(image="debian:12", memory_mb=1024, services=(ServiceSpec(
 from __future__ import annotations
 
 import hashlib
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -37,6 +37,21 @@ class Healthcheck(Section):
     """Failed tries, one after the other, after which it is not healthy."""
 
 
+class BuildSpec(Section):
+    """An image that is built where it is missing; its tag is the hash of everything in it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    context: Path
+    """Folder whose files the build may copy, without those of its ``.dockerignore``."""
+    dockerfile: str = "Dockerfile"
+    """Its name in the folder."""
+    args: dict[str, str] = Field(default_factory=dict)
+    """Build arguments."""
+    timeout_s: Seconds | None = None
+    """Limit of the build; None: ``containers.build_s``."""
+
+
 class ServiceSpec(Section):
     """A container beside the machine, such as a database, that the machine reaches by its name."""
 
@@ -44,8 +59,10 @@ class ServiceSpec(Section):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")
     """The host name."""
-    image: str
+    image: str | None = None
     """The image, which the daemon has or can pull."""
+    build: BuildSpec | None = None
+    """The image to build, if there is no ``image``."""
     command: tuple[str, ...] | None = None
     """In place of the image's command."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -61,14 +78,21 @@ class ServiceSpec(Section):
     cpus: PositiveFloat | None = None
     """Cores; None: as the machine."""
 
+    @model_validator(mode="after")
+    def _has_image(self) -> ServiceSpec:
+        check_image(f"service {self.name}", self.image, self.build)
+        return self
+
 
 class MachineSpec(Section):
     """A machine. Two machines of equal specs start in the same state."""
 
     model_config = ConfigDict(frozen=True)
 
-    image: str
-    """The image: a name, a tag or an id. It needs a ``/bin/sh``, and nothing else."""
+    image: str | None = None
+    """The image: a name, a tag or an id, which is pulled where it is missing. It needs a ``/bin/sh``, and nothing else."""
+    build: BuildSpec | None = None
+    """The image to build, if there is no ``image``."""
     user: str | None = None
     """User whom commands run as; None: that of the image, which is mostly root."""
     workdir: str | None = None
@@ -86,13 +110,18 @@ class MachineSpec(Section):
     network: Network = "public"
     """What the machine reaches."""
     allowed_hosts: tuple[str, ...] = ()
-    """With ``allowlist``, names of hosts (their ports 80 and 443) or ``name:port``."""
+    """With ``allowlist``: host names, ``*.name``, addresses and networks such as ``10.0.0.0/8``."""
     services: tuple[ServiceSpec, ...] = ()
     """Containers beside it, started first."""
     healthcheck: Healthcheck | None = None
     """When the machine is ready; None: once it has started."""
     runtime: str | None = None
     """Runtime with its own kernel, by its name at the daemon, such as ``runsc`` (gVisor); None: ``containers.runtime``."""
+
+    @model_validator(mode="after")
+    def _has_image(self) -> MachineSpec:
+        check_image("a machine", self.image, self.build)
+        return self
 
     @field_validator("workdir")
     @classmethod
@@ -118,6 +147,16 @@ class MachineSpec(Section):
     def digest(self) -> str:
         """Hash of everything in it: 16 hexadecimal digits."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def check_image(owner: str, image: str | None, build: BuildSpec | None) -> None:
+    """Check that there is an image or a build, and not both.
+
+    Raises:
+        ValueError: that is not so.
+    """
+    if (image is None) == (build is None):
+        raise ValueError(f"{owner} needs either an image or a build")
 
 
 def services_in_order(services: tuple[ServiceSpec, ...]) -> list[ServiceSpec]:

@@ -83,15 +83,21 @@ class EgressProxy:
     Args:
         hosts: ``name:port`` each; see `SandboxConfig.hosts`.
         origin: ``name:port`` to which requests to the proxy's own address are forwarded; None: they are refused.
+        key: where the hosts are listed, for messages.
     """
 
-    def __init__(self, hosts: Sequence[str], origin: str | None = None) -> None:
+    def __init__(self, hosts: Sequence[str], origin: str | None = None, key: str = "sandbox.hosts") -> None:
+        self._key = key
         self._hosts = {_parse_host_and_port(host, None) for host in hosts}
         self._origin = origin
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONNECTIONS)
+
+    def permits(self, host: str, port: int) -> bool:
+        """Return whether a host, in lower case, may be connected."""
+        return (host, port) in self._hosts
 
     async def start(self, listener: socket.socket) -> None:
         """Serve connections to a listening socket, and take ownership of it."""
@@ -153,8 +159,8 @@ class EgressProxy:
                 method, target, headers = _parse(head)
                 target = self._absolute(target)
                 host, port = _parse_host_and_port(target, None) if method == "CONNECT" else _parse_url_host(target)
-                if (host, port) not in self._hosts:
-                    raise _RequestRefused("403 Forbidden", f"{host}:{port} is not in sandbox.hosts")
+                if not self.permits(host, port):
+                    raise _RequestRefused("403 Forbidden", f"{host}:{port} is not in {self._key}")
                 if method == "CONNECT" and port not in TLS_PORTS:
                     ports = " and ".join(map(str, sorted(TLS_PORTS)))
                     raise _RequestRefused("403 Forbidden", f"tunnels lead to the TLS ports {ports}, not to {port}")

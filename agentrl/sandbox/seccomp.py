@@ -153,7 +153,7 @@ fall back to polling."""
 NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2); NEWTIME exists only for clone3 and unshare."""
 FULL = 0xFFFFFFFF
-AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_NOTIFY = 1026
 MAP_HUGETLB, SHM_HUGETLB, MFD_HUGETLB = 0x40000, 0o4000, 4
@@ -281,7 +281,36 @@ def _gaps(numbers: Mapping[str, int]) -> Iterator[tuple[int, int]]:
 # ---- Docker ------------------------------------------------------------------------------------------------------
 
 
-def docker_profile() -> str:
+_FOR_MACHINES = """
+ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp chroot name_to_handle_at setpriority mbind
+set_mempolicy set_mempolicy_home_node migrate_pages move_pages remap_file_pages
+"""
+"""Calls of `DENIED` that debuggers, package managers and servers in a machine of their own need."""
+_MACHINE_FAMILIES = Check(0, (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK), errno=errno.EAFNOSUPPORT)
+MACHINE_CHECKED: Mapping[str, Check] = {
+    **{name: CHECKED[name] for name in ("clone", "ioctl", "mmap", "shmget", "memfd_create")},
+    "socket": _MACHINE_FAMILIES,
+    "socketpair": _MACHINE_FAMILIES,
+    # For 32-bit programs, and without randomized addresses, as debuggers start programs.
+    "personality": Check(0, (0, 0x8, 0x20000, 0x20008, 0x40000, FULL)),
+}
+"""`CHECKED` of task containers."""
+
+
+def machine_profile() -> str:
+    """Return the profile of task containers, in which ordinary programs run as root: see `docker_profile`.
+
+    Other sockets than those of Unix, IP and netlink stay refused, vsock among them, and so do io_uring, BPF, keyrings,
+    namespaces and what changes the machine itself.
+    """
+    return docker_profile(DENIED - set(_FOR_MACHINES.split()), frozenset({"clone3"}), MACHINE_CHECKED)
+
+
+def docker_profile(
+    denied: frozenset[str] = DENIED,
+    no_such_call: frozenset[str] = NO_SUCH_CALL,
+    checked: Mapping[str, Check] = CHECKED,
+) -> str:
     """Return the profile as JSON in Docker's format, for ``--security-opt seccomp=``; dockerd 20.10 and newer.
 
     Docker compares arguments as 64 bits, but the kernel reads 32, so every rule has a mask without the upper half. The
@@ -289,9 +318,9 @@ def docker_profile() -> str:
     if they are newer than the newest in it (runc does that), otherwise with EPERM.
     """
     names = {name for numbers in NUMBERS.values() for name in numbers}
-    rules = [_rule(sorted(names - DENIED - NO_SUCH_CALL - CHECKED.keys()))]
-    rules += [_rule(sorted(NO_SUCH_CALL), errno.ENOSYS)]
-    for name, check in CHECKED.items():
+    rules = [_rule(sorted(names - denied - no_such_call - checked.keys()))]
+    rules += [_rule(sorted(no_such_call), errno.ENOSYS)]
+    for name, check in checked.items():
         inside = [(check.mask, value) for value in check.values]
         outside = list(_blocks(check.values)) if check.mask == FULL else [(check.mask, check.mask)]
         assert check.mask == FULL or check.values == (0,), "one bit, or several that are refused with EPERM"

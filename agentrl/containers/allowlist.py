@@ -1,0 +1,109 @@
+"""Network ``allowlist``: an HTTP proxy of this process, which listens on the loopback of a machine that has no other network.
+
+This process enters the network namespace of the machine's container to listen there, so it must be root on the daemon's machine.
+Nothing inside forwards connections, and nothing inside can be changed to reach other hosts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from typing_extensions import override
+
+from agentrl.core.errors import MissingError
+from agentrl.sandbox.egress import ADDRESS, EgressProxy
+
+CLONE_NEWNET = 0x40000000
+
+
+class AllowlistProxy(EgressProxy):
+    """The proxy of one machine.
+
+    Args:
+        hosts: see `MachineSpec.allowed_hosts`.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        super().__init__((), key="allowed_hosts")
+        self._patterns = tuple(host.lower().rstrip(".") for host in hosts)
+
+    @override
+    def permits(self, host: str, port: int) -> bool:
+        return any(_matches(pattern, host) for pattern in self._patterns)
+
+
+def _matches(pattern: str, host: str) -> bool:
+    if pattern.startswith("*."):
+        return host.endswith(pattern[1:])
+    try:
+        return ip_address(host) in ip_network(pattern)
+    except ValueError:
+        return host == pattern
+
+
+def listen_inside(pid: int, container: str) -> socket.socket:
+    """Return a socket that listens on the loopback of a container's network namespace.
+
+    Args:
+        pid: the container's first process, as the daemon knows it.
+        container: its id.
+
+    Raises:
+        MissingError: the daemon is on another machine, or this process may not enter the namespace.
+    """
+    if not is_local(pid, container):
+        raise MissingError(
+            "network=allowlist needs the Docker daemon on this machine: its proxy listens in the container's network namespace"
+        )
+    outcome: list[socket.socket | OSError] = []
+
+    def listen() -> None:
+        try:
+            outcome.append(_listen(pid))
+        except OSError as error:
+            outcome.append(error)
+
+    # The thread ends with the namespace that it has entered.
+    thread = threading.Thread(target=listen, name="enter-network-namespace")
+    thread.start()
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, OSError):
+        raise MissingError(
+            f"network=allowlist needs root on the Docker daemon's machine, to enter the container's network namespace: {result}"
+        ) from result
+    return result
+
+
+def is_local(pid: int, container: str) -> bool:
+    """Return whether a container's first process is one of this machine: the same number may be another process here."""
+    try:
+        return pid > 0 and container in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
+
+
+def _listen(pid: int) -> socket.socket:
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(namespace, CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    finally:
+        os.close(namespace)
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(ADDRESS)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
