@@ -9,11 +9,15 @@ from typing import Any, ClassVar
 from agentrl.adapters.base import Json, SeededTasks, text_after_reasoning
 from agentrl.adapters.textarena.players import RandomPlayer
 from agentrl.adapters.textarena.random_state import GlobalRandom
+from agentrl.adapters.textarena.word_lists import cache_dictionaries, use_word_lists
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.extras import require
 from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, PlayerFactory, View
 from agentrl.core.task import Task
 from agentrl.core.types import Message
+
+_PART = 1.0 - 1e-6
+"""A game of one player gives 1 for its end, and less for a part of the way."""
 
 
 class TextArenaEnv(MultiAgentEnv):
@@ -23,12 +27,22 @@ class TextArenaEnv(MultiAgentEnv):
         game: its id in TextArena, such as ``KuhnPoker-v0``.
         players: number of players.
         illegal_cost: of a game that a player loses by illegal moves, on top of TextArena's reward.
+        game_options: keyword arguments of the game in place of those of its id, such as ``{"max_turns": 6}``.
+        word_lists: where games of words have them from: ``nltk``, which downloads them, or ``bundled``, a list of common nouns
+            that needs no network.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "textarena"}  # noqa: RUF012
     players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer}
 
-    def __init__(self, game: str = "KuhnPoker-v0", players: int = 2, illegal_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        game: str = "KuhnPoker-v0",
+        players: int = 2,
+        illegal_cost: float = 0.0,
+        game_options: Mapping[str, Any] = {},
+        word_lists: str = "nltk",
+    ) -> None:
         """Make a game.
 
         Raises:
@@ -46,9 +60,13 @@ class TextArenaEnv(MultiAgentEnv):
             raise ConfigError(f"env.options.players={players} must be at least 1")
         if illegal_cost < 0:
             raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
+        use_word_lists(word_lists)
         self.game = game
+        self.game_options = dict(game_options)
         self.illegal_cost = illegal_cost
         self.possible_agents = [f"player_{number}" for number in range(players)]
+        self._draw = 0.0 if players > 1 else _PART
+        """A player with a higher reward has won."""
 
     @classmethod
     def tasks(cls, split: str, seed: int) -> SeededTasks:
@@ -67,18 +85,34 @@ class TextArenaEnv(MultiAgentEnv):
         return self._views(), self._infos()
 
     def _begin(self, game_seed: int) -> None:
-        import textarena
-
         self.game_seed = game_seed
         self.moves: list[str] = []
         self._random = GlobalRandom(game_seed)
         with self._random.lent():
-            self._env = textarena.make(self.game)
+            self._env = self._make()
+            cache_dictionaries()
             self._env.reset(num_players=len(self.possible_agents), seed=game_seed)
         self._base = self._env
         while hasattr(self._base, "env"):  # observations come from the game itself, without the wrappers' history
             self._base = self._base.env
         self._next()
+
+    def _make(self) -> Any:
+        """Return a new game.
+
+        Raises:
+            ConfigError: it does not take the options.
+        """
+        import textarena
+
+        try:
+            return textarena.make(self.game, **self.game_options)
+        except TypeError as error:
+            if not self.game_options:
+                raise
+            raise ConfigError(
+                f"env.options.game_options={self.game_options}: {self.game} refuses them: {error}"
+            ) from error
 
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Make the move of the player whose turn it is."""
@@ -97,7 +131,11 @@ class TextArenaEnv(MultiAgentEnv):
         for number, player in enumerate(agents):
             illegal = bool((game_info or {}).get(number, {}).get("invalid_move", False))
             numbers[player] = float((rewards or {}).get(number, 0.0)) - self.illegal_cost * illegal
-            metrics = {"win": float(numbers[player] > 0), "loss": float(numbers[player] < 0), "illegal": float(illegal)}
+            metrics = {
+                "win": float(numbers[player] > self._draw),
+                "loss": float(numbers[player] < 0),
+                "illegal": float(illegal),
+            }
             infos[player] = {"metrics": metrics}
         return views, numbers, dict.fromkeys(agents, True), dict.fromkeys(agents, False), infos
 

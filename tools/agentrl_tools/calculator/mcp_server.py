@@ -1,0 +1,26 @@
+"""The calculator as an MCP server over stdio, a program of its own that knows nothing of agentrl's tool servers.
+
+``python -m agentrl_tools.calculator.mcp_server``
+"""
+
+from __future__ import annotations
+
+from mcp.server import MCPServer
+
+from agentrl_tools.calculator.evaluate import evaluate
+from agentrl_tools.calculator.numbers import CalculatorError, format_number
+
+server = MCPServer("calculator", log_level="WARNING")
+
+
+@server.tool()
+def calculate(expression: str) -> str:
+    """Evaluate an arithmetic expression exactly, such as 12 * (3 + 4)."""
+    try:
+        return format_number(evaluate(expression))
+    except CalculatorError as error:
+        return f"error: {error}"
+
+
+if __name__ == "__main__":
+    server.run("stdio")
