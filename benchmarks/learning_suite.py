@@ -53,9 +53,9 @@ class Result:
     policy: str
     trainer: str
     seed: int
-    before: float
+    initial: float
     """Mean reward of the evaluation tasks at temperature 1, after the warm start."""
-    after: float
+    final: float
     """The same after training."""
     minutes: float
     """Of everything: start, warm start, training and evaluations."""
@@ -66,7 +66,7 @@ class Result:
     def place(self, bands: Mapping[str, Band]) -> str:
         """Return where the score after training lies in the task's band; ``no band`` if there is none."""
         band = bands.get(band_key(self.task, self.policy, self.trainer))
-        return "no band" if band is None else f"{band.place(self.after)} {band.low:.2f} to {band.high:.2f}"
+        return "no band" if band is None else f"{band.place(self.final)} {band.low:.2f} to {band.high:.2f}"
 
 
 def band_key(task: str, policy: str, trainer: str) -> str:

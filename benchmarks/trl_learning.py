@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,33 +104,52 @@ def train_with_trl(task: str, policy: str, config: Config, console: Console) -> 
     count = config.train.steps * config.rollout.batch_size
     tasks = make_order(config, read_splits(config, sources)).get_samples(count)
     eval_tasks = load_eval_tasks(config, sources)[0].tasks
-    trainer = make_trainer(config, model, turns, tasks, folder / "trl")
+    trainer = make_trainer(config, model, turns, tasks, folder / "trl", console)
     check_prompts(config, model, trainer.processing_class, turns, tasks[0])
-    before = evaluate(config, trainer, turns, eval_tasks)
-    print_message(console, f"TRL, evaluation after step 0: reward {before:.3f}")
+    initial = evaluate(config, trainer, turns, eval_tasks)
+    print_message(console, f"TRL, evaluation after step 0: reward {initial:.3f}")
     training = time.monotonic()
     trainer.train()
     training_s = time.monotonic() - training
-    after = evaluate(config, trainer, turns, eval_tasks)
-    print_message(console, f"TRL, evaluation after step {trainer.state.global_step}: reward {after:.3f}")
+    final = evaluate(config, trainer, turns, eval_tasks)
+    print_message(console, f"TRL, evaluation after step {trainer.state.global_step}: reward {final:.3f}")
     return Result(
         task,
         policy,
         TRL,
         config.run.seed,
-        before,
-        after,
+        initial,
+        final,
         (time.monotonic() - begun) / 60,
         training_s / 60,
         trainer.state.global_step,
     )
 
 
-def make_trainer(config: Config, model: Path, turns: SingleTurns, tasks: Sequence[Task], out: Path) -> Any:
-    """Return TRL's trainer with the settings of a run: GRPO without a KL term, and the loss averaged over tokens."""
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+def make_trainer(
+    config: Config, model: Path, turns: SingleTurns, tasks: Sequence[Task], out: Path, console: Console
+) -> Any:
+    """Return TRL's trainer with the settings of a run: GRPO without a KL term, and the loss averaged over tokens.
+
+    The metrics of its steps are printed, and written to ``out/metrics.jsonl``.
+    """
     from datasets import Dataset
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    class StepLines(TrainerCallback):  # type: ignore[misc]
+        """Prints and writes the metrics of each step."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            if logs is None or "reward" not in logs:
+                return
+            with (out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            text = f"TRL, step {state.global_step}/{state.max_steps}  reward {logs['reward']:.3f}"
+            print_message(console, f"{text}  step s {logs['step_time']:.1f}")
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
 
     rollout, optimizer = config.rollout, config.learner.optimizer
     on_gpu = resolve_device(config.learner) == "cuda"
@@ -169,7 +188,9 @@ def make_trainer(config: Config, model: Path, turns: SingleTurns, tasks: Sequenc
         return [turns.reward(tasks[index], text) for index, text in zip(number, texts, strict=True)]
 
     rows = [{"prompt": to_chat(turns.prompt(task)), "number": index} for index, task in enumerate(tasks)]
-    return GRPOTrainer(str(model), score, settings, Dataset.from_list(rows))
+    trainer = GRPOTrainer(str(model), score, settings, Dataset.from_list(rows), callbacks=[StepLines()])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def to_chat(messages: Sequence[Message]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.algo.registry import algorithm_faults
+from agentrl.api.settings import file_layers
 from agentrl.cli.main import build_parser
 from agentrl.cli.options import config_layers
 from agentrl.config.layers import differences, load_layers
@@ -18,11 +19,19 @@ from agentrl.sft.preflight import plan_sft
 from agentrl.train.preflight import plan_run
 from agentrl.train.warm_start import warm_start_config
 from agentrl.weight_sync.registry import transport_faults
+from benchmarks.learning_suite import POLICIES, TASKS, preset_names
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((shipped_folder() / "algo").glob("*.yaml"))
 MODELS = sorted((shipped_folder() / "models").glob("*.yaml"))
-CONFIGS = sorted({*shipped_folder().rglob("*.yaml")} - {*RECIPES, *MODELS})
+LEARNING = sorted(
+    {path.stem.removesuffix("_sft") for path in (shipped_folder() / "learning").glob("*.yaml")} - {"smollm2"}
+)
+UNTRAINED = "runs/small"
+"""The small policy, which a command writes."""
+LANGUAGE_MODEL = shipped_folder() / "learning" / "smollm2.yaml"
+"""A layer over the other presets of its folder."""
+CONFIGS = sorted({*shipped_folder().rglob("*.yaml")} - {*RECIPES, *MODELS, LANGUAGE_MODEL})
 MACHINE = {
     "model.path",
     "sampler.backend",
@@ -52,7 +61,7 @@ def test_shipped_configuration(path: Path, tmp_path: Path) -> None:
     assert transport_faults(config) == []
     plan = plan_run(config)
     is_run = first.startswith("# agentrl train ")
-    assert any(line.startswith("memory ") for line in plan.lines) or not is_run, (
+    assert any(line.startswith("memory ") for line in plan.lines) or not is_run or config.model.path == UNTRAINED, (
         "by the shipped shape without the weights"
     )
     for lack in plan.missing_resources:
@@ -117,6 +126,21 @@ def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
     assert warm.sft.minutes < 2
     faults = sum(warm.tasks.options["faults"].values())
     assert 0.2 <= 1 - faults <= 0.3, "the share of right demonstrations, and so about where training begins"
+
+
+@pytest.mark.parametrize("task", LEARNING)
+def test_small_tasks_are_those_of_the_suite_for_both_policies(task: str) -> None:
+    assert {*LEARNING} == {*TASKS}
+    small, language_model = (load_layers(file_layers(preset_names(task, policy))) for policy in POLICIES)
+    assert (small.env, small.tasks, small.reward) == (language_model.env, language_model.tasks, language_model.reward)
+    assert (small.sampler.backend, language_model.sampler.backend) == ("embedded", "sglang")
+    for config in (small, language_model):
+        warm = warm_start_config(config, Path("run"))
+        assert warm is not None
+        assert warm.model.path == config.model.path
+        assert config.train.eval_first
+        assert config.eval.temperature == 1
+    assert language_model.train.steps == 30
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("qwen2.5_7b_8gpu", 8), ("qwen2.5_32b_4nodes", 4 * 8)])

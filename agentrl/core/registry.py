@@ -322,9 +322,10 @@ def lookup_tool(name: str) -> ToolService | Tool:
     """
     key = f"tools.{name}"
     definition = lookup(TOOLS, "mcp" if is_mcp(name) else name, "tool", key)
-    if is_mcp(name):
-        definition = type(definition.__name__, (definition,), {"name": name})
-    tool = definition() if inspect.isclass(definition) and issubclass(definition, ToolService) else definition
+    is_service = inspect.isclass(definition) and issubclass(definition, ToolService)
+    if is_service and (is_mcp(name) or is_reference(name)):
+        definition = type(definition.__name__, (definition,), {"name": name})  # by which its server looks it up
+    tool = definition() if is_service else definition
     if not isinstance(tool, ToolService | Tool):
         raise ConfigError(f"{key}: {name} is {tool!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")
     return tool

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     with open_table(console, "training", *_HEADS) as (table, _):
         for name in tasks or playable:
             for seed in arguments.seed or [0]:
-                result = _train(arguments, name, seed, console)
+                result = train_task(arguments, name, seed, console)
                 append_result(arguments.out, result)
                 table.add_row(*_row(result), result.place(bands))
 
@@ -92,7 +92,13 @@ def resolve_task(arguments: argparse.Namespace, task: str, seed: int) -> Config:
     return load_environment([*presets, settings, *command_line_layers(arguments)])
 
 
-def _train(arguments: argparse.Namespace, task: str, seed: int, console: Console) -> Result:
+def train_task(arguments: argparse.Namespace, task: str, seed: int, console: Console) -> Result:
+    """Train one task with the trainer of the command line.
+
+    Raises:
+        ConfigError: the run cannot start.
+        AgentrlError: it failed.
+    """
     from benchmarks.learning import train
 
     config = resolve_task(arguments, task, seed)
@@ -109,8 +115,8 @@ def _row(result: Result) -> list[str]:
         result.policy,
         result.trainer,
         str(result.seed),
-        f"{result.before:.3f}",
-        f"{result.after:.3f}",
+        f"{result.initial:.3f}",
+        f"{result.final:.3f}",
         f"{result.minutes:.1f}",
         f"{result.training_minutes:.1f}",
         str(result.steps),

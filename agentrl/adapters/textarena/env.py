@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from agentrl.adapters.base import Json, SeededTasks, text_after_reasoning
 from agentrl.adapters.textarena.players import RandomPlayer
 from agentrl.adapters.textarena.random_state import GlobalRandom
-from agentrl.adapters.textarena.word_lists import cache_dictionaries, use_word_lists
+from agentrl.adapters.textarena.word_lists import note_words, use_word_lists
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.extras import require
 from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, PlayerFactory, View
@@ -40,7 +40,7 @@ class TextArenaEnv(MultiAgentEnv):
         game: str = "KuhnPoker-v0",
         players: int = 2,
         illegal_cost: float = 0.0,
-        game_options: Mapping[str, Any] = {},
+        game_options: Mapping[str, object] = {},
         word_lists: str = "nltk",
     ) -> None:
         """Make a game.
@@ -61,6 +61,7 @@ class TextArenaEnv(MultiAgentEnv):
         if illegal_cost < 0:
             raise ConfigError(f"env.options.illegal_cost={illegal_cost} must not be negative")
         use_word_lists(word_lists)
+        self.word_lists = word_lists
         self.game = game
         self.game_options = dict(game_options)
         self.illegal_cost = illegal_cost
@@ -85,34 +86,25 @@ class TextArenaEnv(MultiAgentEnv):
         return self._views(), self._infos()
 
     def _begin(self, game_seed: int) -> None:
+        import textarena
+
         self.game_seed = game_seed
         self.moves: list[str] = []
         self._random = GlobalRandom(game_seed)
         with self._random.lent():
-            self._env = self._make()
-            cache_dictionaries()
+            try:
+                self._env = textarena.make(self.game, **self.game_options)
+            except TypeError as error:
+                if not self.game_options:
+                    raise
+                options = f"env.options.game_options={self.game_options}"
+                raise ConfigError(f"{options}: {self.game} refuses them: {error}") from error
             self._env.reset(num_players=len(self.possible_agents), seed=game_seed)
         self._base = self._env
         while hasattr(self._base, "env"):  # observations come from the game itself, without the wrappers' history
             self._base = self._base.env
+        note_words(self._base, self.word_lists)
         self._next()
-
-    def _make(self) -> Any:
-        """Return a new game.
-
-        Raises:
-            ConfigError: it does not take the options.
-        """
-        import textarena
-
-        try:
-            return textarena.make(self.game, **self.game_options)
-        except TypeError as error:
-            if not self.game_options:
-                raise
-            raise ConfigError(
-                f"env.options.game_options={self.game_options}: {self.game} refuses them: {error}"
-            ) from error
 
     def step(self, actions: dict[str, Message]) -> MultiStep:
         """Make the move of the player whose turn it is."""

@@ -113,8 +113,8 @@ class Sorter:
         lines = next(self._answers).split("\n")
         fault = draw_fault(self._faults, self._rng)
         if fault == "order" and len(lines) > 1:
-            place = int(self._rng.integers(len(lines) - 1))
-            lines[place : place + 2] = lines[place + 1], lines[place]
+            index = int(self._rng.integers(len(lines) - 1))
+            lines[index : index + 2] = lines[index + 1], lines[index]
         elif fault == "append":
             lines.sort(key=lambda line: line.endswith(NEW))
         elif fault == "unmarked":

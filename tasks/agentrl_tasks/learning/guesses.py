@@ -64,8 +64,8 @@ class WordGuesser:
                 self._fitting = [word for word in self._fitting if give_feedback(guess, word) == feedback]
         words = self._fitting if self._rng.random() < self._skill and self._fitting else self._open
         word = words[int(self._rng.integers(len(words)))]
-        self._open = [other for other in self._open if other != word]
-        self._fitting = [other for other in self._fitting if other != word]
+        self._open = [open_word for open_word in self._open if open_word != word]
+        self._fitting = [fitting_word for fitting_word in self._fitting if fitting_word != word]
         return f"[{word}]"
 
 
@@ -81,11 +81,11 @@ def basic_words(letters: int = 5) -> list[str]:
 def give_feedback(guess: str, secret: str) -> str:
     """Return Wordle's feedback: ``G`` right, ``Y`` elsewhere in the word, ``X`` not in it; each letter of it counts once."""
     marks = ["G" if letter == right else "X" for letter, right in zip(guess, secret, strict=True)]
-    others = [right for right, mark in zip(secret, marks, strict=True) if mark == "X"]
-    for place, letter in enumerate(guess):
-        if marks[place] == "X" and letter in others:
-            others.remove(letter)
-            marks[place] = "Y"
+    letters = [right for right, mark in zip(secret, marks, strict=True) if mark == "X"]
+    for index, letter in enumerate(guess):
+        if marks[index] == "X" and letter in letters:
+            letters.remove(letter)
+            marks[index] = "Y"
     return "".join(marks)
 
 

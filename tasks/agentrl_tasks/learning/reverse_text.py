@@ -90,6 +90,6 @@ class Writer:
             return " ".join(answer[::-1].split()[::-1])
         if self._fault is None:
             return answer
-        place = int(self._rng.integers(len(answer) - 1))
-        swapped = answer[place + 1] + answer[place] if self._fault == "swap" else answer[place + 1]
-        return answer[:place] + swapped + answer[place + 2 :]
+        index = int(self._rng.integers(len(answer) - 1))
+        swapped = answer[index + 1] + answer[index] if self._fault == "swap" else answer[index + 1]
+        return answer[:index] + swapped + answer[index + 2 :]

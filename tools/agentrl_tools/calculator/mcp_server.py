@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-from mcp.server import MCPServer
-
 from agentrl_tools.calculator.evaluate import evaluate
 from agentrl_tools.calculator.numbers import CalculatorError, format_number
 
-server = MCPServer("calculator", log_level="WARNING")
 
-
-@server.tool()
 def calculate(expression: str) -> str:
     """Evaluate an arithmetic expression exactly, such as 12 * (3 + 4)."""
     try:
@@ -22,5 +17,14 @@ def calculate(expression: str) -> str:
         return f"error: {error}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve the tool ``calculate`` until the input ends."""
+    from mcp.server import MCPServer
+
+    server = MCPServer("calculator", log_level="WARNING")
+    server.tool()(calculate)
     server.run("stdio")
+
+
+if __name__ == "__main__":
+    main()
