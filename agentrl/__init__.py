@@ -29,6 +29,7 @@ from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, 
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.tool import Tool, ToolService, tool
+from agentrl.core.training_sample import SampleRow, TrainingSample
 from agentrl.core.turn_game import TurnGame
 from agentrl.core.types import (
     Action,
@@ -126,6 +127,7 @@ __all__ = [
     "RunHandle",
     "RunStopped",
     "Sample",
+    "SampleRow",
     "Step",
     "StopReason",
     "Task",
@@ -139,6 +141,7 @@ __all__ = [
     "ToolResults",
     "ToolService",
     "ToolStatus",
+    "TrainingSample",
     "TurnGame",
     "UserError",
     "View",

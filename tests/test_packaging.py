@@ -78,8 +78,9 @@ PUBLIC = (
     "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "CallbackError", "Chat", "Checkpoint",
     "ConfigError", "DataSource", "Env", "Evaluation", "Info", "MadeTasks", "Message", "MissingError", "MultiAgentEnv",
     "MultiReset", "MultiStep", "Observation", "OptimizerBatch", "Player", "RandomPlayer", "Rewrite", "Rollout", "Run",
-    "RunHandle", "RunStopped", "Sample", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool", "ToolCall",
-    "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TurnGame", "UserError", "View",
+    "RunHandle", "RunStopped", "Sample", "SampleRow", "Step", "StopReason", "Task", "TaskError", "TaskSet", "Tool",
+    "ToolCall", "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TrainingSample",
+    "TurnGame", "UserError", "View",
     "evaluate", "make_env", "register_env", "register_tool", "rollout", "served_tools", "tool", "train", "unknown_name",
     "uses_tools",
 )  # fmt: skip

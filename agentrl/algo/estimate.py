@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,33 +12,12 @@ from numpy.typing import NDArray
 
 from agentrl.algo.base import AdvantageEstimator, AdvantageInput, Advantages, RowValues
 from agentrl.algo.registry import ADVANTAGE_KEY, calling_algorithm, loss_class, make_estimator
+from agentrl.algo.reward_processing import shape_rewards
 from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.sequences import sampled_sequences
-from agentrl.config.algo import AlgoConfig, OverlongConfig
+from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError, UngradedError
 from agentrl.core.types import Rollout, Row, RowKey
-
-
-def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
-    """Return what a rollout of so many sampled tokens loses.
-
-    Source: DAPO, arXiv:2503.14476, equation 13: nothing up to ``max_tokens - buffer_tokens``, then linearly more up to
-    ``penalty`` at ``max_tokens``, and not more beyond.
-    """
-    if config.max_tokens is None:
-        return 0.0
-    over = tokens - (config.max_tokens - config.buffer_tokens)
-    return config.penalty * min(1.0, max(0.0, over / config.buffer_tokens))
-
-
-def with_penalties(groups: RolloutGroups, config: OverlongConfig) -> RolloutGroups:
-    """Return the groups with penalties taken off the rewards; the given rollouts stay as they are."""
-    rollouts_N = tuple(
-        replace(rollout, reward=rollout.reward - overlong_penalty(rollout.sampled_tokens, config))
-        for rollout in groups.rollouts_N
-    )
-    return replace(groups, rollouts_N=rollouts_N)
-
 
 RowAdvantages = dict[RowKey, NDArray[np.float32]]
 """By row: ``[T]``, 0 at tokens that are not trained."""
@@ -59,12 +37,20 @@ class RunEstimators:
         self._algos = algorithms
         self._estimators = {source: make_estimator(algo.advantage) for source, algo in self._algos.items()}
 
+    def shape_rewards(self, source: str, groups: RolloutGroups) -> RolloutGroups:
+        """Return a source's groups with the rewards that the other methods need: penalties, and ``algo.reward_post_process``.
+
+        Raises:
+            ConfigError: see `agentrl.algo.reward_processing.shape_rewards`.
+        """
+        return shape_rewards(groups, self._algos[source])
+
     def advantages(self, source: str, inputs: AdvantageInput, teacher_gaps: RowValues | None = None) -> RowAdvantages:
         """Return the advantage of every trained token of a source's rollouts.
 
         Args:
             source: whose rollouts they are.
-            inputs: rollouts, penalties and values.
+            inputs: rollouts with the rewards of `shape_rewards`, penalties and values.
             teacher_gaps: of every row, if there are teachers; see `agentrl.algo.kl`.
 
         Raises:
@@ -72,7 +58,6 @@ class RunEstimators:
             UngradedError: a teacher's log-probability of a trained token is not finite.
         """
         algo, estimator = self._algos[source], self._estimators[source]
-        inputs = _penalise(algo, inputs)
         with _calling(estimator, "advantages"):
             estimates = estimator.advantages(inputs) if algo.needs_reward else None
         one_a_sequence = loss_class(algo.loss).one_advantage_per_sequence
@@ -100,14 +85,14 @@ class RunEstimators:
         if not estimator.needs_critic:
             return {}
         with _calling(estimator, "returns"):
-            return estimator.returns(_penalise(self._algos[source], inputs))
+            return estimator.returns(inputs)
 
     def update(self, inputs_by_source: Iterable[tuple[str, AdvantageInput]]) -> None:
         """Update the state after a training step with its rollouts."""
         for source, inputs in inputs_by_source:
             estimator = self._estimators[source]
             with _calling(estimator, "update"):
-                estimator.update(_penalise(self._algos[source], inputs))
+                estimator.update(inputs)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the estimators' states as JSON, by source, with their names; without those that have none."""
@@ -138,10 +123,6 @@ class RunEstimators:
 
 def _calling(estimator: AdvantageEstimator, method: str) -> AbstractContextManager[None]:
     return calling_algorithm(ADVANTAGE_KEY, estimator.name, method)
-
-
-def _penalise(config: AlgoConfig, inputs: AdvantageInput) -> AdvantageInput:
-    return replace(inputs, groups=with_penalties(inputs.groups, config.overlong))
 
 
 def _row_advantages(estimates: Advantages | None, rollout: Rollout, row: Row, name: str) -> NDArray[np.float32]:

@@ -22,6 +22,8 @@ from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.tool import Tool
 
 HERE = (
+    "algo.reward_post_process",
+    "batch.convert",
     "env.name",
     "reward.function",
     "rollout.generate",

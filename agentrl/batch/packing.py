@@ -116,6 +116,8 @@ class RowSignals:
     """The critic's values before the first optimizer step of the training step."""
     returns: RowValues | None = None
     """What the critic learns to predict."""
+    weights: RowValues | None = None
+    """What the loss of each token is multiplied by (``batch.convert``); None is ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ def pack(
     if options.context_weight and kind != "sft":
         raise ValueError(f"context_weight={options.context_weight:g} trains on observed tokens; only kind='sft' may")
     weights = row_weights(rows, options.aggregation, options.context_weight, options.constant_tokens, step_part.units)
+    if signals.weights is not None:
+        weights = [weight_T * signals.weights[row.key] for row, weight_T in zip(rows, weights, strict=True)]
     faults = leave_out(rows, weights) if kind != "sft" and options.provenance == "warn" else 0
     # Sorting by length, then key, makes the batch a function of the set of rows.
     weighted_rows = sorted(

@@ -13,7 +13,7 @@ from agentrl.core.errors import DiagnosisError, UserError
 from agentrl.obs.console import make_console
 
 if TYPE_CHECKING:
-    from agentrl.train.function_check import FunctionReport
+    from agentrl.train.function_report import FunctionReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.obs.metrics import read_metrics
     from agentrl.obs.rollouts import read_rollouts
     from agentrl.obs.viewer.run_files import open_run
-    from agentrl.train.function_check import RecordedStep, check_functions
+    from agentrl.train.function_check import check_functions
+    from agentrl.train.function_report import RecordedStep
 
     files = open_run(arguments.run_dir)
     step = max(files.steps) if arguments.step is None else arguments.step

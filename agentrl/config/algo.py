@@ -174,6 +174,9 @@ class AlgoConfig(Section):
     routers (R3, arXiv:2510.11370). For models with experts; docs/reference/algorithms.md says which."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
+    reward_post_process: str | None = None
+    """A function that turns the rewards of a training step into those that advantages are computed from, after ``algo.overlong``:
+    ``module:function`` or ``FILE.py:function`` (slime's ``custom_reward_post_process_path``). docs/how_to/own_functions.md."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The critic of estimators that need one, such as ``gae``."""
 

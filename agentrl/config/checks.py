@@ -38,6 +38,7 @@ def check(config: Config, rules: Sequence[Rule] = ()) -> None:
         *_eval_sets(config.eval, config.sources),
         *_sft(config),
         *_epochs(config),
+        *_whole_steps(config),
         *_algo(config.algo, config.sampler),
         *_distillation(config),
         *_batches(config),
@@ -202,6 +203,21 @@ def _epochs(config: Config) -> Iterator[str]:
             f"{key} with async.streaming=true and rollout.filter_groups.filters=[{', '.join(filters)}]: the tasks may end within "
             "a step whose gradient is computed in part; set train.steps, or leave out one of the others"
         )
+
+
+def _whole_steps(config: Config) -> Iterator[str]:
+    if not config.asynchronous.streaming:
+        return
+    functions = {"batch.convert": config.batch.convert}
+    for source, source_config in config.by_source().items():
+        prefix = f"sources.{source}." if source else ""
+        functions[f"{prefix}algo.reward_post_process"] = source_config.algo.reward_post_process
+    for key, reference in functions.items():
+        if reference is not None:
+            yield (
+                f"{key}={reference} with async.streaming=true: it gets all rollouts of a training step, of which a part would be "
+                "trained already; set async.streaming=false"
+            )
 
 
 def _algo(algo: AlgoConfig, sampler: SamplerConfig) -> Iterator[str]:

@@ -97,6 +97,10 @@ class BatchConfig(Section):
     one that engines share, together with ``learner.recompute`` and ``learner.optimizer.state``: no recomputation, else selective
     recomputation and at least 8,192 tokens with float32 moments, else with moments in 8 bits; more recomputation where none of
     these fits, as of rows of up to ``rollout.max_tokens`` that are long."""
+    convert: str | None = None
+    """A function that chooses, masks, weighs or rewards the samples of a training step before advantages are computed:
+    ``module:function`` or ``FILE.py:function`` (slime's ``custom_convert_samples_to_train_data_path``). It cannot change what was
+    sampled. docs/how_to/own_functions.md."""
     share_prefixes: bool = True
     """Compute tokens that several rows of a micro-batch begin with, such as a group's prompt, only once, where that is
     faster. Loss and gradient stay the same up to rounding. Layers that mix rows, such as Mamba, rule it out."""

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -56,6 +56,33 @@ def load_object(reference: str, key: str) -> Any:
             raise ConfigError(f"{key}={reference}: {location} has no {name!r}{_describe_names(module, name)}")
         target = getattr(target, attribute)
     return target
+
+
+def load_function(reference: str, key: str, *parameters: str, is_async: bool = False) -> Callable[..., Any]:
+    """Return a function of the user.
+
+    Args:
+        reference: as in `load_object`.
+        key: the configuration key that holds it, for messages.
+        parameters: names of the arguments that it is called with.
+        is_async: whether it must be a coroutine function; else it must be none.
+
+    Raises:
+        ConfigError: it does not exist, is no such function, or does not take the arguments.
+    """
+    function = load_object(reference, key)
+    form = f"{'async ' if is_async else ''}def {reference.rpartition(':')[2]}({', '.join(parameters)})"
+    if not callable(function):
+        raise ConfigError(f"{key}={reference} is {function!r:.100}, and no function; write {form}")
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.isclass(function) or inspect.iscoroutinefunction(called) != is_async:
+        kind = "a class" if inspect.isclass(function) else "no coroutine" if is_async else "a coroutine"
+        raise ConfigError(f"{key}={reference} is {kind}; write {form}")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{key}={reference} must take {len(parameters)} arguments, {form}: {error}") from None
+    return cast("Callable[..., Any]", function)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from agentrl.config.rollout import RolloutConfig
 from agentrl.core.data_source import BufferFilter, DataSource, take_first
 from agentrl.core.errors import ConfigError
-from agentrl.core.imports import load_object
+from agentrl.core.imports import load_function
 from agentrl.core.task import Task, task_from_dict, task_to_dict
 from agentrl.core.user_code import calling
 
@@ -22,15 +22,12 @@ def load_buffer_filter(rollout: RolloutConfig) -> BufferFilter:
     """Return the function that ``rollout.buffer_filter`` names.
 
     Raises:
-        ConfigError: it does not exist, or is no function.
+        ConfigError: it does not exist, or is no function of two arguments.
     """
     reference, key = rollout.buffer_filter, "rollout.buffer_filter"
     if reference is None:
         return take_first
-    function = load_object(reference, key)
-    if not callable(function):
-        raise ConfigError(f"{key}={reference} is {function!r:.100}, and no function")
-    return function  # type: ignore[no-any-return]
+    return load_function(reference, key, "buffer", "num_samples")
 
 
 @dataclass(frozen=True, slots=True)

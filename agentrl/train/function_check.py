@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from statistics import fmean, median
+from collections.abc import Callable, Iterator
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -25,59 +23,15 @@ from agentrl.config.schema import Config
 from agentrl.core.callback import OptimizerBatch, RunHandle
 from agentrl.core.errors import CallbackError, ConfigError, UngradedError
 from agentrl.core.imports import is_reference
-from agentrl.core.types import Rollout
 from agentrl.rewards.grader import make_grader
 from agentrl.train.callbacks import KEY as CALLBACKS_KEY
 from agentrl.train.callbacks import RunCallbacks, load_callbacks
+from agentrl.train.function_report import FunctionReport, RecordedStep
+from agentrl.train.sample_function_check import check_conversion, check_post_process
 
 _LOG_RATIO = 0.3
 """Standard deviation of the random log-ratios at which a policy loss is tried: some tokens are beyond the usual clip range."""
 _RTOL, _ATOL = 1e-4, 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """What a training step of a run recorded."""
-
-    folder: Path
-    """Of the run."""
-    step: int
-    rollouts: Sequence[Rollout]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the step; empty if they were not kept."""
-
-    @property
-    def groups(self) -> list[list[Rollout]]:
-        """The rollouts of each task, copied so that a function may change fields of them."""
-        by_task: dict[str, list[Rollout]] = {}
-        for rollout in self.rollouts:
-            by_task.setdefault(rollout.prompt_id, []).append(replace(rollout, metrics=dict(rollout.metrics)))
-        return list(by_task.values())
-
-    @property
-    def trained(self) -> RolloutGroups:
-        """The rollouts that were not dropped, by task."""
-        return group_rollouts(rollout for group in self.groups for rollout in group)
-
-
-@dataclass(slots=True)
-class FunctionReport:
-    """What was seen of one function."""
-
-    key: str
-    """The configuration key that names it."""
-    reference: str
-    """``module:function`` or ``file.py:function``."""
-    lines: list[str] = field(default_factory=list)
-    """What it returned, and how long it took."""
-    faults: list[str] = field(default_factory=list)
-    """What a run would end with, or what breaks the contract."""
-    seconds: list[float] = field(default_factory=list)
-    """Of each call."""
-
-    def time(self, what: str) -> str:
-        """Return the line on the time of its calls."""
-        return f"{median(self.seconds):.3g} s {what} in the median, {max(self.seconds):.3g} s at most"
 
 
 async def check_functions(config: Config, step: RecordedStep) -> list[FunctionReport]:
@@ -93,6 +47,7 @@ async def check_functions(config: Config, step: RecordedStep) -> list[FunctionRe
             if _is_users(reward)
         ],
         *[_check_filter(name, step) for name in config.rollout.filter_groups.filters if is_reference(name)],
+        *([check_conversion(config.batch.convert, step)] if config.batch.convert is not None else []),
         *_check_algorithms(config.algo, step),
         *[await _check_callback(reference, config, step) for reference in config.train.callbacks],
     ]
@@ -175,6 +130,8 @@ def _check_filter(name: str, step: RecordedStep) -> FunctionReport:
 def _check_algorithms(algo: AlgoConfig, step: RecordedStep) -> Iterator[FunctionReport]:
     for source, source_algo in algo.by_source.items():
         prefix = f"sources.{source}." if source else ""
+        if source_algo.reward_post_process is not None:
+            yield check_post_process(prefix, source_algo, step)
         if is_reference(source_algo.advantage.name):
             yield _check_estimator(prefix, source_algo, step)
         if is_reference(source_algo.loss.name):

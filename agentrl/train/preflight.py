@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from agentrl.algo.registry import describe_algorithm, estimator_class, needs_critic
+from agentrl.algo.reward_processing import load_post_process
+from agentrl.batch.sample_conversion import load_convert
 from agentrl.cluster.placement_layout import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
 from agentrl.config.algo import CriticConfig
@@ -104,6 +106,10 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_episodes(config)
         check_comparisons(config)
         check_callbacks(config.train.callbacks)
+        load_convert(config.batch.convert)
+        for name, algo in config.algo.by_source.items():
+            with errors_name_source(name):
+                load_post_process(algo.reward_post_process)
     with _collect_missing(unmet):
         check_packages(config.learner, config.obs)
     make_backend(config.learner).check(config.algo, [])

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
+from agentrl.batch.sample_conversion import load_convert
 from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
@@ -152,6 +153,7 @@ async def _make_step_trainer(
         critic=critic,
         teachers=parts.teachers,
         callbacks=callbacks,
+        convert=load_convert(run.config.batch.convert),
     )
 
 

@@ -20,10 +20,13 @@ from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import WHOLE_STEP, RowSignals, StepPart, pack
 from agentrl.batch.provenance import check_graded
+from agentrl.batch.sample_conversion import ConvertedSamples, convert_samples
 from agentrl.batch.sequences import RowValues
 from agentrl.core.callback import OptimizerBatch
 from agentrl.core.errors import LearnerError
+from agentrl.core.training_sample import ConvertSamples
 from agentrl.core.types import Rollout, Row, RowKey
+from agentrl.evaluation.intervals import mean
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.obs.viewer.terminal import rollout_panel
@@ -74,6 +77,8 @@ class TrainingStep:
     """Of the rollouts that were not dropped. Set before advantages and batches are read."""
     progress: float = 0.0
     """`RolloutSource.progress` before the step."""
+    converted: ConvertedSamples | None = None
+    """What ``batch.convert`` has made of the rollouts; None without it."""
 
     @cached_property
     def groups(self) -> RolloutGroups:
@@ -84,7 +89,29 @@ class TrainingStep:
         """
         if self.settings.algo.needs_reward:
             check_graded(self.rollouts)
+        return self.sampled_groups if self.converted is None else group_rollouts(self.converted.rollouts)
+
+    @cached_property
+    def sampled_groups(self) -> RolloutGroups:
+        """The rollouts that were not dropped, by task, before ``batch.convert``."""
         return group_rollouts(self.rollouts)
+
+    @cached_property
+    def shaped_groups(self) -> RolloutGroups:
+        """`groups` with the rewards that advantages are computed from.
+
+        Raises:
+            ConfigError: see `RunEstimators.shape_rewards` and `groups_by_source`.
+        """
+        rollouts = {
+            rollout.rollout_id: rollout
+            for source, source_groups in groups_by_source(self.groups, self.settings.packing.sources).items()
+            for groups in groups_by_policy(source_groups).values()
+            for rollout in self.estimators.shape_rewards(source, groups).rollouts_N
+        }
+        return replace(
+            self.groups, rollouts_N=tuple(rollouts[rollout.rollout_id] for rollout in self.groups.rollouts_N)
+        )
 
     @cached_property
     def advantages(self) -> RowAdvantages:
@@ -101,14 +128,16 @@ class TrainingStep:
 
     def advantage_inputs(self) -> Iterator[tuple[str, AdvantageInput]]:
         """Yield what the estimator of each source gets, one policy after the other."""
-        for source, source_groups in groups_by_source(self.groups, self.settings.packing.sources).items():
+        for source, source_groups in groups_by_source(self.shaped_groups, self.settings.packing.sources).items():
             for groups in groups_by_policy(source_groups).values():
                 yield source, self._advantage_input(groups)
 
     def _advantage_input(self, groups: RolloutGroups) -> AdvantageInput:
-        return AdvantageInput(
-            groups, kl=self.scores.kl_penalties(self.settings.algo, groups), values=self.scores.values
-        )
+        penalties = self.scores.kl_penalties(self.settings.algo, groups)
+        if self.converted is not None and self.converted.rewards:
+            rewards = self.converted.rewards
+            penalties = {row.key: penalties.get(row.key, np.float32(0)) - rewards[row.key] for row in groups.rows}
+        return AdvantageInput(groups, kl=penalties, values=self.scores.values)
 
     def optimizer_steps(self) -> list[OptimizerStep]:
         """Divide the rollouts among ``train.steps_per_rollout`` optimizer steps; an empty one is left out.
@@ -156,6 +185,7 @@ class TrainingStep:
             advantages=self.advantages,
             learner_logprobs=self.scores.learner or None,
             correction=self.scores.correction(self.settings.algo.correction, self.groups),
+            weights=None if self.converted is None else self.converted.weights,
         )
 
     def policy_batch(
@@ -183,7 +213,7 @@ class TrainingStep:
     def returns(self) -> RowValues:
         """What the critic learns to predict for every trained token of sources whose estimator has a critic."""
         returns: dict[RowKey, NDArray[np.float32]] = {}
-        for source, groups in groups_by_source(self.groups, self.settings.packing.sources).items():
+        for source, groups in groups_by_source(self.shaped_groups, self.settings.packing.sources).items():
             if needs_critic(self.settings.algo_by_source[source]):
                 returns |= self.estimators.returns(source, self._advantage_input(groups))
         return returns
@@ -193,7 +223,8 @@ class TrainingStep:
 
         Rollouts without an advantage are trained on too.
         """
-        signals = RowSignals(values=self.scores.values, returns=self.returns)
+        weights = None if self.converted is None else self.converted.weights
+        signals = RowSignals(values=self.scores.values, returns=self.returns, weights=weights)
         rows_by_step = [
             [row for row in self.rows(rollout_ids) if row.key in self.returns]
             for rollout_ids in self._split(self.groups)
@@ -219,12 +250,20 @@ class TrainingStep:
         """
         filtered_ids = {rollout.prompt_id for rollout in filtered}
         return (
-            rollout_metrics(self.rollouts, self.groups, sampled_s)
+            rollout_metrics(self.rollouts, self.sampled_groups, sampled_s)
+            | self._shaping_metrics()
             | {"batch/live_share": live_share(self.groups, self.advantages)}
             | {"train/taught_groups": taught_groups(self.advantages, self.groups, filtered_ids)}
             | source_metrics(self.settings.packing.sources, self.rollouts, self.advantages)
             | self.scores.distillation_metrics(self.settings.algo, self.groups)
         )
+
+    def _shaping_metrics(self) -> dict[str, float]:
+        """Return what functions of the user have made of samples and rewards; nothing without any."""
+        metrics = {} if self.converted is None else dict(self.converted.metrics)
+        if any(algo.reward_post_process is not None for algo in self.settings.algo_by_source.values()):
+            metrics["train/processed_reward"] = mean([rollout.reward for rollout in self.shaped_groups.rollouts_N])
+        return metrics
 
     def value_metrics(self, optimizer_steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return the critic's metrics of the step, from those of its optimizer steps."""
@@ -233,6 +272,8 @@ class TrainingStep:
     def why_untrained(self) -> str:
         """Return why the step has no optimizer step, with the key to change."""
         config, groups = self.settings.config, self.groups
+        if self.converted is not None and self.sampled_groups.rollouts_N and not groups.rollouts_N:
+            return f"batch.convert={config.batch.convert} left out all {len(self.sampled_groups.rollouts_N)} samples"
         if not groups.rollouts_N:
             failures = [rollout.failure for rollout in self.rollouts if rollout.failure is not None]
             kinds = Counter(failure.kind for failure in failures)
@@ -347,6 +388,8 @@ class StepTrainer:
     """The teachers of on-policy distillation."""
     callbacks: RunCallbacks = field(default_factory=RunCallbacks)
     """The run's."""
+    convert: ConvertSamples | None = None
+    """The function of ``batch.convert``."""
     optimizer_steps: int = field(default=0, init=False)
     """That learner and critic have taken in the unfinished training step."""
 
@@ -373,6 +416,9 @@ class StepTrainer:
                 self._show_best(rollouts.rollouts)
             await self.callbacks.on_rollouts(rollouts.rollouts)
         training_step = TrainingStep(self.settings, self.estimators, step, rollouts.rollouts, progress=progress)
+        if self.convert is not None:
+            with watch("pack"):
+                training_step.converted = await asyncio.to_thread(self._convert, self.convert, rollouts.rollouts)
         training_step.scores = await self._score(training_step, early, watch)
 
         def make_batches(training_step: TrainingStep) -> list[GlobalBatch]:
@@ -400,6 +446,11 @@ class StepTrainer:
                     metrics |= merge_metrics(trained) | policy_metrics([batch.policy for batch in batches], trained)
         metrics = metrics or {"train/skipped": 1.0}
         return training_step, rollouts, metrics if early is None else metrics | early.metrics()
+
+    def _convert(self, convert: ConvertSamples, rollouts: Sequence[Rollout]) -> ConvertedSamples:
+        if self.settings.algo.needs_reward:
+            check_graded(rollouts)
+        return convert_samples(convert, str(self.settings.config.batch.convert), rollouts)
 
     async def _score(self, training_step: TrainingStep, early: EarlyGroups | None, watch: Stopwatch) -> StepScores:
         """Return the scores of the rollouts before the first optimizer step: the learner's, then the teachers'."""

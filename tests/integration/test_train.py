@@ -165,6 +165,9 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
             "train/kl_loss",
             "train/correction_mean",
             "train/correction_rejected",
+            "train/processed_reward",
+            "batch/convert/dropped",
+            "batch/convert/masked_share",
         ),
         *(
             "train/teacher_kl",

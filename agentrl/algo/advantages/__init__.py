@@ -9,6 +9,7 @@ from agentrl.algo.advantages.gdpo import Gdpo
 from agentrl.algo.advantages.grpo import Grpo
 from agentrl.algo.advantages.hierarchical_grpo import HierarchicalGrpo
 from agentrl.algo.advantages.maxrl import MaxRl
+from agentrl.algo.advantages.plain_reward import PlainReward
 from agentrl.algo.advantages.rae import Rae
 from agentrl.algo.advantages.reinforce_plus_plus import ReinforcePlusPlus
 from agentrl.algo.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
@@ -31,5 +32,6 @@ ESTIMATORS: dict[str, type[AdvantageEstimator]] = {
     "seat_grpo": SeatGrpo,
     "agent_norm": AgentNorm,
     "gdpo": Gdpo,
+    "reward": PlainReward,
 }
 """The estimators by ``algo.advantage.name``."""

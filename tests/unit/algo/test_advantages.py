@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from agentrl.algo.advantages.gae import Gae
 from agentrl.algo.advantages.rae import RoleBaseline
 from agentrl.algo.base import AdvantageInput
-from agentrl.algo.estimate import RunEstimators, overlong_penalty
+from agentrl.algo.estimate import RunEstimators
+from agentrl.algo.reward_processing import overlong_penalty
 from agentrl.config.algo import AlgoConfig, OverlongConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.types import RowKey
@@ -379,7 +380,8 @@ def test_the_overlong_penalty_is_equation_13(tokens, buffer, more, penalty):
 def test_penalties_are_taken_off_before_advantages():
     data = make_ragged(5, agents=2)
     config = make_algo(advantage={"name": "rloo"}, overlong={"max_tokens": 12, "buffer_tokens": 8, "penalty": 0.7})
-    actual = RunEstimators(config.by_source).advantages("", AdvantageInput(data.groups))
+    estimators = RunEstimators(config.by_source)
+    actual = estimators.advantages("", AdvantageInput(estimators.shape_rewards("", data.groups)))
     rewards = {sequence.rollout_id: sequence.reward for sequence in data.sequences}
     sizes = {
         name: sum(len(sequence.places) for sequence in data.sequences if sequence.rollout_id == name)

@@ -16,6 +16,7 @@ from byte_renderer import byte_renderer
 from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
+from agentrl.batch.sample_conversion import load_convert
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.load import load_config
 from agentrl.config.recorded import recorded_keys
@@ -262,7 +263,9 @@ def train(
         estimators.load_state(state.get("estimators", {}))
         learner_group = learner or FakeLearner()
         settings, evaluating = step_settings(config, source.epoch_steps), make_evaluator(evaluator, source)
-        steps = StepTrainer(settings, source, learner_group, estimators, view)
+        steps = StepTrainer(
+            settings, source, learner_group, estimators, view, convert=load_convert(config.batch.convert)
+        )
         evaluated, score = state["evaluated"], state.get("score")
         evaluations = Evaluations(config.eval, config.train, evaluating, checkpoints, log, view, evaluated, score)
         run = Trainer(steps, checkpoints, log, view, evaluations)

@@ -11,13 +11,17 @@ from agentrl.cli.main import DONE, FAILED, USER_MISTAKE, main
 from agentrl.config.load import load_config
 from agentrl.core.types import MaskReason, Provenance, Rollout
 from agentrl.obs.rollouts import RolloutRecorder
-from agentrl.train.function_check import FunctionReport, RecordedStep, check_functions
+from agentrl.train.function_check import check_functions
+from agentrl.train.function_report import FunctionReport, RecordedStep
+from tests.test_readme import example
 from tests.unit.obs.viewer.conftest import build
+
+PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "own_functions.md"
 
 OBSERVED = (Provenance.OBSERVED, MaskReason.OBSERVED)
 SAMPLED = (Provenance.SAMPLED, MaskReason.NONE)
 FUNCTIONS = """
-import itertools, math
+import dataclasses, itertools, math
 import numpy as np
 import torch
 import agentrl
@@ -33,6 +37,52 @@ def flat(sample): return 1.0
 def keep(group): return group[0].prompt_id == "p0"
 def drop_all(group): return True
 def no_bool(group): return len(group)
+
+def convert(samples):
+    for sample in samples:
+        sample.weight = 2.0
+        for row in sample.rows:
+            row.mask_T[row.turns_T > 0] = False
+            row.reward_T[row.mask_T] = 0.5
+    return samples[:3]
+
+def unmask(samples):
+    for sample in samples:
+        sample.rows[0].mask_T[:] = True
+    return samples
+
+def write_ids(samples):
+    samples[0].rows[0].row.logprobs[:] = 0.0
+    return samples
+
+def replace_row(samples):
+    row = samples[0].rows[0]
+    row.row = dataclasses.replace(row.row, token_ids=row.row.token_ids * 2)
+    return samples
+
+def mask_all(samples):
+    for sample in samples:
+        sample.rows[0].mask_T[:] = False
+    return samples
+
+def rollouts_only(samples): return [sample.rollout for sample in samples]
+def nothing(samples): return []
+def twice(samples): return [samples[0], samples[0]]
+def random_weights(samples):
+    for sample in samples:
+        sample.weight = 1.0 + next(calls)
+    return samples
+def reward_context(samples):
+    samples[0].rows[0].reward_T[:] = 1.0
+    return samples
+async def coroutine(samples): return samples
+
+def halves(groups):
+    return {rollout.rollout_id: rollout.reward / 2 for group in groups for rollout in group}
+def first_group(groups): return {rollout.rollout_id: 1.0 for rollout in groups[0]}
+def infinite(groups): return {rollout.rollout_id: math.inf for group in groups for rollout in group}
+def counted(groups): return {rollout.rollout_id: float(next(calls)) for group in groups for rollout in group}
+def others(groups): return {"nobody": 1.0}
 
 class Centered(AdvantageEstimator):
     streams = True
@@ -113,6 +163,11 @@ def check(folder: Path, *settings: str) -> list[FunctionReport]:
         ("reward={}:flat", ["all rewards are equal"]),
         ("rollout.filter_groups.filters=[{}:keep]", ["drops 1 of 2 groups"]),
         ("algo.advantage.name={}:Centered", ["14 trained tokens with advantages from -0.5 to 0.5"]),
+        (
+            "batch.convert={}:convert",
+            ["keeps 3 of 4 samples, and masks 10% of their tokens", "rewards 9 tokens", "weighs tokens from 2 to 2"],
+        ),
+        ("algo.reward_post_process={}:halves", ["4 rewards from 0 to 1.5, 0.75 in the mean; recorded were 1.5"]),
         ("algo.loss.name={}:Clipped", ["at the sampler's policy: ", "at random ratios around it: "]),
         ("train.callbacks=[{}:Watch]", ["adds mine/rollouts=5", "stops the run: enough"]),
     ],
@@ -134,6 +189,22 @@ def test_what_a_function_does_is_reported(functions: Path, setting: str, seen: l
         ("rollout.filter_groups.filters=[{}:no_bool]", "must return True (drop the group) or False"),
         ("algo.advantage.name={}:AcrossGroups", "set streams=False"),
         ("algo.advantage.name={}:NotANumber", "is not finite"),
+        ("batch.convert={}:unmask", "mask_T of row 0 has 2 tokens that were not trained before"),
+        ("batch.convert={}:write_ids", "read-only"),
+        ("batch.convert={}:replace_row", "it replaces the sampled tokens of 1 rollouts"),
+        ("batch.convert={}:mask_all", "it leaves no token to train on"),
+        ("batch.convert={}:nothing", "it leaves no token to train on"),
+        ("batch.convert={}:rollouts_only", "it must return a sequence of the samples that it got"),
+        ("batch.convert={}:twice", "twice; each sample may be returned once"),
+        ("batch.convert={}:random_weights", "it converts the same samples differently the second time"),
+        ("batch.convert={}:reward_context", "reward_T of row 0 has a reward at a token that is not trained"),
+        ("batch.convert={}:coroutine", "is a coroutine; write def coroutine(samples)"),
+        ("batch.convert={}:random", "has no 'random'"),
+        ("algo.reward_post_process={}:first_group", "returned no reward for rollout"),
+        ("algo.reward_post_process={}:infinite", "returned the reward inf"),
+        ("algo.reward_post_process={}:counted", "other rewards for the same rollouts the second time"),
+        ("algo.reward_post_process={}:others", "returned a reward for 'nobody', which is no rollout_id"),
+        ("algo.reward_post_process={}:calls", "and no function; write def calls(groups)"),
         ("algo.loss.name={}:Detached", "the loss has no gradient"),
         ("algo.loss.name={}:Logarithm", "at the sampler's policy, the gradient of 14 tokens is not finite"),
         ("algo.loss.name={}:CountsClipped", "14 tokens have a gradient and count as clipped"),
@@ -144,6 +215,20 @@ def test_what_a_function_does_is_reported(functions: Path, setting: str, seen: l
 def test_a_broken_contract_is_named(functions: Path, setting: str, fault: str) -> None:
     [report] = check(functions.parent, setting.format(functions))
     assert any(fault in line for line in report.faults), report
+
+
+@pytest.mark.parametrize(
+    ("file", "setting", "seen"),
+    [
+        ("my_samples.py", "batch.convert={}:convert", "keeps 4 of 4 samples"),
+        ("my_post_process.py", "algo.reward_post_process={}:ranks", "4 rewards from -1 to 1, 0 in the mean"),
+    ],
+)
+def test_the_examples_of_the_page_keep_their_contracts(tmp_path: Path, file: str, setting: str, seen: str) -> None:
+    (tmp_path / file).write_text(example(file, PAGE))
+    [report] = check(tmp_path, setting.format(tmp_path / file))
+    assert report.faults == []
+    assert any(seen in line for line in report.lines), report.lines
 
 
 def test_the_command_tries_the_functions_of_a_run_and_of_its_settings(
