@@ -71,7 +71,7 @@ sandbox-image: sandbox install
 train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
-# Files of tests go to two processes more than there are cores, the longest first; see tests/forked_tests.py.
+# Files of tests go to four processes more than there are cores, the longest first; see tests/forked_tests.py.
 PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not environments and not trackio and not browser and not gpu"
 PARALLEL := --forks auto
 

@@ -70,7 +70,7 @@ def measure_concurrency(
     """
     source = resolve_model(config.model.path)
     for concurrency in concurrencies:
-        load = replace(bench, concurrency=concurrency, episodes=max(concurrency, _EPISODES))
+        load = replace(bench, concurrency=concurrency, episodes=max(concurrency, _EPISODES), runners=0)
         delay_s = concurrency * _TURN_S
         with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder, ExitStack() as exits:
             url = start_scripted_engine(exits, Path(folder) / "engine.log", read_vocab_size(source), delay_s)

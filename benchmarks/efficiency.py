@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import aiohttp
 import orjson
+import psutil
 
 from agentrl.config.load import validate
+from agentrl.config.runners import rollout_form
 from agentrl.config.schema import Config
 from agentrl.core.env import Env, Step
 from agentrl.core.errors import EngineError
@@ -30,7 +32,7 @@ from agentrl.models.load import load_tokenizer
 from agentrl.models.random_models import find_model_shape, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.runtime.services import Services, open_services
-from benchmarks.episode_runner import bench_loop
+from benchmarks.episode_runner import SAMPLES, bench_loop
 
 _WARM_TOKENS = 4
 """Sampled tokens per turn while connections are opened and observations are recorded."""
@@ -54,8 +56,8 @@ class EfficiencyBench:
     prompt_tokens: int
     observation_tokens: int
     repeats: int
-    runners: int = 0
-    """Runner processes."""
+    runners: int | Literal["auto"] = 0
+    """``rollout.runners``."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -80,6 +82,8 @@ class Pass:
     """Sampled tokens."""
     cpu_ms_per_turn: float
     """CPU time of this process per turn, all threads."""
+    runner_ms_per_turn: float = 0.0
+    """CPU time of all runner processes per turn."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,6 +101,8 @@ def efficiency(passes: Sequence[Pass], loop: Who) -> float:
 
 class RecordedEnv(Env):
     """Returns the task's recorded observations in order, and ends after a fixed number of turns."""
+
+    blocking: ClassVar[bool] = False
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -237,7 +243,9 @@ async def _passes(
         replace(script, params=[replace(measured, max_new_tokens=bench.new_tokens) for measured in script.params])
         for script in scripts
     ]
-    runner = full_turns(services, bench.new_tokens)
+    runner, form = full_turns(services, bench.new_tokens), rollout_form(services.config)
+    if services.pool is not None:
+        await bench_loop(full_turns(services, _WARM_TOKENS), jobs, bench.concurrency, 0, folder / "warm", form)
     order = [who for repeat in range(bench.repeats) for who in (_ORDER, _ORDER[::-1])[repeat % 2]]
     for number, who in enumerate(order, 1):
         progress(f"pass {number} of {len(order)}")
@@ -246,8 +254,10 @@ async def _passes(
             measured = await _by_bare_client(bare, scripts)
         else:
             staleness = int(who == "asynchronous")
-            times = await bench_loop(runner, jobs, bench.concurrency, staleness, folder / f"pass-{number}")
-            measured = Pass(who, times.seconds, times.sampled_tokens, times.cpu_ms_per_turn)
+            runners_s = runners_cpu_s(services)
+            times = await bench_loop(runner, jobs, bench.concurrency, staleness, folder / f"pass-{number}", form)
+            runner_ms = 1e3 * (runners_cpu_s(services) - runners_s) / times.turns
+            measured = Pass(who, times.seconds, times.sampled_tokens, times.cpu_ms_per_turn, runner_ms)
         if measured.tokens != bench.sampled_tokens:
             raise EngineError(
                 f"the {measured.who} pass received {measured.tokens} tokens from the engine, and requested {bench.sampled_tokens}"
@@ -266,6 +276,12 @@ def full_turns(services: Services, new_tokens: int, sampler: Sampler | None = No
     options = services.config.sampler
     change = SamplingChange(options.temperature, options.top_p, options.top_k, new_tokens, ignore_eos=True)
     return services.runner(sampler=sampler).with_sampling(change)
+
+
+def runners_cpu_s(services: Services) -> float:
+    """Return the CPU time of all runner processes so far, in seconds."""
+    pids = () if services.pool is None else services.pool.pids
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 async def _by_bare_client(bare: BareClient, scripts: Sequence[Script]) -> Pass:
@@ -291,6 +307,8 @@ def bench_config(config: Config, bench: EfficiencyBench) -> Config:
         "max_tokens": bench.context,
         "max_seconds": 3600.0,
         "concurrency": bench.concurrency,
+        "batch_size": max(1, bench.concurrency // SAMPLES),
+        "n_samples_per_prompt": SAMPLES,
         "runners": bench.runners,
         "failure": dict.fromkeys(("sampler", "environment", "task"), "stop"),
     }

@@ -22,7 +22,7 @@ from agentrl.train.pipeline.scheduler import GroupScheduler, SynchronousSchedule
 from agentrl.train.pipeline.staleness_bound import Admission
 from agentrl.train.rollout_source import TaskPosition
 
-_SAMPLES = 8
+SAMPLES = 8
 """Episodes of a group in `bench_loop`."""
 
 
@@ -70,10 +70,10 @@ async def bench_loop(
         folder: for journal and rollouts; without those of another call.
         form: of the files of rollouts.
     """
-    batch, steps = max(1, len(jobs) // _SAMPLES), 1
+    batch, steps = max(1, len(jobs) // SAMPLES), 1
     if max_staleness:
-        batch = max(1, min(concurrency, len(jobs)) // ((max_staleness + 1) * _SAMPLES))
-        steps = max(1, len(jobs) // (batch * _SAMPLES))
+        batch = max(1, min(concurrency, len(jobs)) // ((max_staleness + 1) * SAMPLES))
+        steps = max(1, len(jobs) // (batch * SAMPLES))
     groups = [list(jobs[first :: steps * batch]) for first in range(steps * batch)]
     admission = Admission(itertools.count(), step=0, steps=steps, batch_size=batch, max_staleness=max_staleness)
     journal, recorder = Journal(folder).begin(), RolloutRecorder(folder / "rollouts", form=form)

@@ -14,18 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from agentrl.config.load import validate
 from agentrl.config.runners import rollout_form
 from agentrl.config.schema import Config
 from agentrl.data.task_sources import NoTasks
 from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
-from agentrl.runtime.services import Services, open_services
+from agentrl.runtime.services import open_services
 from benchmarks.concurrency import LoopProbe, start_scripted_engine
-from benchmarks.efficiency import EfficiencyBench, bench_config, full_turns, make_jobs
-from benchmarks.episode_runner import bench_loop
+from benchmarks.efficiency import EfficiencyBench, bench_config, full_turns, make_jobs, runners_cpu_s
+from benchmarks.episode_runner import SAMPLES, bench_loop
 
 _DELAY_S = 0.1
 """Mean seconds of a turn at an engine: shorter than what the episodes of a runner wait for its CPU."""
@@ -96,18 +94,19 @@ async def _run_episodes(config: Config, bench: EfficiencyBench) -> RunnerTimes:
         ) as services:
             runner = full_turns(services, bench.new_tokens)
             jobs = make_jobs(source, bench, config.run.seed)
-            await runner.run_many(make_jobs(source, replace(bench, episodes=2 * max(1, bench.runners)), 1))
+            pids = [] if services.pool is None else services.pool.pids
+            warm = make_jobs(source, replace(bench, episodes=SAMPLES * max(1, len(pids))), 1)
+            await bench_loop(runner, warm, bench.concurrency, 0, folder / "warm", rollout_form(services.config))
             probe = LoopProbe()
             probing = asyncio.create_task(probe.run())
-            wall, cpu, runner_s = time.perf_counter(), time.process_time(), _runner_cpu_s(services)
-            times = await bench_loop(runner, jobs, bench.concurrency, 0, folder, rollout_form(services.config))
+            wall, cpu, runner_s = time.perf_counter(), time.process_time(), runners_cpu_s(services)
+            times = await bench_loop(runner, jobs, bench.concurrency, 0, folder / "run", rollout_form(services.config))
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            runner_s = _runner_cpu_s(services) - runner_s
-            pids = [] if services.pool is None else services.pool.pids
+            runner_s = runners_cpu_s(services) - runner_s
             memory = [_peak_bytes(pid) for pid in (os.getpid(), *pids)]
             probing.cancel()
         return RunnerTimes(
-            runners=bench.runners,
+            runners=len(pids),
             turns=times.turns,
             seconds=wall,
             driver_ms=1e3 * cpu / times.turns,
@@ -115,17 +114,10 @@ async def _run_episodes(config: Config, bench: EfficiencyBench) -> RunnerTimes:
             stall_ms=1e3 * probe.stall_s,
             driver_bytes=memory[0],
             runners_bytes=sum(memory[1:]),
-            journal_bytes=_size(folder / "journal"),
-            rollout_bytes=_size(folder / "rollouts"),
+            journal_bytes=_size(folder / "run" / "journal"),
+            rollout_bytes=_size(folder / "run" / "rollouts"),
             episodes=times.episodes,
         )
-
-
-def _runner_cpu_s(services: Services) -> float:
-    """Return the CPU time of all runner processes so far."""
-    if services.pool is None:
-        return 0.0
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in services.pool.pids)
 
 
 def _peak_bytes(pid: int) -> int:

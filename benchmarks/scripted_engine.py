@@ -25,18 +25,26 @@ _LARGEST_BODY = 2**32
 
 
 class ScriptedSampler:
-    """A `Sampler` that returns random turns of the requested length, each after 0.5 to 1.5 times ``delay_s``."""
+    """A `Sampler` that returns random turns of the requested length.
 
-    def __init__(self, vocabulary: int, delay_s: float) -> None:
+    Args:
+        vocabulary: token ids.
+        delay_s: mean seconds of a turn.
+        spread: seconds differ from the mean by up to this share of it; 0: requests that begin together end together, as those of
+            an engine do that decodes as many tokens for each.
+    """
+
+    def __init__(self, vocabulary: int, delay_s: float, spread: float = 0.5) -> None:
         self._rng = random.Random(0)
         self._vocabulary = vocabulary
         self._delay_s = delay_s
+        self._spread = spread
         self._outputs: dict[int, list[tuple[tuple[int, ...], tuple[float, ...]]]] = {}
         """Token ids and log-probabilities by length."""
 
     async def wait(self, tokens: int) -> int:
         """Wait for a turn of ``tokens`` tokens, and return its number in `outputs`."""
-        await asyncio.sleep(self._delay_s * self._rng.uniform(0.5, 1.5))
+        await asyncio.sleep(self._delay_s * self._rng.uniform(1 - self._spread, 1 + self._spread))
         return self._rng.randrange(_OUTPUTS)
 
     def outputs(self, tokens: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
@@ -132,9 +140,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="port on the loopback")
     parser.add_argument("--vocabulary", type=int, required=True, help="token ids")
     parser.add_argument("--delay-s", type=float, required=True, help="mean seconds until a reply")
+    parser.add_argument("--spread", type=float, default=0.5, help="share of the mean by which seconds differ from it")
     arguments = parser.parse_args()
     raise_file_limit()
-    app = make_app(ScriptedSampler(arguments.vocabulary, arguments.delay_s))
+    app = make_app(ScriptedSampler(arguments.vocabulary, arguments.delay_s, arguments.spread))
     web.run_app(app, host=LOOPBACK, port=arguments.port, access_log=None, print=None, backlog=16384)
 
 

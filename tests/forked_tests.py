@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import pytest
 from preloaded import CHILDREN, fork_server
 
-_OVER_CORES = 2
+_OVER_CORES = 4
 """Forks more than cores, since many tests wait for other processes."""
 _AGAIN_S = 2.0
 """Seconds after which a fork that has not ended is interrupted again."""
@@ -35,7 +35,7 @@ _AGAIN_S = 2.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--forks``."""
-    text = "processes that run the tests; auto: two more than cores; 0, the default: this one"
+    text = "processes that run the tests; auto: four more than cores; 0, the default: this one"
     parser.addoption("--forks", metavar="N", default="0", help=text)
 
 

@@ -99,8 +99,8 @@ class _Threaded(Generic[E]):
             raise EnvironmentFailure(f"{self.name}: info['final_answer'] is {answer!r:.100}, not a text")
         return answer
 
-    async def _call(self, name: str, method: Callable[[], T]) -> T:
-        """Call a synchronous method in the pool."""
+    async def _call(self, name: str, method: Callable[[], T], *, blocking: bool = True) -> T:
+        """Call a synchronous method, in the pool if it is ``blocking``."""
 
         def run() -> T:
             try:
@@ -110,7 +110,7 @@ class _Threaded(Generic[E]):
                 self._busy = False
 
         with waiting("environment", lambda: f"{self.name}.{name}"):
-            if self._pool is None:
+            if self._pool is None or not blocking:
                 return run()
             self._busy = True
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
@@ -149,7 +149,7 @@ class ThreadedEnv(_Threaded[Env]):
         if isinstance(env, AsyncEnv):
             stepped = await self._await("astep", env.astep(action))
         else:
-            stepped = await self._call("step", lambda: env.step(action))
+            stepped = await self._call("step", lambda: env.step(action), blocking=env.blocking)
         result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
 
@@ -198,7 +198,7 @@ class ThreadedMultiAgentEnv(_Threaded[MultiAgentEnv]):
 
     async def step(self, actions: dict[str, Message]) -> MultiStep:
         """Take the actions of the agents that act."""
-        stepped = await self._call("step", lambda: self.env.step(actions))
+        stepped = await self._call("step", lambda: self.env.step(actions), blocking=self.env.blocking)
         if fault := multi_agent_fault(self.env, stepped, MULTI_STEP_FORM):
             raise EnvironmentFailure(f"{self.name}.step {fault}")
         return stepped

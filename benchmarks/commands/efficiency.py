@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         prompt_tokens=arguments.prompt_tokens,
         observation_tokens=arguments.observation_tokens,
         repeats=arguments.repeats,
+        runners=config.rollout.runners,
     )
     if arguments.scripted is None:
         asyncio.run(_run_engines(config, bench, console))
@@ -64,12 +65,13 @@ async def _run_engines(config: Config, bench: EfficiencyBench, console: Console)
     from benchmarks.efficiency import Pass, efficiency, measure_efficiency
 
     passes: list[Pass] = []
-    heads = ("pass", "who", "seconds", "sampled tokens/s", "CPU ms/turn")
+    heads = ("pass", "who", "seconds", "sampled tokens/s", "driver CPU ms/turn", "runners CPU ms/turn")
     with open_table(console, "making a model", *heads) as (table, progress):
         async for times in measure_efficiency(config, bench, progress):
             passes.append(times)
-            seconds, rate, cpu = f"{times.seconds:.2f}", f"{times.tokens_per_s:,.0f}", f"{times.cpu_ms_per_turn:.2f}"
-            table.add_row(str(len(passes)), times.who, seconds, rate, cpu)
+            seconds, rate = f"{times.seconds:.2f}", f"{times.tokens_per_s:,.0f}"
+            cpu = (f"{times.cpu_ms_per_turn:.2f}", f"{times.runner_ms_per_turn:.2f}")
+            table.add_row(str(len(passes)), times.who, seconds, rate, *cpu)
     console.print(
         f"efficiency {efficiency(passes, 'synchronous'):.3f} synchronous, {efficiency(passes, 'asynchronous'):.3f} asynchronous: "
         "the loop's sampled tokens/s over the bare client's, medians (targets 0.99, and at most 1 ms of CPU a turn). "

@@ -40,7 +40,7 @@ def servers(folder, count, *settings):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Two servers that no test kills."""
-    with servers(tmp_path_factory.mktemp("two"), 2, "server.max_sessions=24") as started:
+    with servers(tmp_path_factory.mktemp("two"), 2, "server.max_sessions=6") as started:
         yield started
 
 
@@ -127,7 +127,7 @@ def test_every_reply_comes_to_its_call_and_every_session_has_its_own_files(two):
 
     async def all_of_them():
         client = connect(*two)
-        await asyncio.gather(*(play(client, episode) for episode in range(64)))
+        await asyncio.gather(*(play(client, episode) for episode in range(20)))
         await client.aclose()
         await emptied(*two)
 

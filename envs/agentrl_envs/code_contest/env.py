@@ -49,6 +49,7 @@ class CodeContestEnv(Env):
     contains them.
     """
 
+    blocking: ClassVar[bool] = False
     tool_names: ClassVar[tuple[str, ...]] = ("python", "judge")
     handles_tool_calls: ClassVar[bool] = True
 

@@ -24,6 +24,7 @@ class KuhnPokerEnv(TurnGame):
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "kuhn_poker"}  # noqa: RUF012
     possible_agents: list[str] = ["player_0", "player_1"]  # noqa: RUF012
+    blocking: ClassVar[bool] = False
     roles: ClassVar[Mapping[str, str]] = {"player_0": "first", "player_1": "second"}
     players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "nash": NashPlayer}
     worst_payoff: ClassVar[float] = -2.0

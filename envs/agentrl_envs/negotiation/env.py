@@ -30,6 +30,7 @@ class NegotiationEnv(TurnGame):
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "negotiation"}  # noqa: RUF012
     possible_agents: list[str] = ["player_0", "player_1"]  # noqa: RUF012
+    blocking: ClassVar[bool] = False
     roles: ClassVar[Mapping[str, str]] = {"player_0": "first", "player_1": "second"}
     players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "greedy": GreedyPlayer}
     worst_payoff: ClassVar[float] = 0.0

@@ -32,6 +32,7 @@ class SearchR1Env(Env):
     ``task.metadata["corpus"]`` names the corpus to search, if the server has several.
     """
 
+    blocking: ClassVar[bool] = False
     stop: ClassVar[tuple[str, ...]] = STOP
     tool_names: ClassVar[tuple[str, ...]] = ("search",)
 

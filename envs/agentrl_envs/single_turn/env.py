@@ -10,6 +10,7 @@ from agentrl import Action, Env, Step
 class SingleTurnEnv(Env):
     """Shows the task's prompt and ends with the policy's first turn. The reward comes from ``reward.function``."""
 
+    blocking: ClassVar[bool] = False
     needs_reward: ClassVar[bool] = True
 
     def step(self, action: Action) -> Step:

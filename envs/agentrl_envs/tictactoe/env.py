@@ -58,6 +58,7 @@ class TicTacToeEnv(TurnGame):
 
     metadata: dict[str, Any] = {"render_modes": [], "name": "tictactoe"}  # noqa: RUF012
     possible_agents: list[str] = ["player_0", "player_1"]  # noqa: RUF012
+    blocking: ClassVar[bool] = False
     roles: ClassVar[Mapping[str, str]] = {"player_0": "first", "player_1": "second"}
     players: ClassVar[Mapping[str, PlayerFactory]] = {"random": RandomPlayer, "minimax": MinimaxPlayer}
     state_fields: ClassVar[tuple[str, ...]] = ("board",)

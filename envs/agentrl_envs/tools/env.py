@@ -17,6 +17,7 @@ class ToolsEnv(Env):
     The reward comes from ``reward.function``. An episode that a limit ends has no answer: text beside a call is none.
     """
 
+    blocking: ClassVar[bool] = False
     needs_reward: ClassVar[bool] = True
 
     def __init__(self, *, tools: str | Sequence[str] = (), system: str = "", stop: str | Sequence[str] = ()) -> None:
