@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -15,7 +15,7 @@ from typing_extensions import override
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
 from agentrl.core.child_process import LOOPBACK, started_children
-from agentrl.core.errors import AgentrlError, EngineError, LearnerError
+from agentrl.core.errors import AgentrlError, ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.inference.launch.processes import EngineProcess
 
@@ -126,18 +126,117 @@ class RayEngine:
             kill_actor(self._host)
 
 
-class RayLauncher(Launcher):
-    """Starts the engines of a run in its `ReservedPlacement`."""
+class HostLocations(Protocol):
+    """Where the hosts of a launcher's engines are."""
 
-    def __init__(
-        self, spec: EngineSpec, placement: ReservedPlacement, rank_locations: Callable[[], Sequence[ActorLocation]]
-    ) -> None:
-        """Prepare to start engines; ``rank_locations`` waits for the locations of the learner's ranks, by rank."""
+    def options(self, engine: int) -> Mapping[str, Any]:
+        """Return the actor options that place the host of an engine."""
+        ...
+
+    def gpus(self, engine: int) -> Sequence[str]:
+        """Return the GPUs of an engine, as in ``CUDA_VISIBLE_DEVICES``; empty: those that Ray assigns to its host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLocations:
+    """Implements `HostLocations` for the policy's engines, which have a bundle each, or share one with ranks of the learner."""
+
+    placement: ReservedPlacement
+    rank_locations: Callable[[], Sequence[ActorLocation]]
+    """Waits for the locations of the learner's ranks, by rank."""
+
+    def options(self, engine: int) -> Mapping[str, Any]:
+        """Return the actor options that place the host of an engine."""
+        layout = self.placement.layout
+        return self.placement.host_options(layout.engines[engine], layout.engine_needs)
+
+    def gpus(self, engine: int) -> Sequence[str]:
+        """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
+        layout = self.placement.layout
+        ranks = zip(self.rank_locations(), layout.ranks, strict=True)
+        return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[engine] for gpu in rank.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLocations:
+    """Implements `HostLocations` for the engines of a judge that have their own bundles."""
+
+    placement: ReservedPlacement
+    model: str
+    """``judge.model``."""
+
+    def options(self, engine: int) -> Mapping[str, Any]:
+        """Return the actor options that place the host of an engine."""
+        layout = self.placement.layout
+        return self.placement.host_options(layout.judges[self.model][engine], layout.judge_needs[self.model])
+
+    def gpus(self, engine: int) -> Sequence[str]:
+        """Return none: Ray assigns them."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLocations:
+    """Implements `HostLocations` for engines of a judge on the GPUs of other actors, from the first on; they reserve nothing.
+
+    Args:
+        placement: of the run.
+        key: of the judge, for messages.
+        size: GPUs of an engine.
+        others: waits for the bundles and locations of the other actors: the learner's ranks, or the policy's engines.
+    """
+
+    placement: ReservedPlacement
+    key: str
+    size: int
+    others: Callable[[], Sequence[tuple[int, ActorLocation]]]
+
+    def options(self, engine: int) -> Mapping[str, Any]:
+        """Return the actor options that place the host of an engine beside the actor with its first GPU."""
+        others = self.others()
+        bundles = [bundle for bundle, location in others for _ in location.gpus]
+        bundle = bundles[engine * self.size] if bundles else others[engine % len(others)][0]
+        return self.placement.host_options(bundle, {})
+
+    def gpus(self, engine: int) -> Sequence[str]:
+        """Return the GPUs of an engine.
+
+        Raises:
+            ConfigError: they are on several machines.
+        """
+        gpus = [(location.node, gpu) for _, location in self.others() for gpu in location.gpus]
+        own = gpus[engine * self.size : (engine + 1) * self.size]
+        if len({node for node, _ in own}) > 1:
+            raise ConfigError(
+                f"engine {engine} of {self.key} would have GPUs of several machines; set {self.key}.sglang.tp_size to a divisor "
+                f"of a machine's GPUs, or {self.key}.gpus=own"
+            )
+        return tuple(gpu for _, gpu in own)
+
+
+class RayLauncher(Launcher):
+    """Starts engines in a run's `ReservedPlacement`."""
+
+    def __init__(self, spec: EngineSpec, placement: ReservedPlacement, locations: HostLocations) -> None:
+        """Prepare to start engines."""
         self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
         self._placement = placement
-        self._rank_locations = rank_locations
+        self._locations = locations
         self._hosts: dict[int, Any] = {}
         self._lock = threading.Lock()
+
+    def location(self, number: int) -> ActorLocation:
+        """Return the machine and the GPUs that Ray has assigned to the host of an engine.
+
+        Raises:
+            EngineError: the host does not start.
+        """
+        try:
+            location: ActorLocation = wait_result(self._host(number).__ray_call__.remote(actor_location), HOST_S)
+        except (RayError, LearnerError) as error:
+            raise EngineError(f"engine-{number}: {first_line(error)}") from error
+        return location
 
     @override
     def launch(self, number: int) -> RayEngine:
@@ -168,7 +267,7 @@ class RayLauncher(Launcher):
         host = self._host(number)
         location: ActorLocation = wait_result(host.__ray_call__.remote(actor_location), HOST_S)
         address = placement.address(location)
-        start = host.start.remote(spec, number, address, self._shared_gpus(number) or location.gpus)
+        start = host.start.remote(spec, number, address, self._locations.gpus(number) or location.gpus)
         url, pid, details = wait_result(start, spec.config.start_timeout_s + ANSWER_S)
         log = str(spec.logs / f"engine-{number}.log") + (
             "" if address in (LOOPBACK, placement.here) else f" on {address}"
@@ -180,15 +279,9 @@ class RayLauncher(Launcher):
             if number not in self._hosts:
                 check_ray()  # without its GCS, Ray might take the call and not return
                 actor: Any = ray.remote(EngineHost)
-                options = {"max_restarts": 0, "max_concurrency": 8} | self._placement.engine_options(number)
+                options = {"max_restarts": 0, "max_concurrency": 8, **self._locations.options(number)}
                 self._hosts[number] = actor.options(**options).remote()
             return self._hosts[number]
-
-    def _shared_gpus(self, number: int) -> tuple[str, ...]:
-        """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
-        layout = self._placement.layout
-        ranks = zip(self._rank_locations(), layout.ranks, strict=True)
-        return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[number] for gpu in rank.gpus)
 
 
 def wait_result(reference: Any, timeout_s: float) -> Any:

@@ -84,13 +84,12 @@ class ReservedPlacement:
         needs = self.layout.critic_needs
         return {"num_gpus": needs.get("GPU", 0), "scheduling_strategy": self._strategy(self.layout.critics[rank])}
 
-    def engine_options(self, engine: int) -> dict[str, Any]:
-        """Return the actor options that place the host of an engine, with its resources."""
-        needs = self.layout.engine_needs
+    def host_options(self, bundle: int, needs: Resources) -> dict[str, Any]:
+        """Return the actor options that place the host of an engine in a bundle, of which it takes resources."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
-            "scheduling_strategy": self._strategy(self.layout.engines[engine]),
+            "scheduling_strategy": self._strategy(bundle),
         }
 
     def address(self, location: ActorLocation) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.ray_address import learner_device, running_address
 from agentrl.config.engine_checks import check_placement as check_placement_keys
+from agentrl.config.judges import judge_configs, judge_keys, judge_sampler, time_shared_judges
 from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
-from agentrl.core.errors import MissingError
+from agentrl.core.errors import ConfigError, MissingError
 
 Resources = Mapping[str, int]
 """Such as ``{"GPU": 2, "CPU": 2}``, in Ray's names."""
@@ -35,6 +36,10 @@ class Layout:
     """The bundle of each of the critic's ranks, if there is a critic."""
     critic_needs: Resources = field(default_factory=dict)
     """The resources that a rank of the critic takes from its bundle: no GPU if it shares that of a rank of the learner."""
+    judges: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The bundle of each engine of a judge that has its own GPUs, by ``judge.model``."""
+    judge_needs: Mapping[str, Resources] = field(default_factory=dict)
+    """The resources that such an engine takes from its bundle."""
     has_runners: bool = False
     """Whether runner processes may be on all machines. The program of ``sampler.router=sglang`` is on this one alone."""
 
@@ -49,6 +54,9 @@ class Layout:
 
 def lay_out(config: Config, device: str) -> Layout:
     """Return the layout of a run with ``placement.mode`` ``colocate`` or ``disaggregate``.
+
+    Engines of judges with ``judge.gpus=own`` have the last bundles, one each. Those that share GPUs have none: see
+    `agentrl.cluster.engine_actors.SharedLocations`.
 
     Colocated, the bundle of engine ``e`` also holds the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
     `engine_ranks`; otherwise each engine and each rank has a separate bundle. Colocated, a critic's rank is in the bundle of
@@ -73,11 +81,12 @@ def lay_out(config: Config, device: str) -> Layout:
         ranks = tuple(
             index // gpus_per_engine if index < shared else engines + index - shared for index in range(workers)
         )
-        return Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic, has_runners)
+        layout = Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
+        return replace(_with_judges(layout, config), has_runners=has_runners)
     engine = {"GPU": gpus_per_engine} if config.sampler.device == "cuda" else {"CPU": gpus_per_engine}
     bundles = [rank] * workers + [engine] * engines + [rank] * critics
     critic_bundles = tuple(range(workers + engines, len(bundles)))
-    return Layout(
+    layout = Layout(
         tuple(bundles),
         tuple(range(workers)),
         tuple(range(workers, workers + engines)),
@@ -85,8 +94,20 @@ def lay_out(config: Config, device: str) -> Layout:
         engine,
         critic_bundles,
         rank,
-        has_runners,
     )
+    return replace(_with_judges(layout, config), has_runners=has_runners)
+
+
+def _with_judges(layout: Layout, config: Config) -> Layout:
+    """Return a layout with bundles for the engines of judges that have their own GPUs."""
+    bundles, judges, needs = [*layout.bundles], dict[str, tuple[int, ...]](), dict[str, Resources]()
+    for model, judge in judge_configs(config).items():
+        if judge.gpus == "own":
+            sampler = judge_sampler(config, judge)
+            needs[model] = {"GPU" if sampler.device == "cuda" else "CPU": sampler.engine_ranks}
+            judges[model] = tuple(range(len(bundles), len(bundles) + judge.engines))
+            bundles += [needs[model]] * judge.engines
+    return replace(layout, bundles=tuple(bundles), judges=judges, judge_needs=needs)
 
 
 def check_placement(config: Config) -> None:
@@ -108,25 +129,57 @@ def check_placement(config: Config) -> None:
         return
     device = learner_device(config.learner)
     check_placement_keys(config, device)
+    _check_shared_judges(config)
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
         learner = f"learner.ranks={ranks}{' and its critic' if has_critic_gpus else ''}"
         raise MissingError(
             f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
-            f"{config.sampler.engine_ranks} each; there are {gpus_here()} here, and no Ray runs that has more (`ray start`, or "
-            "RAY_ADDRESS)"
+            f"{config.sampler.engine_ranks} each{_judge_text(config)}; there are {gpus_here()} here, and no Ray runs that has "
+            "more (`ray start`, or RAY_ADDRESS)"
         )
+
+
+def _check_shared_judges(config: Config) -> None:
+    """Check that the engines of a judge fit on the GPUs that they share with the policy's.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    sampler, ranks = config.sampler, config.learner.ranks
+    shared = ranks if config.placement.shares_gpus else sampler.engines * sampler.engine_ranks
+    for model, judge in time_shared_judges(config).items():
+        per_engine = judge_sampler(config, judge).engine_ranks
+        if sampler.device == "cuda" and judge.engines * per_engine > shared:
+            more, key = (
+                "learner.ranks" if config.placement.shares_gpus else "sampler.engines",
+                judge_keys(config)[model],
+            )
+            raise ConfigError(
+                f"{key}.engines={judge.engines} of {per_engine} GPUs each do not fit on the {shared} GPUs that they share with "
+                f"the policy's with placement.mode={config.placement.mode}; lower it or {key}.sglang.tp_size, raise {more}, or "
+                f"set {key}.gpus=own"
+            )
+
+
+def _judge_text(config: Config) -> str:
+    """Return how many GPUs judges have of their own, in words; empty if none."""
+    layout = _with_judges(Layout((), (), (), {}, {}), config)
+    gpus = layout.total.get("GPU", 0)
+    return f", and {gpus} for judges (judge.gpus=own)" if gpus else ""
 
 
 def describe_placement(config: Config) -> str:
     """Return in one line how many GPUs the learner and the engines use."""
     ranks, engines, engine_ranks = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     engine_text = f"{engines} engine{'s' if engines > 1 else ''} of {engine_ranks}"
+    judges = f", in turns with engines of {', '.join(shared)}" if (shared := time_shared_judges(config)) else ""
+    judges += _judge_text(config)
     if config.placement.shares_gpus:
         critic = " and its critic" if needs_critic(config.algo) else ""
-        return f"colocate: {ranks} for the learner{critic}, in turns with {engine_text}"
+        return f"colocate: {ranks} for the learner{critic}, in turns with {engine_text}{judges}"
     critic = f", {ranks} for its critic" if needs_critic(config.algo) else ""
-    return f"disaggregate: {ranks} for the learner{critic}, and {engine_text}"
+    return f"disaggregate: {ranks} for the learner{critic}, and {engine_text}{judges}"
 
 
 def gpus_here() -> int:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.cluster.engine_actors import RayLauncher
+from agentrl.cluster.engine_actors import OwnLocations, PolicyLocations, RayLauncher, SharedLocations
 from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_critic, start_learners
-from agentrl.cluster.placement_group import ReservedPlacement
+from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, store_bytes
 from agentrl.cluster.runner_actors import RayRunners
+from agentrl.config.judges import judge_keys
 from agentrl.config.schema import Config
 from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import ConfigError
@@ -45,6 +46,8 @@ class RunCluster:
     with_engines: bool = True
     """Whether the run has engines; a replay has none, and reserves nothing."""
     _placement: ReservedPlacement | None = field(default=None, init=False)
+    _launcher: RayLauncher | None = field(default=None, init=False)
+    """Of the policy's engines."""
     _critic: RayCritic | None = field(default=None, init=False)
     _started: asyncio.Future[RayLearnerGroup] = field(init=False)
     _loaded: asyncio.Future[RayLearnerGroup] | None = field(default=None, init=False)
@@ -78,7 +81,35 @@ class RunCluster:
         if placement is None:
             return LocalLauncher
         ranks = await asyncio.shield(self._started)
-        return lambda spec: RayLauncher(spec, placement, ranks.actor_locations)
+
+        def launch_policy(spec: EngineSpec) -> Launcher:
+            self._launcher = RayLauncher(spec, placement, PolicyLocations(placement, ranks.actor_locations))
+            return self._launcher
+
+        return launch_policy
+
+    async def judge_launcher(self) -> Callable[[str, EngineSpec], Launcher] | None:
+        """Return what starts the engines of judges in the reserved placement; None: they are on this machine."""
+        placement = self._placement
+        if placement is None:
+            return None
+        ranks = await asyncio.shield(self._started)
+        layout, config = placement.layout, self.config
+
+        def others() -> Sequence[tuple[int, ActorLocation]]:
+            """Return the bundles and locations of what judges share GPUs with."""
+            if config.placement.shares_gpus:
+                return [*zip(layout.ranks, ranks.actor_locations(), strict=True)]
+            assert self._launcher is not None, "the policy's engines start first"
+            return [(bundle, self._launcher.location(engine)) for engine, bundle in enumerate(layout.engines)]
+
+        def launch_judge(model: str, spec: EngineSpec) -> Launcher:
+            if model in layout.judges:
+                return RayLauncher(spec, placement, OwnLocations(placement, model))
+            locations = SharedLocations(placement, judge_keys(config)[model], spec.config.engine_ranks, others)
+            return RayLauncher(spec, placement, locations)
+
+        return launch_judge
 
     def runners(self) -> RayRunners | None:
         """Return what starts runner processes on all machines; None: they are on this one."""

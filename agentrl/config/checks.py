@@ -385,10 +385,14 @@ def _judge_engines(config: Config) -> Iterator[str]:
                 continue
             section = f"reward.functions.{name}.judge" if source_config.reward.functions else "reward.judge"
             key = f"{f'sources.{source}.' if source else ''}{section}"
-            if term.judge.model != POLICY and config.placement.reserves_gpus:
+            if term.judge.gpus == "own" and not config.placement.reserves_gpus:
                 yield (
-                    f"{key}.model={term.judge.model} with placement.mode={config.placement.mode}: the judge's engine is not "
-                    f"placed; set placement.mode=separate, {key}.model=policy, or {key}.endpoint"
+                    f"{key}.gpus=own with placement.mode={config.placement.mode}: engines have the GPUs after the policy's "
+                    "there; leave it out"
+                )
+            if term.judge.model != POLICY and term.judge.gpus == "shared" and config.placement.reserves_gpus:
+                yield from _time_sharing(
+                    config, f"{key}.model={term.judge.model} on the policy's GPUs", f"{key}.gpus=own"
                 )
             if (
                 not sampler.uses_sglang
@@ -401,6 +405,44 @@ def _judge_engines(config: Config) -> Iterator[str]:
                 )
             if not sampler.uses_sglang and term.judge.sglang:
                 yield f"{key}.sglang is set, and sampler.backend={sampler.backend} takes no options of SGLang; leave it out"
+
+
+def _time_sharing(config: Config, key: str, own: str) -> Iterator[str]:
+    """Why the policy's engines cannot release their memory for those of a judge between episodes and training.
+
+    Args:
+        config: of the run.
+        key: of the judge, for messages.
+        own: what gives it its own GPUs.
+    """
+    sampler, weights, staleness = config.sampler, config.weights, config.asynchronous.max_staleness
+    mode = f"{key} with placement.mode={config.placement.mode}"
+    if staleness:
+        yield f"{mode} and async.max_staleness={staleness}: episodes run all the time; set {own}, or async.max_staleness=0"
+    if config.eval.background:
+        yield f"{mode} and eval.background=true: evaluations run all the time; set {own}, or leave out eval.background"
+    if sampler.has_router_program:
+        yield (
+            f"{mode} and sampler.router=sglang: the router would send requests to engines without memory; set {own}, or leave "
+            "out sampler.router"
+        )
+    if weights.adapters == "only":
+        yield f"{mode} and weights.adapters=only: released memory may have adapters; set {own}, or weights.adapters=merged"
+    if weights.prefix_cache != "drop":
+        yield (
+            f"{mode} and weights.prefix_cache={weights.prefix_cache}: engines release the memory of their cache; set {own}, or "
+            "leave out weights.prefix_cache"
+        )
+    if sampler.speculative_algorithm not in (None, "NGRAM") and not sampler.sglang_option(
+        "enable_draft_weights_cpu_backup", False
+    ):
+        yield (
+            f"{mode} and sampler.sglang.speculative_algorithm: engines that release their memory lose the draft's weights; set "
+            f"{own}, or sampler.sglang.enable_draft_weights_cpu_backup=true"
+        )
+    for name in ("enable_memory_saver", "enable_weights_cpu_backup"):
+        if sampler.sglang_option(name, True) is False:
+            yield f"{mode} and sampler.sglang.{name}=false: engines could not release and restore their weights; leave it out"
 
 
 def _adapter_policies(config: Config) -> Iterator[str]:

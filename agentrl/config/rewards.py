@@ -42,7 +42,11 @@ class JudgeConfig(Section):
     """Engines of ``model``."""
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Options of SGLang for the engines of ``model``, in addition to ``sampler.sglang``, such as ``{mem_fraction_static: 0.2}``
-    for engines that share the policy's GPUs."""
+    for engines on one GPU with the policy's with ``placement.mode=separate``."""
+    gpus: Literal["shared", "own"] = "shared"
+    """With ``placement.mode=colocate`` or ``disaggregate``: ``shared``: the engines of ``model`` are on the GPUs of the policy's,
+    in turn with them. ``own``: they have further GPUs. With ``separate`` they have the GPUs after the policy's, as far as there
+    are some."""
     mode: Literal["rubric", "reference", "pairwise"] = "rubric"
     """``rubric``: a score by ``rubric``. ``reference``: a score by comparison with the label. ``pairwise``: which of two answers
     is better; the reward is the share of comparisons won, a tie is a half."""
@@ -87,6 +91,8 @@ class JudgeConfig(Section):
         if self.model in (None, POLICY) and (self.engines > 1 or self.sglang):
             name = "engines" if self.engines > 1 else "sglang"
             raise ValueError(f"{name} is for a judge with engines of its own; set model to a model, or leave it out")
+        if self.model in (None, POLICY) and self.gpus != "shared":
+            raise ValueError(f"gpus={self.gpus} is for a judge with engines of its own; set model to a model")
         return self
 
     @field_validator("scale")

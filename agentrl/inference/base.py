@@ -51,7 +51,8 @@ class EngineMemory(Protocol):
     async def resume(self, tag: MemoryTag) -> None:
         """Allocate released memory again; does nothing if the engine holds it.
 
-        Resumed weights are undefined: nothing is sampled until a whole update has come.
+        Resumed weights are undefined: nothing is sampled until a whole update has come. Those of an engine with
+        `EngineSpec.restores_weights` are what they were.
         """
         ...
 

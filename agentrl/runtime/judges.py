@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from agentrl.clients.chat_completions import open_chat_model
+from agentrl.config.judges import judge_configs, judge_sampler, time_shared_judges
 from agentrl.config.rewards import POLICY, JudgeConfig
 from agentrl.config.schema import Config
 from agentrl.core.chat_endpoint import ChatEndpoint
@@ -15,11 +17,15 @@ from agentrl.core.sampler import Sampler
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
+from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.models.load import read_vocab_size
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.engine_judge import EngineJudge
+
+JudgeLauncher = Callable[[str, EngineSpec], Launcher]
+"""Makes what starts the engines of a judge, by ``judge.model``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +51,6 @@ class OtherModels:
     """Samplers of weights that never change, by `RoleConfig.frozen`."""
     judges: Mapping[str, ChatEndpoint] = field(default_factory=lambda: MappingProxyType({}))
     """By ``judge.model``."""
-
-
-def judge_configs(config: Config) -> dict[str, JudgeConfig]:
-    """Return the judges with engines of their own, of all sources, by ``judge.model``; of several with one model the first."""
-    judges: dict[str, JudgeConfig] = {}
-    for source in config.by_source().values():
-        for term in source.reward.by_name.values():
-            if term.judge is not None and term.judge.model not in (None, POLICY):
-                judges.setdefault(str(term.judge.model), term.judge)
-    return judges
 
 
 def resolve_judges(config: Config, *, fetch: bool = True) -> dict[str, Path]:
@@ -98,7 +94,13 @@ def open_judge_models(config: Config) -> dict[str, JudgeModel]:
     }
 
 
-def judge_fleets(config: Config, models: Mapping[str, JudgeModel], logs: Path, first: int) -> dict[str, Fleet]:
+def judge_fleets(
+    config: Config,
+    models: Mapping[str, JudgeModel],
+    logs: Path,
+    first: int,
+    launcher: JudgeLauncher | None = None,
+) -> dict[str, Fleet]:
     """Return the engines of judges, not started, by ``judge.model``.
 
     Args:
@@ -106,14 +108,24 @@ def judge_fleets(config: Config, models: Mapping[str, JudgeModel], logs: Path, f
         models: of `open_judge_models`.
         logs: folder of the run's logs.
         first: number of the first engine among those that are reserved.
+        launcher: makes what starts the engines; by default on this machine.
     """
     fleets: dict[str, Fleet] = {}
+    shared = time_shared_judges(config)
     for name, model in models.items():
-        folder, engines = logs / f"judge-{len(fleets)}", model.config.engines
-        sglang = {**config.sampler.sglang, **model.config.sglang}
-        run = config.model_copy(update={"sampler": config.sampler.model_copy(update={"sglang": sglang})})
-        fleets[name] = reserved_fleet(run, model.folder, folder, first, model.vocabulary, engines=engines)
-        first += engines
+        folder = logs / f"judge-{len(fleets)}"
+        fleets[name] = reserved_fleet(
+            config,
+            model.folder,
+            folder,
+            first,
+            model.vocabulary,
+            engines=model.config.engines,
+            sampler=judge_sampler(config, model.config),
+            launcher=None if launcher is None else partial(launcher, name),
+            restores_weights=name in shared,
+        )
+        first += model.config.engines
     return fleets
 
 

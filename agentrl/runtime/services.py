@@ -7,10 +7,11 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.judges import time_shared_judges
 from agentrl.config.runners import agent_elsewhere, runner_count
 from agentrl.config.schema import Config
 from agentrl.core.child_process import LOOPBACK, raise_file_limit
@@ -19,11 +20,13 @@ from agentrl.data.task_sources import TaskSources
 from agentrl.episode.runner import EpisodeSlots, GroupRunner
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.fleet.reserved_engines import frozen_fleets
+from agentrl.inference.fleet.time_sharing import EngineTimeSharing
 from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.episodes import make_runner, open_renderer
 from agentrl.runtime.garbage import rare_collections
 from agentrl.runtime.judges import (
+    JudgeLauncher,
     JudgeModel,
     OtherModels,
     check_judge_endpoints,
@@ -33,6 +36,7 @@ from agentrl.runtime.judges import (
 )
 from agentrl.runtime.runners.pool import RunnerPool
 from agentrl.runtime.runners.runner import RemoteRunners
+from agentrl.runtime.time_shared_runner import TimeSharedRunner
 from agentrl.runtime.tool_servers import ToolServers
 from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 
@@ -58,6 +62,8 @@ class Services:
     """Engines of judges, by ``judge.model``."""
     judge_models: Mapping[str, JudgeModel] = field(default_factory=dict)
     """The models of these."""
+    time_sharing: EngineTimeSharing | None = None
+    """Switches GPUs between the policy's engines and those of judges; None: they share none in turn."""
     check_learner: Callable[[], None] = lambda: None
     """Raises if a process of the learner of a training run was lost."""
     pool: RunnerPool | None = None
@@ -74,13 +80,17 @@ class Services:
         sampler = sampler or self.fleet.sampler
         fleet = next((fleet for fleet in self.fleets if fleet.sampler is sampler), None)
         if self.pool is not None and fleet is not None:
-            return self.pool.runner(fleet)
+            return self._share_time(self.pool.runner(fleet))
         frozen = {name: frozen_fleet.sampler for name, frozen_fleet in self.frozen.items()}
         judges = {name: judge_fleet.sampler for name, judge_fleet in self.judges.items()}
         models = OtherModels(frozen, engine_judges(self.judge_models, judges))
         slots = EpisodeSlots(self.config.rollout.concurrency)
         self.exits.callback(slots.close)
-        return make_runner(self.config, self.renderer, sampler, self.tools, models, slots, self.agents)
+        runner = make_runner(self.config, self.renderer, sampler, self.tools, models, slots, self.agents)
+        return self._share_time(runner)
+
+    def _share_time(self, runner: GroupRunner) -> GroupRunner:
+        return runner if self.time_sharing is None else TimeSharedRunner(runner, self.time_sharing)
 
     @property
     def agents_line(self) -> str:
@@ -96,6 +106,8 @@ class Services:
         """Raise if no engine is left, or if a tool server, a runner or a process of the learner is lost for good."""
         for fleet in self.fleets:
             fleet.check()
+        if self.time_sharing is not None:
+            self.time_sharing.check()
         self.tools.check()
         if self.pool is not None:
             self.pool.check()
@@ -111,6 +123,7 @@ async def open_services(
     seed: int,
     *,
     launcher: Callable[[EngineSpec], Launcher] = LocalLauncher,
+    judge_launcher: JudgeLauncher | None = None,
     runners: RemoteRunners | None = None,
 ) -> AsyncIterator[Services]:
     """Start engines and tool servers concurrently, wait until all are healthy, and stop them on exit.
@@ -122,6 +135,7 @@ async def open_services(
         folder: of the run; gets the logs, and the files of tool servers.
         seed: of the engines.
         launcher: makes what starts the engines; by default on this machine.
+        judge_launcher: makes what starts the engines of judges; by default on this machine.
         runners: starts runner processes; None: on this machine.
 
     Raises:
@@ -135,7 +149,9 @@ async def open_services(
     async with AsyncExitStack() as exits:
         renderer, vocabulary = open_renderer(config, model)
         trusted, returns_experts = config.model.trust_remote_code, vocabulary.routing is not None
-        engines = launcher(EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=returns_experts))
+        shared_judges = time_shared_judges(config)
+        spec = EngineSpec(config.sampler, model, logs, seed, trusted, returns_experts=returns_experts)
+        engines = launcher(replace(spec, restores_weights=bool(shared_judges)))
         fleet = Fleet(
             config.sampler,
             engines,
@@ -143,6 +159,7 @@ async def open_services(
             vocabulary=vocabulary,
             max_tokens=config.max_tokens,
             prefix_cache=config.weights.prefix_cache,
+            restores_weights=bool(shared_judges),
         )
         exits.push_async_callback(fleet.aclose)
         if runners is not None:
@@ -154,7 +171,7 @@ async def open_services(
             exits.push_async_callback(frozen_fleet.aclose)
         opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
         judge_models = open_judge_models(config)
-        judges = judge_fleets(config, judge_models, logs, len(frozen) + opponents)
+        judges = judge_fleets(config, judge_models, logs, len(frozen) + opponents, judge_launcher)
         for judge_fleet in judges.values():
             exits.push_async_callback(judge_fleet.aclose)
         services = Services(
@@ -165,7 +182,14 @@ async def open_services(
 
             services.agents = AgentsElsewhere(agent)
             await exits.enter_async_context(services.agents.serving())
-        starts = [engines_fleet.start() for engines_fleet in (fleet, *frozen.values(), *judges.values())]
+        alone = [*frozen.values(), *(judges[name] for name in judges.keys() - shared_judges.keys())]
+        starts = [engines_fleet.start() for engines_fleet in alone]
+        if shared_judges:
+            services.time_sharing = EngineTimeSharing(fleet, {name: judges[name] for name in shared_judges})
+            exits.push_async_callback(services.time_sharing.aclose)
+            starts.append(services.time_sharing.start())
+        else:
+            starts.append(fleet.start())
         if count := runner_count(config):
             pool = RunnerPool(config, count, model, logs, lambda: services.fleets, runners)
             exits.push_async_callback(pool.aclose)

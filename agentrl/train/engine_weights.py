@@ -15,8 +15,9 @@ from agentrl.config.schema import Config
 from agentrl.config.train import WeightsConfig
 from agentrl.core.errors import EngineError
 from agentrl.inference.base import EngineControl
-from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.fleet import Fleet, call_live
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
+from agentrl.inference.fleet.time_sharing import EngineTimeSharing
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.services import Services
@@ -27,13 +28,15 @@ from agentrl.weight_sync.registry import make_transport, transport_class
 
 
 class SeparateGpus:
-    """Learner and engines have separate GPUs, and keep their memory."""
+    """Learner and engines have separate GPUs, and the learner keeps its memory."""
 
     shared: ClassVar[bool] = False
     """Whether learner and engines use the same GPUs."""
 
-    def __init__(self) -> None:
+    def __init__(self, judges: EngineTimeSharing | None = None) -> None:
+        """Create it; ``judges`` share the GPUs of the policy's engines."""
         self.critic: CriticGroup | None = None
+        self._judges = judges
 
     async def switch_to_learner(self, learner: LearnerGroup, watch: Stopwatch) -> None:
         """Do nothing: the learner keeps its memory."""
@@ -46,19 +49,37 @@ class SeparateGpus:
             with watch("sync"):
                 await sync()
 
+    async def prepare_sync(self) -> None:
+        """Let the policy's engines have their GPUs, if those of judges have them."""
+        if self._judges is not None:
+            await self._judges.give_to_policy()
+
+    def restarts(self, learner_lock: asyncio.Lock) -> AbstractAsyncContextManager[None] | None:
+        """Return the context in which engines of the policy are restarted; None: at once."""
+        return None
+
 
 class GpuTimeSharing:
     """Switches the GPUs between learner and engines. Initially both may hold memory, or the learner may be offloaded."""
 
     shared: ClassVar[bool] = True
 
-    def __init__(self, fleet: Fleet, cut: Literal["abort", "restart"] | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        cut: Literal["abort", "restart"] | None = None,
+        judges: EngineTimeSharing | None = None,
+    ) -> None:
         """Share with the engines of ``fleet``, none of which may be restarted while the learner holds the GPUs.
 
-        ``cut`` says what becomes of generations in progress when the learner gets the GPUs; see `EngineMemory.release`.
+        Args:
+            fleet: the policy's engines.
+            cut: what becomes of generations in progress when the learner gets the GPUs; see `EngineMemory.release`.
+            judges: share the GPUs, too.
         """
         self._fleet = fleet
         self._cut = cut
+        self._judges = judges
         self._learner_active = False
         self.critic: CriticGroup | None = None
         """It holds GPU memory while the learner trains."""
@@ -75,7 +96,9 @@ class GpuTimeSharing:
         if self._learner_active:
             return
         with watch("wake"):
-            await self.on_live(lambda engine: engine.memory.release(self._cut))
+            if self._judges is not None:
+                await self._judges.give_to_learner()
+            await call_live(self._fleet, lambda engine: engine.memory.release(self._cut))
             await self._fleet.wait_ended()
             for group in (learner, self.critic):
                 if group is not None:
@@ -100,37 +123,31 @@ class GpuTimeSharing:
         with watch("sleep"):
             if self.critic is not None:
                 await asyncio.to_thread(self.critic.sleep)
-            await self.on_live(lambda engine: engine.memory.resume("weights"))
+            await call_live(self._fleet, lambda engine: engine.memory.resume("weights"))
         with watch("sync"):
             await sync()
         with watch("sleep"):
             await asyncio.to_thread(learner.sleep)
-            await self.on_live(lambda engine: engine.memory.resume("kv_cache"))
+            await call_live(self._fleet, lambda engine: engine.memory.resume("kv_cache"))
+            if self._judges is not None:
+                await self._judges.return_from_learner()
         self._learner_active = False
 
-    async def on_live(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
-        """Call all live engines concurrently. Errors of engines that turn out to be lost are ignored.
+    async def prepare_sync(self) -> None:
+        """Do nothing: a sync is a part of `switch_to_engines`."""
 
-        Raises:
-            EngineError: of a live engine.
-        """
-        engines = self._fleet.live
-        results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-        errors = {engine: result for engine, result in zip(engines, results, strict=True) if result is not None}
-        if errors:
-            await self._fleet.check_now()
-        for engine, error in errors.items():
-            if not isinstance(error, EngineError) or engine in self._fleet.live:
-                raise error
+    def restarts(self, learner_lock: asyncio.Lock) -> AbstractAsyncContextManager[None] | None:
+        """Return the context in which engines of the policy are restarted: the learner has released its memory."""
+        return learner_lock if self._judges is None else self._judges.policy_restarts(learner_lock)
 
 
-def open_gpus(config: Config, fleet: Fleet) -> GpuTimeSharing | SeparateGpus:
-    """Return how learner and engines of a run use GPUs."""
+def open_gpus(config: Config, fleet: Fleet, judges: EngineTimeSharing | None = None) -> GpuTimeSharing | SeparateGpus:
+    """Return how learner and engines of a run use GPUs; engines of ``judges`` share those of the policy's."""
     if not config.placement.shares_gpus:
-        return SeparateGpus()
+        return SeparateGpus(judges)
     cut = config.weights.pause if config.asynchronous.max_staleness else None
     assert cut is None or cut in ("abort", "restart"), "check_placement comes first"
-    return GpuTimeSharing(fleet, cut)
+    return GpuTimeSharing(fleet, cut, judges)
 
 
 Engines = Sequence[EngineControl]
@@ -180,8 +197,8 @@ class EngineWeights:
         """Connect to the fleets' restarts; the trainer has exclusive use of the learner from here on."""
         await self.learner_lock.acquire()
         sync = self.restart_sync or self.sync
-        if self.gpus.shared:
-            self.fleet.set_weight_sync(partial(self._sync_restarted_engine, sync), launch_in=self.learner_lock)
+        if (context := self.gpus.restarts(self.learner_lock)) is not None:
+            self.fleet.set_weight_sync(partial(self._sync_restarted_engine, sync), launch_in=context)
         else:
             self.fleet.set_weight_sync(partial(self._lock_and_sync_restarted, sync))
         if self.eval_engines is not None:
@@ -207,6 +224,7 @@ class EngineWeights:
             await self._sync_engines(Stopwatch())
 
     async def _sync_engines(self, watch: Stopwatch) -> None:
+        await self.gpus.prepare_sync()
         synced = await self._sync_fleet(self.fleet, self.sync, partial(self._pause_generations, watch))
         if synced is not None:
             unchanged = self._last_sync is not None and self._last_sync.fingerprint == synced.fingerprint
@@ -288,7 +306,7 @@ async def open_engine_weights(
         config.weights,
         services.fleet,
         sync,
-        open_gpus(config, services.fleet),
+        open_gpus(config, services.fleet, services.time_sharing),
         restart_sync=(
             None if transport_class(transport).works_while_offloaded else _open_sync(config, folder, "tensor", dtype)
         ),

@@ -133,7 +133,14 @@ async def start_services(
         return make_launcher(replace(spec, keep_minutes=config.sampler.keep_minutes))
 
     opening = open_services(
-        config, tasks, run.shape, run.folder, config.run.seed, launcher=launcher, runners=cluster.runners()
+        config,
+        tasks,
+        run.shape,
+        run.folder,
+        config.run.seed,
+        launcher=launcher,
+        judge_launcher=await cluster.judge_launcher(),
+        runners=cluster.runners(),
     )
     services = await exits.enter_async_context(opening)
     dtype = await sent_dtype(config.weights, services.fleet)
@@ -376,6 +383,8 @@ class Sampling(RolloutSource):
     def metrics(self) -> dict[str, float]:
         metrics = self.services.fleet.metrics() | self.weights.metrics | self.tasks.buffer.metrics()
         metrics |= self.records.metrics() | ({} if self.self_play is None else self.self_play.metrics)
+        if (time_sharing := self.services.time_sharing) is not None:
+            metrics |= time_sharing.metrics()
         return metrics | ({} if self._scheduler is None else self._scheduler.metrics())
 
     @override

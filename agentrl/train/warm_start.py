@@ -17,6 +17,7 @@ from rich.console import Console
 
 from agentrl.algo.registry import algorithm_faults
 from agentrl.config.algo import AlgoConfig
+from agentrl.config.judges import judge_configs
 from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
 from agentrl.config.load import find_config, read_yaml, validate
 from agentrl.config.merging import Tree, merge
@@ -33,7 +34,6 @@ from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
 from agentrl.planner.training_summary import FITS_SHARED, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
-from agentrl.runtime.judges import judge_configs
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster
 from shared_runs import SMALL, Running
 from test_runners import comparable, make_config, opened, pool_of, running_engine, take_steps
 
-from agentrl.cluster.engine_actors import EngineHost, RayEngine, RayLauncher
+from agentrl.cluster.engine_actors import EngineHost, PolicyLocations, RayEngine, RayLauncher
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.cluster.ray_runtime import RayRuntime
@@ -104,7 +104,9 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
     config, placement = reserve(settings, "cpu")
     try:
         locations = cache(partial(actor_locations, placement))  # ranks start once
-        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path, 0), placement, locations)
+        launcher = RayLauncher(
+            EngineSpec(config.sampler, model, tmp_path, 0), placement, PolicyLocations(placement, locations)
+        )
         first = launcher.launch(0)
         machine = urlsplit(first.url).hostname
         assert machine in MACHINES
@@ -164,7 +166,8 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Actor
     config, placement = reserve(settings, "cuda")
     try:
         ranks = actor_locations(placement)
-        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, lambda: ranks)
+        locations = PolicyLocations(placement, lambda: ranks)
+        launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, locations)
         for number in range(config.sampler.engines):
             launcher.launch(number)
         received = [

@@ -32,10 +32,23 @@ class SGLangMemory:
     """
 
     def __init__(
-        self, control: ControlEndpoint, updates: SGLangWeightUpdates, cut: Callable[[str], Awaitable[None]]
+        self,
+        control: ControlEndpoint,
+        updates: SGLangWeightUpdates,
+        cut: Callable[[str], Awaitable[None]],
+        *,
+        restores_weights: bool = False,
     ) -> None:
-        """Control the engine behind ``control``, which holds all of its memory; ``cut`` aborts generations in progress."""
+        """Control the engine behind ``control``, which holds all of its memory.
+
+        Args:
+            control: the engine.
+            updates: of its weights.
+            cut: aborts generations in progress.
+            restores_weights: resumed weights are those that were released; otherwise they are undefined until an update.
+        """
         self._cut = cut
+        self._restores_weights = restores_weights
         self._control = control
         self._updates = updates
         self._released: set[MemoryTag] = set()
@@ -81,7 +94,7 @@ class SGLangMemory:
             raise
         finally:
             if "weights" in self._released:
-                self._updates.set_released(True)
+                self._updates.set_released(True, lost=not self._restores_weights)
             await self._updates.publish()
 
     async def resume(self, tag: MemoryTag) -> None:
@@ -123,6 +136,7 @@ class SGLangClient(GenerationClient):
         number: int = 0,
         prefix_cache: str = "drop",
         mirror: EngineMirror | None = None,
+        restores_weights: bool = False,
     ) -> None:
         """Remember the engine's address.
 
@@ -134,6 +148,7 @@ class SGLangClient(GenerationClient):
             number: index of the engine in the run.
             prefix_cache: ``weights.prefix_cache``.
             mirror: informs other processes that sample with the engine.
+            restores_weights: see `EngineSpec.restores_weights`.
         """
         http = EngineHttp(url, timeout_s)
         super().__init__(http, vocabulary, knows_ages=prefix_cache == "keep")
@@ -152,7 +167,7 @@ class SGLangClient(GenerationClient):
             publish=self._publish,
             drops_cache=prefix_cache == "drop",
         )
-        self.memory = SGLangMemory(control, self.updates, self._cut)
+        self.memory = SGLangMemory(control, self.updates, self._cut, restores_weights=restores_weights)
         self.groups = SGLangWeightGroups(control)
 
     async def aclose(self) -> None:

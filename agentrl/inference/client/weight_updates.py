@@ -126,10 +126,10 @@ class SGLangWeightUpdates:
             raise EngineError(f"the engine at {self._control.url} is paused or gets weights: that must end first")
         await self._wait_settled(drop=True)
 
-    def set_released(self, released: bool) -> None:
-        """Record whether the memory of the weights is released."""
+    def set_released(self, released: bool, *, lost: bool = True) -> None:
+        """Record whether the memory of the weights is released, and whether they are ``lost`` with it."""
         self._released = released
-        if released:
+        if released and lost:
             self._unfit = _EMPTY
 
     def check_resumed(self) -> None:

@@ -33,6 +33,7 @@ def main() -> int:
     try:
         dtype, slots = as_dtype(arguments.dtype), arguments.max_slots
         model = Model(arguments.model, dtype, slots, arguments.max_context, arguments.threads)
+        model.keeps_released_weights = arguments.weights_cpu_backup
         tokenizer = load_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
         stops = StopMatcher(tokenizer, model.vocabulary)
     except AgentrlError as error:
@@ -79,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="seed of requests without sampling_seed")
     parser.add_argument("--weight-version", default="0", help="version of the weights in the folder")
+    parser.add_argument(
+        "--weights-cpu-backup", action="store_true", help="resumed weights are those that were released"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer may need")
     return parser
 

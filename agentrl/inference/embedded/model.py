@@ -70,6 +70,10 @@ class Model:
         self._layers = _record_experts(self._model, self.cache)
         self._check(dtype)
         self._switch = WeightSwitch(self._model)
+        self.keeps_released_weights = False
+        """Whether weights whose memory is released are kept on the CPU, and are there again with it."""
+        self._backup: dict[str, Tensor] = {}
+        """These."""
         self._released: dict[str, torch.Size] = {}
         """Shapes of the weights whose memory was released."""
 
@@ -152,16 +156,21 @@ class Model:
         return merged_weights(dict(self._model.named_parameters()), config, named)
 
     def release_weights(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of the weights; with `keeps_released_weights` they are kept on the CPU."""
         self._switch.use(None)
         for name, parameter in self._model.named_parameters():
             self._released[name] = parameter.shape
+            if self.keeps_released_weights:
+                self._backup[name] = parameter.data.cpu()
             parameter.data = parameter.new_empty(0)
 
     def allocate_weights(self) -> None:
-        """Allocate the memory of the weights again, filled with NaN."""
+        """Allocate the memory of the weights again, filled with NaN, or with what was kept."""
         for name, parameter in self._model.named_parameters():
-            parameter.data = parameter.new_full(self._released[name], torch.nan)
+            if self.keeps_released_weights:
+                parameter.data = self._backup.pop(name).to(parameter.device)
+            else:
+                parameter.data = parameter.new_full(self._released[name], torch.nan)
         self._released = {}
 
     def check_present(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
+from agentrl.inference.base import EngineControl
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.prefix_ages import age_metrics
 from agentrl.inference.client.segments import Vocabulary
@@ -23,6 +26,35 @@ from agentrl.inference.launch.launcher import Launcher, launch
 
 _IDLE_S = 5.0
 """How long the end of a run waits until an engine that is kept runs nothing."""
+
+
+class LiveEngines(Protocol):
+    """Engines of which some may be lost."""
+
+    @property
+    def live(self) -> Sequence[EngineControl]:
+        """Those that serve requests now."""
+        ...
+
+    async def check_now(self) -> None:
+        """Check all engines now, so that `live` has none that has just failed."""
+        ...
+
+
+async def call_live(engines: LiveEngines, call: Callable[[EngineControl], Awaitable[None]]) -> None:
+    """Call all live engines concurrently. Errors of engines that turn out to be lost are ignored.
+
+    Raises:
+        EngineError: of a live engine.
+    """
+    called = engines.live
+    results = await asyncio.gather(*(call(engine) for engine in called), return_exceptions=True)
+    errors = {engine: result for engine, result in zip(called, results, strict=True) if result is not None}
+    if errors:
+        await engines.check_now()
+    for engine, error in errors.items():
+        if not isinstance(error, EngineError) or engine in engines.live:
+            raise error
 
 
 class Fleet:
@@ -40,6 +72,7 @@ class Fleet:
         vocabulary: Vocabulary,
         max_tokens: int,
         prefix_cache: str = "drop",
+        restores_weights: bool = False,
     ) -> None:
         """Create a fleet; `start` starts its engines.
 
@@ -50,6 +83,7 @@ class Fleet:
             vocabulary: of the policy.
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
             prefix_cache: ``weights.prefix_cache``.
+            restores_weights: whether the launcher's engines do; see `EngineSpec.restores_weights`.
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self.mirror = FleetMirror(self.sampler)
@@ -65,6 +99,7 @@ class Fleet:
         self.vocabulary = vocabulary
         self._max_tokens = max_tokens
         self._prefix_cache = prefix_cache
+        self._restores_weights = restores_weights
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
@@ -124,6 +159,19 @@ class Fleet:
     def _live_by_name(self) -> dict[str, SGLangClient]:
         return {engine.name: engine.client for engine in self._engines if engine.live}
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether generations of any process are in progress at the engines, or wait for them."""
+        return self.sampler.has_requests or self.mirror.has_requests
+
+    def on_demand(self, call: Callable[[], None]) -> None:
+        """Call a function when `has_requests` may have changed."""
+        self.sampler.on_demand = self.mirror.on_demand = call
+
+    def restart_in(self, context: AbstractAsyncContextManager[None]) -> None:
+        """Restart engines only inside of a context."""
+        self._health.launch_in = context
+
     def set_weight_sync(
         self, sync_weights: SyncWeights, *, launch_in: AbstractAsyncContextManager[None] | None = None
     ) -> None:
@@ -133,7 +181,7 @@ class Fleet:
         """
         self._health.sync_weights = sync_weights
         if launch_in is not None:
-            self._health.launch_in = launch_in
+            self.restart_in(launch_in)
 
     async def check_now(self) -> None:
         """Check all engines now, so that `live` has no engine that has just failed."""
@@ -217,6 +265,7 @@ class Fleet:
             number=number,
             prefix_cache=self._prefix_cache,
             mirror=self.mirror,
+            restores_weights=self._restores_weights,
         )
 
     async def _check_length(self, engine: Engine) -> None:

@@ -115,9 +115,23 @@ class FleetMirror:
         self._sampler = sampler
         self.discarded_tokens = 0
         """Tokens of generations of these processes that began again after a pause."""
+        self.on_demand: Callable[[], None] = lambda: None
+        """Called when `has_requests` may have changed."""
+        self._demanding = set[int]()
+        """Processes that have requests."""
         self._processes: Sequence[SendUpdate] = ()
         self._sending = set[asyncio.Future[Mapping[str, RequestsInProgress]]]()
         sampler.on_change = self._send
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether one of the processes has requests, as far as they have reported them."""
+        return bool(self._demanding)
+
+    def set_demand(self, process: int, has_requests: bool) -> None:
+        """Record whether a process has requests."""
+        (self._demanding.add if has_requests else self._demanding.discard)(process)
+        self.on_demand()
 
     def connect(self, processes: Sequence[SendUpdate]) -> None:
         """Send all updates to these processes, from now on."""

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.fleet.fleet import Fleet
-from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
+from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLauncher
 from agentrl.models.reference_policy import resolve_frozen
 
 
-def reserved_fleet(
-    config: Config, model: Path, logs: Path, number: int, vocabulary: Vocabulary, *, engines: int = 1
+def reserved_fleet(  # engines of other models differ in all of it
+    config: Config,
+    model: Path,
+    logs: Path,
+    number: int,
+    vocabulary: Vocabulary,
+    *,
+    engines: int = 1,
+    sampler: SamplerConfig | None = None,
+    launcher: Callable[[EngineSpec], Launcher] | None = None,
+    restores_weights: bool = False,
 ) -> Fleet:
     """Return a fleet, not started, whose GPUs come after those of the policy's engines and of teachers.
 
@@ -21,16 +32,27 @@ def reserved_fleet(
         model: folder of the weights that the engine starts with.
         logs: folder of its logs, which is created.
         number: of the first engine among those that are reserved, from 0.
-        vocabulary: of the policy.
+        vocabulary: of the model.
         engines: of the fleet.
+        sampler: its options; None: those of the run.
+        launcher: makes what starts the engines, wherever it places them; None: on this machine.
+        restores_weights: see `EngineSpec.restores_weights`.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    sampler = config.sampler.model_copy(
+    sampler = (sampler or config.sampler).model_copy(
         update={"engines": engines, "url": None, "port": 0, "router": "builtin", "keep_minutes": None}
     )
-    spec = EngineSpec(sampler, model, logs, config.run.seed, config.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    spec = EngineSpec(sampler, model, logs, config.run.seed, trusted, restores_weights=restores_weights)
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
-    return Fleet(sampler, LocalLauncher(spec, first), logs, vocabulary=vocabulary, max_tokens=config.max_tokens)
+    return Fleet(
+        sampler,
+        LocalLauncher(spec, first) if launcher is None else launcher(spec),
+        logs,
+        vocabulary=vocabulary,
+        max_tokens=config.max_tokens,
+        restores_weights=restores_weights,
+    )
 
 
 def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[str, Fleet]:

@@ -106,6 +106,8 @@ class RoutedSampler:
         """Called with an engine's name when a request could not reach it."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when an engine or a limit has changed, and when all requests fail."""
+        self.on_demand: Callable[[], None] = lambda: None
+        """Called when the first request has begun, and when the last has ended: see `has_requests`."""
         self.slots: dict[str, EngineSlot] = {}
         """The engines by name."""
         self.failed: str | None = None
@@ -118,6 +120,11 @@ class RoutedSampler:
         self._waiting: list[tuple[int, _Request]] = []
         """Heap, by arrival, of requests that any engine may serve."""
         self._arrivals = itertools.count()
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether generations are in progress, or wait for an engine."""
+        return bool(self._requests)
 
     # Engines
 
@@ -184,6 +191,8 @@ class RoutedSampler:
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
         request = self._requests[request_id] = _Request(session_id, prompt, policy)
+        if len(self._requests) == 1:
+            self.on_demand()
         lost: Exception | None = None
         try:
             for _ in range(_MAX_ATTEMPTS):
@@ -224,6 +233,8 @@ class RoutedSampler:
         finally:
             del self._requests[request_id]
             request.ended.set()
+            if not self._requests:
+                self.on_demand()
 
     async def abort(self, request_id: str) -> None:
         """Abort a request and wait until its `generate` returns; unknown requests are ignored.

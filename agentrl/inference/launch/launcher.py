@@ -98,6 +98,8 @@ class EngineSpec:
     """``model.trust_remote_code``."""
     returns_experts: bool = False
     """Whether requests may ask for the experts of tokens, which SGLang records only with an option."""
+    restores_weights: bool = False
+    """Whether resumed weights are those that were released, of which the engine keeps a copy on the CPU."""
     keep_minutes: float | None = None
     """``sampler.keep_minutes``, of engines that get all weights from the learner before they sample; None: they end with the
     run."""
@@ -129,7 +131,13 @@ class EngineSpec:
             "timeout_s": config.start_timeout_s,
         }
         if config.backend == "embedded":
-            engine = launch_embedded(self.model, config.embedded, trust_remote_code=self.trust_remote_code, **options)
+            engine = launch_embedded(
+                self.model,
+                config.embedded,
+                trust_remote_code=self.trust_remote_code,
+                restores_weights=self.restores_weights,
+                **options,
+            )
         else:
             engine = launch_sglang(
                 self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options
@@ -148,7 +156,7 @@ class EngineSpec:
             config.backend,
             [self.sglang_options(), str(python), Interpreter.probe(python).version]
             if config.uses_sglang
-            else [config.embedded.model_dump(mode="json"), self.seed + number],
+            else [config.embedded.model_dump(mode="json"), self.seed + number, self.restores_weights],
             host,
             list(gpus),
             self.trust_remote_code,
@@ -164,6 +172,8 @@ class EngineSpec:
             options["dtype"] = model_dtype if model_dtype in ("bfloat16", "float16") else "bfloat16"
         if self.returns_experts:
             options["enable_return_routed_experts"] = True
+        if self.restores_weights and self.config.device == "cuda":
+            options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         return options | self.config.sglang_options
 
 

@@ -104,6 +104,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
     seed: int = 0,
     version: int = 0,
     trust_remote_code: bool = False,
+    restores_weights: bool = False,
     timeout_s: float = 300.0,
     start_child: StartChild = ChildProcess.start,
 ) -> EngineProcess:
@@ -118,6 +119,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
         seed: seed of requests without a seed.
         version: policy version of the weights in the folder.
         trust_remote_code: run Python code of the folder if the tokenizer needs it.
+        restores_weights: resumed weights are those that were released.
         timeout_s: timeout of the start in seconds.
         start_child: starts the process, as `ChildProcess.start` does.
 
@@ -135,6 +137,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
         "seed": seed,
         "weight-version": version,
         "trust-remote-code": trust_remote_code,
+        "weights-cpu-backup": restores_weights,
     }
     command = [sys.executable, "-m", "agentrl.inference.embedded", *command_flags(flags)]
     # Large models share matrix products among OpenMP threads. If these spin while they wait, the engine becomes many

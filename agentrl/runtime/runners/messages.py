@@ -110,6 +110,14 @@ class EpisodeEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetDemand:
+    """The runner has requests to a fleet, or has none any more. Sent only of fleets that share GPUs in turn."""
+
+    fleet: int
+    has_requests: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutDone:
     """A rollout with its reward."""
 
@@ -164,7 +172,7 @@ class Logged:
     """With its traceback, if it has one."""
 
 
-FromRunner = Logged | Ready | FleetRequests | EpisodeEnded | RolloutDone | GroupEnded | Waits | Pulse
+FromRunner = Logged | Ready | FleetRequests | FleetDemand | EpisodeEnded | RolloutDone | GroupEnded | Waits | Pulse
 """What it sends."""
 
 

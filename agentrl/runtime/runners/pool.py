@@ -29,6 +29,7 @@ from agentrl.obs.waiting import WaitRegistry, current_wait, waiting
 from agentrl.runtime.runners.messages import (
     CancelGroup,
     EpisodeEnded,
+    FleetDemand,
     FromRunner,
     GroupEnded,
     Pulse,
@@ -302,6 +303,8 @@ class RunnerPool:
                     group.result.set_exception(error)
                 else:
                     group.finish(order)
+            case FleetDemand(number, has_requests):
+                self._fleets()[number].mirror.set_demand(runner.number, has_requests)
             case Pulse():
                 self._add_counts(runner.last_pulse, message)
             case _:
@@ -360,6 +363,8 @@ class RunnerPool:
     def _lose_groups(self, runner: RunnerProcess, how: str) -> None:
         """Let the failure policy decide about the episodes of a process that has died."""
         runner.running, runner.has_last_try = 0, False
+        for fleet in self._fleets():
+            fleet.mirror.set_demand(runner.number, False)
         lost_groups = {number: group for number, group in self._groups.items() if group.runner is runner}
         for number, group in lost_groups.items():
             del self._groups[number]

@@ -21,6 +21,7 @@ from pathlib import Path
 import uvloop
 from typing_extensions import override
 
+from agentrl.config.judges import time_shared_judges
 from agentrl.config.obs import ObsConfig
 from agentrl.core.child_process import ENDING_SIGNALS, exit_with_parent, raise_file_limit
 from agentrl.core.errors import AgentrlError, RunnerError
@@ -44,6 +45,7 @@ from agentrl.runtime.runners.messages import (
     TOKEN_VARIABLE,
     CancelGroup,
     EpisodeEnded,
+    FleetDemand,
     FleetRequests,
     FromRunner,
     GroupEnded,
@@ -75,6 +77,8 @@ class RunnerServices:
     vocabulary: Vocabulary
     judges: Mapping[str, JudgeModel]
     """By ``judge.model``."""
+    report_demand: Callable[[int, bool], None]
+    """Called with the number of a fleet that shares GPUs in turn when it has got a first request, or has none any more."""
     fleets: list[MirroredFleet] = field(default_factory=list)
     """By number: the run's own, those of frozen roles, those of judges, then further ones."""
     _slots: EpisodeSlots = field(init=False)
@@ -85,13 +89,15 @@ class RunnerServices:
         self._slots = EpisodeSlots(self.setup.episodes)
 
     @classmethod
-    async def open(cls, setup: Setup, exits: AsyncExitStack) -> RunnerServices:
+    async def open(
+        cls, setup: Setup, exits: AsyncExitStack, report_demand: Callable[[int, bool], None]
+    ) -> RunnerServices:
         """Load the tokenizer, and make clients of the tool servers, which ``exits`` closes."""
         renderer, vocabulary = open_renderer(setup.config, setup.model)
         tools = ToolServers(setup.config, {}, Path(), Path())
         exits.push_async_callback(tools.aclose)
         await tools.start()
-        return cls(setup, renderer, tools, vocabulary, open_judge_models(setup.config))
+        return cls(setup, renderer, tools, vocabulary, open_judge_models(setup.config), report_demand)
 
     @property
     def _first_judge(self) -> int:
@@ -104,7 +110,13 @@ class RunnerServices:
         while len(self.fleets) <= number:
             vocabulary = vocabularies.get(len(self.fleets), self.vocabulary)
             self.fleets.append(MirroredFleet(self.setup.config.sampler.request_timeout_s, vocabulary))
+            if time_shared_judges(self.setup.config):
+                self._report(len(self.fleets) - 1)
         return self.fleets[number]
+
+    def _report(self, number: int) -> None:
+        sampler = self.fleets[number].sampler
+        sampler.on_demand = lambda: self.report_demand(number, sampler.has_requests)
 
     def fleet_sampler(self, number: int) -> RoutedSampler:
         """Return the sampler of a fleet."""
@@ -160,7 +172,9 @@ class RunnerServer:
             os.chdir(setup.folder)
             self._wait_log.kinds = _sent_kinds(setup.config.obs)
             self._waits.enter()
-            self._services = await RunnerServices.open(setup, exits)
+            self._services = await RunnerServices.open(
+                setup, exits, lambda fleet, has_requests: self._send(FleetDemand(fleet, has_requests))
+            )
             exits.enter_context(rare_collections())
             self._send(Ready())
             pulse = asyncio.create_task(self._send_pulses())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.judges import judge_configs, judge_keys, named_judges, time_shared_judges
 from agentrl.config.load import load_config
 from agentrl.config.rewards import RewardConfig
 from agentrl.core.errors import ConfigError, SamplerError
@@ -12,7 +13,7 @@ from agentrl.models.resolve import resolve_model
 from agentrl.rewards.engine_judge import EngineJudge
 from agentrl.rewards.grader import RewardGrader
 from agentrl.runtime.endpoint_services import check_endpoint
-from agentrl.runtime.judges import judge_configs, judge_fleets, open_judge_models, source_judges
+from agentrl.runtime.judges import judge_fleets, open_judge_models, source_judges
 from agentrl.testing.sampler import ScriptedSampler
 from tests.byte_renderer import byte_renderer
 from tests.scripted_endpoint import ScriptedEndpoint
@@ -84,14 +85,32 @@ def test_judges_with_one_model_share_its_engines(tmp_path: Path):
         (["reward.judge={model: policy, engines: 2}"], "engines is for a judge with engines of its own"),
         ([f"reward.judge={{model: {MODEL}}}"], "max_new_tokens=1024 leaves no place for a prompt in"),
         ([f"reward.judge={{model: {MODEL}, max_new_tokens: 9, sglang: {{tp_size: 2}}}}"], "takes no options of SGLang"),
-        ([f"reward.judge={JUDGE}", "placement.mode=colocate"], "judge's engine is not placed; set placement.mode=separate"),
-        ([f"sources={{x: {{reward: {{function: judge, judge: {JUDGE}}}}}}}", "placement.mode=colocate", "reward=f1"],
-         "sources.x.reward.judge.model=multihop-warm with placement.mode=colocate"),
+        (["reward.judge={model: policy, gpus: own}"], "gpus=own is for a judge with engines of its own"),
+        ([f"reward.judge={JUDGE}", "reward.judge.gpus=own"], "gpus=own with placement.mode=separate"),
+        ([f"reward.judge={JUDGE}", "placement.mode=disaggregate", "async.max_staleness=1"],
+         "on the policy's GPUs with placement.mode=disaggregate and async.max_staleness=1: .*set reward.judge.gpus=own"),
+        ([f"sources={{x: {{reward: {{function: judge, judge: {JUDGE}}}}}}}", "placement.mode=disaggregate", "reward=f1",
+          "eval.background=true"], "sources.x.reward.judge.model=multihop-warm on .*evaluations run all the time"),
+        ([f"reward.judge={JUDGE}", "placement.mode=disaggregate", "weights.prefix_cache=by_version"], "memory of their cache"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit(settings, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*BASE, "reward=judge", *settings])
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus", "shared"),
+    [("separate", "shared", False), ("colocate", "shared", True), ("disaggregate", "shared", True), ("colocate", "own", False)],
+)  # fmt: skip
+def test_whose_engines_share_the_policys_gpus_in_turn(placement, gpus, shared):
+    config = load_config(None, [*BASE, "reward=judge", f"reward.judge={JUDGE}", f"placement.mode={placement}"])
+    for _, judge in named_judges(config):
+        judge.gpus = gpus
+    assert [*time_shared_judges(config)] == ([MODEL] if shared else [])
+    assert judge_keys(config) == {MODEL: "reward.judge"}
+    config.sampler.url = "http://127.0.0.1:1"
+    assert time_shared_judges(config) == {}, "engines that run already were not started to release their memory"
 
 
 def test_a_policy_at_an_endpoint_has_no_engines():

@@ -33,12 +33,15 @@ from agentrl.data.task_sources import count_epochs, make_data_source
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
-from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots, GroupRunner
 from agentrl.evaluation.sets import EvalTasks
+from agentrl.inference.fleet.time_sharing import EngineTimeSharing
 from agentrl.learner.checkpoints import Checkpoints, latest_checkpoint, read_state
 from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch
+from agentrl.rewards.grader import Grader
 from agentrl.runtime.interrupt import Interrupt
+from agentrl.runtime.time_shared_runner import TimeSharedRunner
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
@@ -165,6 +168,10 @@ def fleet_of(engines: Engines) -> Any:
         check_now=check_now,
         wait_ended=check_now,
         sampler=engines,
+        start=check_now,
+        has_requests=False,
+        on_demand=lambda call: None,
+        restart_in=lambda context: None,
     )
 
 
@@ -189,9 +196,14 @@ def make_source(
     kind: type[Sampling],
     records: RunRecords,
     env: Callable[[], Env | MultiAgentEnv] = Turns,
+    grader: Grader | None = None,
+    judges: Mapping[str, Any] | None = None,
 ) -> Sampling:
-    def runner(*, sampler: Sampler | None = None) -> EpisodeRunner:
-        return EpisodeRunner(
+    fleet, sync = fleet_of(engines), sync_of(engines)
+    time_sharing = None if judges is None else EngineTimeSharing(fleet, judges)
+
+    def runner(*, sampler: Sampler | None = None) -> GroupRunner:
+        episodes = EpisodeRunner(
             {
                 "": EpisodeSettings(
                     EpisodeContext(
@@ -202,19 +214,26 @@ def make_source(
                         limits=Limits(max_turns=6, max_tokens=1000, max_seconds=1e9, max_new_tokens=50),
                         sampling=SamplingParams(max_new_tokens=50, seed=0),
                     ),
+                    grader=grader,
                     lineup=None if env is Turns else Lineup(),
                 )
             },
             FailurePolicy(config.rollout.failure),
             EpisodeSlots(config.rollout.concurrency),
         )
+        return episodes if time_sharing is None else TimeSharedRunner(episodes, time_sharing)
 
-    fleet, sync = fleet_of(engines), sync_of(engines)
-    services: Any = SimpleNamespace(fleet=fleet, runner=runner, check=lambda: None, renderer=RENDERER)
+    services: Any = SimpleNamespace(
+        fleet=fleet,
+        runner=runner,
+        check=lambda: None if time_sharing is None else time_sharing.check(),
+        renderer=RENDERER,
+        time_sharing=time_sharing,
+    )
     batch_size, epochs = int(records.journal.first_keys["rollout.batch_size"]), count_epochs(config, {"": TASKS})
     order = make_data_source(config.tasks.data_source, TASKS, config.run.seed)
     tasks = TaskJobs(config, order, batch_size, epochs)
-    weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet))
+    weights = EngineWeights(config.weights, fleet, sync, open_gpus(config, fleet, time_sharing))
     return kind(config, services, tasks, weights, records, Interrupt(print))
 
 
@@ -239,6 +258,8 @@ def train(
     evaluator: Callable[..., Evaluator] = Evaluator,
     eval_engines: EvalEngines | None = None,
     discard: bool = False,
+    grader: Grader | None = None,
+    judges: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """Train, from the newest checkpoint in ``folder`` on if there is one, and return the trainer."""
     checkpoint = latest_checkpoint(folder / "checkpoints") if folder.exists() else None
@@ -247,7 +268,10 @@ def train(
 
     async def main() -> Trainer:
         records = RunRecords.open(inputs)
-        source = make_source(config, engines or Engines(seed), kind, records, env)
+        source = make_source(config, engines or Engines(seed), kind, records, env, grader, judges)
+        time_sharing = source.services.time_sharing
+        if time_sharing is not None:
+            await time_sharing.start()
         if self_play is not None:
             source.self_play = self_play(records, state, inputs.resume_after)
         source.begin()
@@ -277,6 +301,8 @@ def train(
                 await run.run()
         finally:
             await source.aclose()
+            if time_sharing is not None:
+                await time_sharing.aclose()
             checkpoints.finish()
         return run
 

@@ -70,7 +70,7 @@ class World:
     def sampling(self, mode: str = "colocate", *settings: str, restart_sync: Any = None) -> Sampling:
         config = load_config(None, settings)
         config.placement.mode = mode  # type: ignore[assignment]
-        services: Any = SimpleNamespace(fleet=self)
+        services: Any = SimpleNamespace(fleet=self, time_sharing=None)
         records: Any = SimpleNamespace(journal=SimpleNamespace(batch=lambda step: None), metrics=dict)
         sync: Any = self
         tasks: Any = SimpleNamespace(buffer=SimpleNamespace(metrics=dict))

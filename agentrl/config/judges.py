@@ -1,0 +1,48 @@
+"""The judges of a run that have engines of their own, and where these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentrl.config.rewards import POLICY, JudgeConfig
+from agentrl.config.sampler import SamplerConfig
+from agentrl.config.schema import Config
+
+
+def named_judges(config: Config) -> Iterator[tuple[str, JudgeConfig]]:
+    """Yield all judges of all sources, each with the key of its section."""
+    for source_name, source in config.by_source().items():
+        prefix = f"sources.{source_name}." if source_name else ""
+        for name, term in source.reward.by_name.items():
+            if term.judge is not None:
+                yield f"{prefix}{source.reward.section_key(name)}.judge", term.judge
+
+
+def judge_keys(config: Config) -> dict[str, str]:
+    """Return the keys of the sections of `judge_configs`, by ``judge.model``."""
+    keys: dict[str, str] = {}
+    for key, judge in named_judges(config):
+        keys.setdefault(str(judge.model), key)
+    return keys
+
+
+def judge_configs(config: Config) -> dict[str, JudgeConfig]:
+    """Return the judges with engines of their own, of all sources, by ``judge.model``; of several with one model the first."""
+    judges: dict[str, JudgeConfig] = {}
+    for _, judge in named_judges(config):
+        if judge.model not in (None, POLICY):
+            judges.setdefault(str(judge.model), judge)
+    return judges
+
+
+def time_shared_judges(config: Config) -> dict[str, JudgeConfig]:
+    """Return those whose engines share the GPUs of the policy's, in turn with them."""
+    if not config.placement.reserves_gpus or config.sampler.urls:
+        return {}
+    return {model: judge for model, judge in judge_configs(config).items() if judge.gpus == "shared"}
+
+
+def judge_sampler(config: Config, judge: JudgeConfig) -> SamplerConfig:
+    """Return the engines of a judge: the run's, with ``judge.engines`` and ``judge.sglang``."""
+    sglang = {**config.sampler.sglang, **judge.sglang}
+    return config.sampler.model_copy(update={"engines": judge.engines, "sglang": sglang})
