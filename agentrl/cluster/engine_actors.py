@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from typing_extensions import override
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
+from agentrl.cluster.placement_layout import Layout, Resources
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
 from agentrl.core.child_process import LOOPBACK, started_children
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, LearnerError
@@ -129,8 +130,8 @@ class RayEngine:
 class HostLocations(Protocol):
     """Where the hosts of a launcher's engines are."""
 
-    def options(self, engine: int) -> Mapping[str, Any]:
-        """Return the actor options that place the host of an engine."""
+    def place(self, engine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine, and what it takes of it."""
         ...
 
     def gpus(self, engine: int) -> Sequence[str]:
@@ -142,18 +143,18 @@ class HostLocations(Protocol):
 class PolicyLocations:
     """Implements `HostLocations` for the policy's engines, which have a bundle each, or share one with ranks of the learner."""
 
-    placement: ReservedPlacement
+    layout: Layout
     rank_locations: Callable[[], Sequence[ActorLocation]]
     """Waits for the locations of the learner's ranks, by rank."""
 
-    def options(self, engine: int) -> Mapping[str, Any]:
-        """Return the actor options that place the host of an engine."""
-        layout = self.placement.layout
-        return self.placement.host_options(layout.engines[engine], layout.engine_needs)
+    def place(self, engine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine, and what it takes of it."""
+        layout = self.layout
+        return layout.engines[engine], layout.engine_needs
 
     def gpus(self, engine: int) -> Sequence[str]:
         """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
-        layout = self.placement.layout
+        layout = self.layout
         ranks = zip(self.rank_locations(), layout.ranks, strict=True)
         return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[engine] for gpu in rank.gpus)
 
@@ -162,14 +163,14 @@ class PolicyLocations:
 class OwnLocations:
     """Implements `HostLocations` for the engines of a judge that have their own bundles."""
 
-    placement: ReservedPlacement
+    layout: Layout
     model: str
     """``judge.model``."""
 
-    def options(self, engine: int) -> Mapping[str, Any]:
-        """Return the actor options that place the host of an engine."""
-        layout = self.placement.layout
-        return self.placement.host_options(layout.judges[self.model][engine], layout.judge_needs[self.model])
+    def place(self, engine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine, and what it takes of it."""
+        layout = self.layout
+        return layout.judges[self.model][engine], layout.judge_needs[self.model]
 
     def gpus(self, engine: int) -> Sequence[str]:
         """Return none: Ray assigns them."""
@@ -181,23 +182,20 @@ class SharedLocations:
     """Implements `HostLocations` for engines of a judge on the GPUs of other actors, from the first on; they reserve nothing.
 
     Args:
-        placement: of the run.
         key: of the judge, for messages.
         size: GPUs of an engine.
         others: waits for the bundles and locations of the other actors: the learner's ranks, or the policy's engines.
     """
 
-    placement: ReservedPlacement
     key: str
     size: int
     others: Callable[[], Sequence[tuple[int, ActorLocation]]]
 
-    def options(self, engine: int) -> Mapping[str, Any]:
-        """Return the actor options that place the host of an engine beside the actor with its first GPU."""
+    def place(self, engine: int) -> tuple[int, Resources]:
+        """Return the bundle of the actor with the first GPU of an engine, of which its host takes nothing."""
         others = self.others()
         bundles = [bundle for bundle, location in others for _ in location.gpus]
-        bundle = bundles[engine * self.size] if bundles else others[engine % len(others)][0]
-        return self.placement.host_options(bundle, {})
+        return (bundles[engine * self.size] if bundles else others[engine % len(others)][0]), {}
 
     def gpus(self, engine: int) -> Sequence[str]:
         """Return the GPUs of an engine.
@@ -279,7 +277,8 @@ class RayLauncher(Launcher):
             if number not in self._hosts:
                 check_ray()  # without its GCS, Ray might take the call and not return
                 actor: Any = ray.remote(EngineHost)
-                options = {"max_restarts": 0, "max_concurrency": 8, **self._locations.options(number)}
+                placed = self._placement.host_options(*self._locations.place(number))
+                options = {"max_restarts": 0, "max_concurrency": 8} | placed
                 self._hosts[number] = actor.options(**options).remote()
             return self._hosts[number]
 

@@ -83,7 +83,7 @@ class RunCluster:
         ranks = await asyncio.shield(self._started)
 
         def launch_policy(spec: EngineSpec) -> Launcher:
-            self._launcher = RayLauncher(spec, placement, PolicyLocations(placement, ranks.actor_locations))
+            self._launcher = RayLauncher(spec, placement, PolicyLocations(placement.layout, ranks.actor_locations))
             return self._launcher
 
         return launch_policy
@@ -105,8 +105,8 @@ class RunCluster:
 
         def launch_judge(model: str, spec: EngineSpec) -> Launcher:
             if model in layout.judges:
-                return RayLauncher(spec, placement, OwnLocations(placement, model))
-            locations = SharedLocations(placement, judge_keys(config)[model], spec.config.engine_ranks, others)
+                return RayLauncher(spec, placement, OwnLocations(layout, model))
+            locations = SharedLocations(judge_keys(config)[model], spec.config.engine_ranks, others)
             return RayLauncher(spec, placement, locations)
 
         return launch_judge

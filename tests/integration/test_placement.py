@@ -105,7 +105,7 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
     try:
         locations = cache(partial(actor_locations, placement))  # ranks start once
         launcher = RayLauncher(
-            EngineSpec(config.sampler, model, tmp_path, 0), placement, PolicyLocations(placement, locations)
+            EngineSpec(config.sampler, model, tmp_path, 0), placement, PolicyLocations(placement.layout, locations)
         )
         first = launcher.launch(0)
         machine = urlsplit(first.url).hostname
@@ -166,7 +166,7 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Actor
     config, placement = reserve(settings, "cuda")
     try:
         ranks = actor_locations(placement)
-        locations = PolicyLocations(placement, lambda: ranks)
+        locations = PolicyLocations(placement.layout, lambda: ranks)
         launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, locations)
         for number in range(config.sampler.engines):
             launcher.launch(number)
