@@ -184,18 +184,18 @@ class SharedLocations:
     Args:
         key: of the judge, for messages.
         size: GPUs of an engine.
-        others: waits for the bundles and locations of the other actors: the learner's ranks, or the policy's engines.
+        actors: waits for the bundles and locations of the other actors: the learner's ranks, or the policy's engines.
     """
 
     key: str
     size: int
-    others: Callable[[], Sequence[tuple[int, ActorLocation]]]
+    actors: Callable[[], Sequence[tuple[int, ActorLocation]]]
 
     def place(self, engine: int) -> tuple[int, Resources]:
         """Return the bundle of the actor with the first GPU of an engine, of which its host takes nothing."""
-        others = self.others()
-        bundles = [bundle for bundle, location in others for _ in location.gpus]
-        return (bundles[engine * self.size] if bundles else others[engine % len(others)][0]), {}
+        actors = self.actors()
+        bundles = [bundle for bundle, location in actors for _ in location.gpus]
+        return (bundles[engine * self.size] if bundles else actors[engine % len(actors)][0]), {}
 
     def gpus(self, engine: int) -> Sequence[str]:
         """Return the GPUs of an engine.
@@ -203,14 +203,14 @@ class SharedLocations:
         Raises:
             ConfigError: they are on several machines.
         """
-        gpus = [(location.node, gpu) for _, location in self.others() for gpu in location.gpus]
-        own = gpus[engine * self.size : (engine + 1) * self.size]
-        if len({node for node, _ in own}) > 1:
+        gpus = [(location.node, gpu) for _, location in self.actors() for gpu in location.gpus]
+        engine_gpus = gpus[engine * self.size : (engine + 1) * self.size]
+        if len({node for node, _ in engine_gpus}) > 1:
             raise ConfigError(
                 f"engine {engine} of {self.key} would have GPUs of several machines; set {self.key}.sglang.tp_size to a divisor "
                 f"of a machine's GPUs, or {self.key}.gpus=own"
             )
-        return tuple(gpu for _, gpu in own)
+        return tuple(gpu for _, gpu in engine_gpus)
 
 
 class RayLauncher(Launcher):

@@ -96,7 +96,7 @@ class RunCluster:
         ranks = await asyncio.shield(self._started)
         layout, config = placement.layout, self.config
 
-        def others() -> Sequence[tuple[int, ActorLocation]]:
+        def gpu_actors() -> Sequence[tuple[int, ActorLocation]]:
             """Return the bundles and locations of what judges share GPUs with."""
             if config.placement.shares_gpus:
                 return [*zip(layout.ranks, ranks.actor_locations(), strict=True)]
@@ -106,7 +106,7 @@ class RunCluster:
         def launch_judge(model: str, spec: EngineSpec) -> Launcher:
             if model in layout.judges:
                 return RayLauncher(spec, placement, OwnLocations(layout, model))
-            locations = SharedLocations(judge_keys(config)[model], spec.config.engine_ranks, others)
+            locations = SharedLocations(judge_keys(config)[model], spec.config.engine_ranks, gpu_actors)
             return RayLauncher(spec, placement, locations)
 
         return launch_judge

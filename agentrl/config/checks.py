@@ -407,30 +407,30 @@ def _judge_engines(config: Config) -> Iterator[str]:
                 yield f"{key}.sglang is set, and sampler.backend={sampler.backend} takes no options of SGLang; leave it out"
 
 
-def _time_sharing(config: Config, key: str, own: str) -> Iterator[str]:
+def _time_sharing(config: Config, key: str, own_gpus: str) -> Iterator[str]:
     """Why the policy's engines cannot release their memory for those of a judge between episodes and training.
 
     Args:
         config: of the run.
         key: of the judge, for messages.
-        own: what gives it its own GPUs.
+        own_gpus: what gives it its own GPUs.
     """
     sampler, weights, staleness = config.sampler, config.weights, config.asynchronous.max_staleness
     mode = f"{key} with placement.mode={config.placement.mode}"
     if staleness:
-        yield f"{mode} and async.max_staleness={staleness}: episodes run all the time; set {own}, or async.max_staleness=0"
+        yield f"{mode} and async.max_staleness={staleness}: episodes run all the time; set {own_gpus}, or async.max_staleness=0"
     if config.eval.background:
-        yield f"{mode} and eval.background=true: evaluations run all the time; set {own}, or leave out eval.background"
+        yield f"{mode} and eval.background=true: evaluations run all the time; set {own_gpus}, or leave out eval.background"
     if sampler.has_router_program:
         yield (
-            f"{mode} and sampler.router=sglang: the router would send requests to engines without memory; set {own}, or leave "
+            f"{mode} and sampler.router=sglang: the router would send requests to engines without memory; set {own_gpus}, or leave "
             "out sampler.router"
         )
     if weights.adapters == "only":
-        yield f"{mode} and weights.adapters=only: released memory may have adapters; set {own}, or weights.adapters=merged"
+        yield f"{mode} and weights.adapters=only: released memory may have adapters; set {own_gpus}, or weights.adapters=merged"
     if weights.prefix_cache != "drop":
         yield (
-            f"{mode} and weights.prefix_cache={weights.prefix_cache}: engines release the memory of their cache; set {own}, or "
+            f"{mode} and weights.prefix_cache={weights.prefix_cache}: engines release the memory of their cache; set {own_gpus}, or "
             "leave out weights.prefix_cache"
         )
     if sampler.speculative_algorithm not in (None, "NGRAM") and not sampler.sglang_option(
@@ -438,7 +438,7 @@ def _time_sharing(config: Config, key: str, own: str) -> Iterator[str]:
     ):
         yield (
             f"{mode} and sampler.sglang.speculative_algorithm: engines that release their memory lose the draft's weights; set "
-            f"{own}, or sampler.sglang.enable_draft_weights_cpu_backup=true"
+            f"{own_gpus}, or sampler.sglang.enable_draft_weights_cpu_backup=true"
         )
     for name in ("enable_memory_saver", "enable_weights_cpu_backup"):
         if sampler.sglang_option(name, True) is False:

@@ -182,8 +182,8 @@ async def open_services(
 
             services.agents = AgentsElsewhere(agent)
             await exits.enter_async_context(services.agents.serving())
-        alone = [*frozen.values(), *(judges[name] for name in judges.keys() - shared_judges.keys())]
-        starts = [engines_fleet.start() for engines_fleet in alone]
+        other_fleets = [*frozen.values(), *(judges[name] for name in judges.keys() - shared_judges.keys())]
+        starts = [engines_fleet.start() for engines_fleet in other_fleets]
         if shared_judges:
             services.time_sharing = EngineTimeSharing(fleet, {name: judges[name] for name in shared_judges})
             exits.push_async_callback(services.time_sharing.aclose)

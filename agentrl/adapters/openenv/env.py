@@ -271,10 +271,10 @@ class OpenEnv(AsyncEnv):
                 replayed = error.code
             self._check_replayed(f"action {number}", replayed, reply)
 
-    def _check_replayed(self, what: str, replayed: StepReply | str, reply: StepReply | str | None) -> None:
+    def _check_replayed(self, request: str, replayed: StepReply | str, reply: StepReply | str | None) -> None:
         if replayed != reply:
             raise self._failure(
-                f"its session was lost, and the episode's {what} has another result in a new one: {replayed!r:.200}, not "
+                f"its session was lost, and the episode's {request} has another result in a new one: {replayed!r:.200}, not "
                 f"{reply!r:.200}; leave out env.options.deterministic"
             )
 
