@@ -423,15 +423,15 @@ def _time_sharing(config: Config, key: str, own_gpus: str) -> Iterator[str]:
         yield f"{mode} and eval.background=true: evaluations run all the time; set {own_gpus}, or leave out eval.background"
     if sampler.has_router_program:
         yield (
-            f"{mode} and sampler.router=sglang: the router would send requests to engines without memory; set {own_gpus}, or leave "
-            "out sampler.router"
+            f"{mode} and sampler.router=sglang: the router would send requests to engines without memory; set {own_gpus}, or "
+            "leave out sampler.router"
         )
     if weights.adapters == "only":
         yield f"{mode} and weights.adapters=only: released memory may have adapters; set {own_gpus}, or weights.adapters=merged"
     if weights.prefix_cache != "drop":
         yield (
-            f"{mode} and weights.prefix_cache={weights.prefix_cache}: engines release the memory of their cache; set {own_gpus}, or "
-            "leave out weights.prefix_cache"
+            f"{mode} and weights.prefix_cache={weights.prefix_cache}: engines release the memory of their cache; set {own_gpus}, "
+            "or leave out weights.prefix_cache"
         )
     if sampler.speculative_algorithm not in (None, "NGRAM") and not sampler.sglang_option(
         "enable_draft_weights_cpu_backup", False
