@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from string import Formatter
 
-from agentrl.config.agent import AgentConfig
+from agentrl.config.agent import AgentConfig, ProgramConfig
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
@@ -85,6 +85,7 @@ def _task_and_reward(config: Config) -> Iterator[str]:
     if reward.key is not None and reward.function is None:
         yield f"reward.key={reward.key} is set, but no reward.function to return a mapping"
     yield from _agent(config)
+    yield from _seat_programs(config)
     if config.rollout.agent.brings_tasks:
         yield from _application_tasks(config)
     if overlong.max_tokens is not None and overlong.buffer_tokens > overlong.max_tokens:
@@ -110,18 +111,40 @@ def _agent(config: Config) -> Iterator[str]:
             yield f"rollout.agent.{key}={getattr(agent, key)} is for {kind}, and {agent.setting} is set; leave it out"
     if generate is not None:
         yield f"{agent.setting} and rollout.generate={generate} both say what plays the episodes; leave out one"
-    if agent.files is not None and agent.cwd is not None:
-        yield (
-            f"rollout.agent.files={agent.files} are copied into the folder of each episode, and rollout.agent.cwd={agent.cwd} is "
-            "one for all; leave out one"
-        )
-    if agent.sandbox is not None and agent.cwd is not None:
-        yield (
-            f"rollout.agent.cwd={agent.cwd} with rollout.agent.sandbox={agent.sandbox}, which has its own folder; leave out one "
-            "of them, or set rollout.agent.files"
-        )
+    yield from _program_folders(agent)
     if agent.reward == "session" and config.reward.setting is not None:
         yield f"rollout.agent.reward=session and {config.reward.setting} both say what the reward is; leave out one"
+
+
+def _program_folders(program: ProgramConfig) -> Iterator[str]:
+    key = program.key
+    if program.files is not None and program.cwd is not None:
+        yield (
+            f"{key}.files={program.files} are copied into the folder of each episode, and {key}.cwd={program.cwd} is one for "
+            "all; leave out one"
+        )
+    if program.sandbox is not None and program.cwd is not None:
+        yield (
+            f"{key}.cwd={program.cwd} with {key}.sandbox={program.sandbox}, which has its own folder; leave out one of them, or "
+            f"set {key}.files"
+        )
+
+
+def _seat_programs(config: Config) -> Iterator[str]:
+    for source in config.by_source().values():
+        for program in source.env.programs.values():
+            if program.setting is None:
+                yield f"{program.key} is set, but no {program.key}.command or {program.key}.harness"
+            if len(program.settings) > 1:
+                yield f"{' and '.join(program.settings)} both say what plays; leave out one"
+            if source.rollout.loop is not None:
+                yield f"{program.key} plays in an environment, and {source.rollout.loop} plays in its place; leave out one"
+            if program.start == "episode" and program.answer != "message":
+                yield (
+                    f"{program.key}.answer={program.answer} with {program.key}.start=episode: the program posts its moves; leave "
+                    "out one"
+                )
+            yield from _program_folders(program)
 
 
 def _application_tasks(config: Config) -> Iterator[str]:
@@ -339,10 +362,15 @@ def _fitting_batch_sizes(config: Config) -> str:
 def _self_play(config: Config) -> Iterator[str]:
     if config.self_play is None:
         return
-    if other_roles := [name for name, role in config.env.roles.items() if role.policy is None or not role.train]:
+    other_roles = [
+        name
+        for name, role in config.env.roles.items()
+        if (role.policy is None and role.program is None) or role.frozen is not None or not role.train
+    ]
+    if other_roles:
         yield (
-            f"self_play with env.roles ({', '.join(other_roles)}): self_play says who plays, env.roles only which policy a role "
-            "has; leave out one"
+            f"self_play with env.roles ({', '.join(other_roles)}): self_play says who plays, env.roles only which policy and "
+            "program a role has; leave out one"
         )
     if PAST in config.self_play.mix and config.placement.reserves_gpus:
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,8 @@ _ADDRESS = ("rollout.agent.host", "rollout.agent.idle_timeout_s")
 """Ends of keys of agents elsewhere that do not change what they sample."""
 _REGISTERED = {"env.name": ENVS, "tasks.name": TASKS, "reward.function": REWARDS}
 """Groups of entry points by the keys that name one of them."""
+_COMMAND = re.compile(r"(.*\.)?(rollout\.agent|env\.roles\.[^.]+\.program)\.command")
+"""Keys with commands that start programs."""
 _OBJECTS = ("name", "function", "generate", "convert", "player")
 """Last words of keys whose value may name code of the user."""
 
@@ -132,7 +135,7 @@ def _checksums(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             continue
         if key.endswith("render.chat_template"):
             yield CONTENT + key, file_checksum(Path(text))
-        elif key.endswith("rollout.agent.command"):
+        elif _COMMAND.fullmatch(key):
             for path in command_files(text):
                 yield from _code_checksums(path)
         elif is_reference(text) and (group is not None or name in _OBJECTS):

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, model_validator
 
+from agentrl.config.agent import SeatProgramConfig
 from agentrl.config.base import Section
 from agentrl.config.services import EndpointConfig
 
@@ -26,6 +27,9 @@ class RoleConfig(Section):
     frozen: str | None = None
     """Weights that play this role and never change: ``initial``, those that the run starts with, or a model, as in
     ``model.path``. A separate engine serves them."""
+    program: SeatProgramConfig | None = None
+    """A program that plays this role through the gateway. Its model is the policy, or what ``policy``, ``frozen`` or an opponent
+    of self-play puts in its place; what it samples is trained as without a program."""
 
     @model_validator(mode="after")
     def _check_one_player(self) -> RoleConfig:
@@ -34,6 +38,8 @@ class RoleConfig(Section):
         named = [f"{key}={value}" for key, value in players.items() if value is not None]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)}: a role has one player; leave out all but one")
+        if self.program is not None and (self.player is not None or endpoint is not None):
+            raise ValueError(f"program with {named[0]}: the model of a program is a policy; leave out one")
         return self
 
 
@@ -50,6 +56,18 @@ class EnvConfig(Section):
     """Keyword arguments of the environment's constructor. ``env.tools=T`` is short for ``env.options.tools=T``."""
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     """Who plays, by role or agent, in an environment of several agents. The policy plays all others and is trained on them."""
+
+    @model_validator(mode="after")
+    def _name_programs(self) -> EnvConfig:
+        for name, role in self.roles.items():
+            if role.program is not None:
+                role.program = role.program.with_key(f"env.roles.{name}.program")
+        return self
+
+    @property
+    def programs(self) -> dict[str, SeatProgramConfig]:
+        """The programs that play, by role or agent."""
+        return {name: role.program for name, role in self.roles.items() if role.program is not None}
 
     @property
     def policy_of(self) -> dict[str, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from agentrl.core.errors import AgentrlError, ConfigError, unknown_name
 from agentrl.core.imports import is_reference, load_object
@@ -16,7 +18,7 @@ from agentrl.core.types import Failure, Info, Message, Rollout, StopReason
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.env_threads import ThreadedMultiAgentEnv
 from agentrl.episode.limits import EpisodeClock
-from agentrl.episode.participants import Participant, PolicyParticipant, ScriptedParticipant
+from agentrl.episode.participants import Participant, PolicyParticipant, ScriptedParticipant, SeatProgram
 from agentrl.episode.seats import SeatTable
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
@@ -24,6 +26,9 @@ from agentrl.obs.waiting import ROLLOUT, TURN, waiting
 
 _log = logging.getLogger(__name__)
 
+_SHARE_OF_GRACE = 0.1
+"""Share of ``rollout.max_seconds`` that an episode with programs may take after the time limit. A program that does not move has
+failed before that; see `agentrl.gateway.agent_loop.time_left`."""
 _ANY = 2**31
 """Limit of the tokens of a model that is not the run's: its endpoint has one."""
 
@@ -69,15 +74,24 @@ class MultiAgentEpisode:
         task: the problem.
         state: id, seeds and attempt of the episode.
         lineup: who plays.
+        programs: play agents with the policies of their seats, by agent or role.
     """
 
-    def __init__(self, context: EpisodeContext, task: Task, state: EpisodeState, lineup: Lineup) -> None:
+    def __init__(
+        self,
+        context: EpisodeContext,
+        task: Task,
+        state: EpisodeState,
+        lineup: Lineup,
+        programs: Mapping[str, SeatProgram] = MappingProxyType({}),
+    ) -> None:
         self.tools = ToolRunner(context.tool_clients, task, state.episode_id, context.served)
         """Runs the tool calls of all agents. Its sessions stay open after `run`, for grading."""
         self._context = context
         self._task = task
         self._state = state
         self._lineup = lineup
+        self._programs = programs
         self._env = ThreadedMultiAgentEnv(context)
         self._participants: dict[str, Participant] = {}
         self._infos: dict[str, Info] = {}
@@ -92,7 +106,9 @@ class MultiAgentEpisode:
             EpisodeError: something failed.
         """
         self._began = time.monotonic()
-        self._clock = self.tools.clock = EpisodeClock(self._context.limits.max_seconds)
+        max_seconds = self._context.limits.max_seconds
+        grace_s = _SHARE_OF_GRACE * max_seconds if self._programs else 0.0
+        self._clock = self.tools.clock = EpisodeClock(max_seconds, grace_s)
         with waiting(ROLLOUT, self._state.episode_id, lambda: f"turns {self._turns}"):
             try:
                 async with self._clock:
@@ -101,6 +117,8 @@ class MultiAgentEpisode:
             except TimeoutError:
                 if not self._clock.expired:
                     raise
+                for player in self._participants.values():
+                    player.check_time()
                 self._end(StopReason.MAX_TIME)
             finally:
                 await self._close()
@@ -155,6 +173,9 @@ class MultiAgentEpisode:
         if seat.sampler is not None:  # whose tokens are not trained
             sampling = replace(context.sampling, experts_from=None)
             context = replace(context, sampler=seat.sampler, sampling=sampling)
+        program = self._programs.get(agent) or self._programs.get(env.role_of(agent))
+        if program is not None:
+            return program.join(agent, seat, context, state, self._task, self.tools, self._clock)
         return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
 
     async def _run(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from agentrl.core.errors import EnvironmentFailure
+from agentrl.core.lineup import PolicySeat
 from agentrl.core.multi_agent_env import MultiAgentEnv, PlayerFactory
 from agentrl.core.task import Task
 from agentrl.core.types import Failure, FinishReason, Info, Message, Rewrite, Rollout, StopReason, Turn, json_state
@@ -34,8 +36,7 @@ class Participant(ABC):
         """Why the agent has left the episode."""
         self._new: list[Message] = []  # read in the next turn
         self._rewritten = False  # whether they replace the conversation
-        self.turn_steps: list[int] = []
-        """For each of its turns the environment's step, from 0."""
+        self._turn_steps: list[int] = []
         self._step = 0  # of the environment
         self._reply: Message | None = None  # the last turn, until it is recorded
         self._reward = 0.0  # since the last turn
@@ -62,7 +63,7 @@ class Participant(ABC):
         self._step = step
         self._reply = await self._act(info)
         if self._reply is not None:
-            self.turn_steps.append(step)
+            self._turn_steps.append(step)
         return self._reply
 
     @abstractmethod
@@ -84,7 +85,12 @@ class Participant(ABC):
         return self.state.reward
 
     @property
-    def moves(self) -> tuple[str, ...]:
+    def turn_steps(self) -> Sequence[int]:
+        """For each of its turns the environment's step, from 0."""
+        return self._turn_steps
+
+    @property
+    def moves(self) -> Sequence[str]:
         """Its turns as text."""
         return tuple(turn.action for turn in self.state.turns)
 
@@ -127,9 +133,44 @@ class Participant(ABC):
             agent=self.agent,
         )
 
+    def check_time(self) -> None:
+        """Check that the agent is not why the episode has reached its time limit.
+
+        Raises:
+            EpisodeError: it is.
+        """
+        return
+
     async def close(self) -> None:
         """End the agent's session, if it has one."""
         return
+
+
+class SeatProgram(Protocol):
+    """Plays an agent with a program whose model is the policy of the seat."""
+
+    def join(
+        self,
+        agent: str,
+        seat: PolicySeat,
+        context: EpisodeContext,
+        state: EpisodeState,
+        task: Task,
+        tools: ToolRunner,
+        clock: EpisodeClock,
+    ) -> Participant:
+        """Return the participant of an episode.
+
+        Args:
+            agent: its name in the environment.
+            seat: the policy that is the program's model.
+            context: the model and limits, with the name of this agent's policy.
+            state: of its conversation.
+            task: of the episode.
+            tools: runs the tool calls of the episode.
+            clock: of the episode.
+        """
+        ...
 
 
 class ScriptedParticipant(Participant):
@@ -198,7 +239,7 @@ class PolicyParticipant(Participant):
             results = await self._tools.run_policy_calls(reply.tool_calls, self.conversation.tools)
             answers = [Message("tool", result.content, tool_call_id=result.call_id) for result in results]
             self.conversation.answer(reply, answers)
-            self.turn_steps.append(self._step)
+            self._turn_steps.append(self._step)
             reply = await self._sample()
         if reply is None:
             self.over = self.conversation.stop_reason

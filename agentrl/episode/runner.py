@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentrl.core.errors import EpisodeError, RunStopped
@@ -22,6 +22,7 @@ from agentrl.episode.custom_loop import Generate, run_custom_loop
 from agentrl.episode.environment_episode import Episode
 from agentrl.episode.failure_policy import FailurePolicy, describe_failure
 from agentrl.episode.multi_agent_episode import MultiAgentEpisode
+from agentrl.episode.participants import SeatProgram
 from agentrl.episode.state import EpisodeState, SavedStates
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.obs.waiting import waiting
@@ -44,6 +45,8 @@ class EpisodeSettings:
     """Gives the rollouts of `EpisodeRunner.run_many` their reward, except for dropped ones."""
     lineup: Lineup | None = None
     """Who plays, if the environment has several agents; None if it has one."""
+    programs: Mapping[str, SeatProgram] = field(default_factory=dict)
+    """Play agents of the environment with the policies of their seats, by agent or role."""
 
     @property
     def grades_groups(self) -> bool:
@@ -233,7 +236,9 @@ class EpisodeRunner:
                     async with _close_on_error(tools):
                         rollouts = await run_custom_loop(settings.generate, context, agent)
                 elif lineup is not None:
-                    rollouts, tools, raised = await _play(MultiAgentEpisode(context, job.task, state, lineup))
+                    rollouts, tools, raised = await _play(
+                        MultiAgentEpisode(context, job.task, state, lineup, settings.programs)
+                    )
                 else:
                     episode = Episode(context, job.task, state, env_state, saved=saved)
                     tools, failure, raised = episode.tools, None, None

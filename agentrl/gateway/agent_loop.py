@@ -25,9 +25,9 @@ def time_left(clock: EpisodeClock) -> float:
     return clock.seconds_left + _SHARE_OF_GRACE * clock.seconds
 
 
-def late(clock: EpisodeClock) -> str:
-    """Return in words what is wrong with an agent that has no time left."""
-    return f"did not end within rollout.max_seconds={clock.seconds:g}"
+def late(clock: EpisodeClock, verb: str = "end") -> str:
+    """Return in words what is wrong with an agent that has no time left for what it has to do."""
+    return f"did not {verb} within rollout.max_seconds={clock.seconds:g}"
 
 
 def describe_wait(sessions: AgentSessions, clock: EpisodeClock, idle_timeout_s: float | None = None) -> str:

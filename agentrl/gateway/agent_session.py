@@ -9,7 +9,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
@@ -204,6 +204,17 @@ class Session(ABC):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _TurnNote:
+    """What is added to a turn when its rollout is made."""
+
+    chat: Chat
+    number: int
+    """Of the turn in its chat."""
+    reward: float
+    observation: str
+
+
 class PolicySession(Session):
     """An agent that the policy plays: its turns are recorded as one rollout."""
 
@@ -211,6 +222,7 @@ class PolicySession(Session):
         super().__init__(agent, model, progress)
         self._tree = ConversationTree()
         self._steps: dict[Chat, list[tuple[int, str]]] = {}
+        self._notes: list[_TurnNote] = []
 
     @property
     @override
@@ -285,6 +297,19 @@ class PolicySession(Session):
             cached_tokens=end.generation.cached_tokens,
         )
 
+    def annotate_last_turn(self, *, reward: float = 0.0, observation: str = "") -> None:
+        """Add to the turn that was requested last, without auxiliary ones; without turns nothing is added.
+
+        Args:
+            reward: of the turn. A session with notes has the rewards of its turns from them alone.
+            observation: for display, what followed if the program requests no turn after it.
+        """
+        self._tree.mask_auxiliary()
+        chats = [chat for chat in self._steps if chat.mask_reason is not MaskReason.AUXILIARY]
+        if chats:
+            chat = max(chats, key=lambda chat: self._steps[chat][-1])
+            self._notes.append(_TurnNote(chat, len(self._steps[chat]) - 1, reward, observation))
+
     def rollout(self, failure: Failure | None = None) -> Rollout:
         """Return the agent's turns as a rollout, once the program has ended; an empty one if it has none.
 
@@ -294,10 +319,25 @@ class PolicySession(Session):
         self._tree.mask_auxiliary()
         if failure is None and self.agent.chats:
             reason = self.stop_reason or StopReason.TERMINATED
-            return self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=reason)
-        (rollout,) = self.agent.unfinished_rollouts(StopReason.FAILED if failure else StopReason.TERMINATED, failure)
-        rollout.reward, rollout.metrics = self.reward, self.metrics
+            rollout = self.agent.chats[0].rollout(self.reward, metrics=self.metrics, stop_reason=reason)
+        else:
+            reason = StopReason.FAILED if failure else StopReason.TERMINATED
+            (rollout,) = self.agent.unfinished_rollouts(reason, failure)
+            rollout.reward, rollout.metrics = self.reward, self.metrics
+        if self._notes:
+            self._apply_notes(rollout)
         return rollout
+
+    def _apply_notes(self, rollout: Rollout) -> None:
+        chats = [chat for first in self.agent.chats for chat in first.all_chats()]
+        numbers = ((chat, number) for chat in chats for number in range(len(self._steps.get(chat, ()))))
+        turns = dict(zip(numbers, rollout.turns, strict=True))
+        for turn in rollout.turns:
+            turn.reward = 0.0
+        for note in self._notes:
+            turn = turns[note.chat, note.number]
+            turn.reward += note.reward
+            turn.observation = turn.observation or note.observation
 
     @property
     @override

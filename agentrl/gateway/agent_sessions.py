@@ -17,6 +17,7 @@ from agentrl.episode.seats import SeatTable
 from agentrl.gateway.agent_session import EpisodeProgress, PolicySession, Session
 from agentrl.gateway.dialects.base import BadRequestError
 from agentrl.gateway.fixed_session import FixedSession
+from agentrl.gateway.seat_turns import SeatTurns
 
 ONLY = ""
 """The name of the agent of an episode that has one."""
@@ -66,6 +67,8 @@ class AgentSessions:
         """How the agent has ended it."""
         self.needs_reward = False
         """Whether it cannot be ended without a reward."""
+        self.seat: SeatTurns | None = None
+        """Of a program that requests its observations; None: it does not."""
         self.over = asyncio.Event()
         """Set when an episode that the agent may end is over."""
         self._agent_of = agent_of or {}

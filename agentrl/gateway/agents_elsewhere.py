@@ -27,17 +27,16 @@ from agentrl.gateway.agent_loop import AgentLoop, describe_wait, late, time_left
 from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
 from agentrl.gateway.application_groups import TaskBody, TaskGroup, TaskGroups
 from agentrl.gateway.dialects.base import BadRequestError, Json, OpenAiErrors, convert
-from agentrl.gateway.program_process import program_prompt
-from agentrl.gateway.server import (
+from agentrl.gateway.http_messages import (
     CLOSED_REQUEST,
-    KEEP_ALIVE_S,
-    Gateway,
     json_reply,
-    make_key,
     read_body,
     read_object,
     wait_for_disconnect,
 )
+from agentrl.gateway.program_process import plain_messages, program_prompt
+from agentrl.gateway.server import KEEP_ALIVE_S, Gateway, make_key
+from agentrl.gateway.session_routes import MAX_WAIT_S
 from agentrl.obs.waiting import waiting
 from agentrl.toolserver.server.auth import other_origin, required_token, token_required
 
@@ -47,8 +46,6 @@ TOKEN_VARIABLE = "AGENTRL_AGENT_TOKEN"
 SESSIONS_PATH = "/v1/sessions"
 RESULT = "agent_result"
 """Key of `Rollout.metadata` with what the agent has left for the reward function; see `AgentEnd.result`."""
-MAX_WAIT_S = 60.0
-"""Most seconds that a request waits for an episode."""
 _STARTS = 1024
 """Starts that are kept for retries."""
 _RETRY_AFTER_S = 1
@@ -377,13 +374,12 @@ def _describe(episode: _WaitingEpisode) -> Json:
     task, name, metadata = episode.agent.task, episode.task.id, dict(episode.agent.task.metadata)
     if episode.group is not None:
         name = metadata.pop(APPLICATION_TASK)
-    prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
     return {
         "id": episode.agent.episode_id,
         "key": episode.key,
-        "task": {"id": name, "prompt": prompt, "metadata": json_state(metadata)},
+        "task": {"id": name, "prompt": plain_messages(task.prompt), "metadata": json_state(metadata)},
         "source": episode.source,
-        "prompt": program_prompt(episode.config, task),
+        "prompt": program_prompt(episode.config, task.question),
         "model": episode.models[0],
         "models": episode.models,
     }

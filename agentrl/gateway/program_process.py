@@ -9,18 +9,19 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from typing_extensions import override
 
-from agentrl.config.agent import AgentConfig, command_words
+from agentrl.config.agent import ProgramConfig, command_words
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import AgentProgramError
 from agentrl.core.task import Task
-from agentrl.core.types import json_state
+from agentrl.core.types import Message, json_state
 from agentrl.gateway import supervisor
 from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.variables import session_variables
@@ -63,36 +64,62 @@ class RunningProgram(Protocol):
         ...
 
 
-def program_variables(config: AgentConfig, task: Task, url: str, key: str, task_file: str) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """What a program reads."""
+
+    prompt: str
+    """The text of ``AGENTRL_PROMPT`` and of the standard input."""
+    task_json: str
+    """The file ``AGENTRL_TASK``."""
+
+    @classmethod
+    def from_task(cls, config: ProgramConfig, task: Task) -> ProgramInput:
+        """Return what a program reads that plays whole episodes."""
+        return cls(program_prompt(config, task.question), task_json(task, task.prompt))
+
+
+def program_variables(
+    config: ProgramConfig, program_input: ProgramInput, url: str, key: str, task_file: str
+) -> dict[str, str]:
     """Return the variables by which a program finds policy and task.
 
     Args:
         config: what it is started with.
-        task: of the episode.
+        program_input: what it reads.
         url: address of the gateway.
         key: of the session.
-        task_file: where the program reads `task_json`.
+        task_file: where the program reads `ProgramInput.task_json`.
     """
     model = next(iter(config.models), config.model)
     variables = {**session_variables(url, key, model), "AGENTRL_TASK": task_file}
-    if config.agents:
-        urls = {agent: f"{url}/s/{key}/agents/{agent}/v1" for agent in config.agents}
+    if config.models:
+        urls = {agent: f"{url}/s/{key}/agents/{agent}/v1" for agent in config.models.values()}
         variables["AGENTRL_AGENTS"] = json.dumps(urls)
-    prompt = program_prompt(config, task)
-    if len(prompt.encode()) <= _VARIABLE_BYTES:
-        variables["AGENTRL_PROMPT"] = prompt
+    if len(program_input.prompt.encode()) <= _VARIABLE_BYTES:
+        variables["AGENTRL_PROMPT"] = program_input.prompt
     return variables | config.env
 
 
-def program_prompt(config: AgentConfig, task: Task) -> str:
-    """Return the prompt of an episode."""
-    return config.prompt.replace("{prompt}", task.question)
+def program_prompt(config: ProgramConfig, text: str) -> str:
+    """Return the prompt of a program, with the text of its task."""
+    return config.prompt.replace("{prompt}", text)
 
 
-def task_json(task: Task) -> str:
-    """Return a task as the program may read it: without the answer."""
-    prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
-    return json.dumps({"id": task.id, "prompt": prompt, "metadata": json_state(task.metadata)}, ensure_ascii=False)
+def task_json(task: Task, messages: Iterable[Message]) -> str:
+    """Return a task as the program may read it: without the answer.
+
+    Args:
+        task: of the episode.
+        messages: those that it has read.
+    """
+    fields = {"id": task.id, "prompt": plain_messages(messages), "metadata": json_state(task.metadata)}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def plain_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+    """Return messages as roles and texts."""
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def read_start(file: Path) -> str:
@@ -123,12 +150,12 @@ class ProgramProcess(RunningProgram):
         asyncio.get_running_loop().add_reader(status_fd, self._read_status)
 
     @classmethod
-    async def start(cls, config: AgentConfig, task: Task, url: str, key: str) -> ProgramProcess:
+    async def start(cls, config: ProgramConfig, program_input: ProgramInput, url: str, key: str) -> ProgramProcess:
         """Make the folder and start the program.
 
         Args:
             config: what is started, and with what.
-            task: of the episode.
+            program_input: what it reads.
             url: address of the gateway.
             key: of the session.
 
@@ -140,10 +167,9 @@ class ProgramProcess(RunningProgram):
         reading, writing = os.pipe()
         try:
             task_file = folder / "task.json"
-            task_file.write_text(task_json(task))
-            variables = program_variables(config, task, url, key, str(task_file))
-            prompt = program_prompt(config, task)
-            child = await asyncio.to_thread(_start, config, prompt, variables, folder, cwd, writing)
+            task_file.write_text(program_input.task_json)
+            variables = program_variables(config, program_input, url, key, str(task_file))
+            child = await asyncio.to_thread(_start, config, program_input.prompt, variables, folder, cwd, writing)
         except BaseException:
             os.close(reading)
             shutil.rmtree(folder, ignore_errors=True)
@@ -206,7 +232,7 @@ def _with_environment(text: bytes) -> set[str]:
 
 
 def _start(
-    config: AgentConfig, prompt: str, variables: Mapping[str, str], folder: Path, cwd: Path, status_fd: int
+    config: ProgramConfig, prompt: str, variables: Mapping[str, str], folder: Path, cwd: Path, status_fd: int
 ) -> ChildProcess:
     for name in ("home", "tmp"):
         (folder / name).mkdir()
@@ -218,7 +244,7 @@ def _start(
     env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     env |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "NO_PROXY": "127.0.0.1,localhost,::1"}
     if config.harness is None:
-        command = command_words(config.command or "")
+        command = command_words(config.command or "", config.key)
     else:
         harness, values = HARNESSES[config.harness], {**env, **variables, "AGENTRL_PROMPT": prompt}
         command = harness.words(harness.find(config.env.get("PATH")), values, str(harness.script))

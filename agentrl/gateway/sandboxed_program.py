@@ -19,10 +19,9 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from agentrl.config.agent import AgentConfig, command_words
+from agentrl.config.agent import ProgramConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import AgentProgramError, ConfigError, MissingError, SandboxFailure
-from agentrl.core.task import Task
 from agentrl.core.types import ToolStatus
 from agentrl.gateway.harnesses import installed
 from agentrl.gateway.harnesses.base import program_path
@@ -30,11 +29,10 @@ from agentrl.gateway.harnesses.recipes import HARNESSES, installed_harness
 from agentrl.gateway.program_process import (
     ANSWER_BYTES,
     OUTPUT_LINES,
+    ProgramInput,
     RunningProgram,
     describe_exit,
-    program_prompt,
     program_variables,
-    task_json,
 )
 from agentrl.sandbox.base import Job, Outcome, Sandbox, SandboxBackend
 from agentrl.sandbox.canary.check import check_backend
@@ -83,7 +81,7 @@ for name in sys.argv[1:]:
 """Python that makes files executable; those of a sandbox are written without permissions."""
 
 
-def agent_sandbox(config: AgentConfig, sandbox: SandboxConfig) -> SandboxConfig:
+def agent_sandbox(config: ProgramConfig, sandbox: SandboxConfig) -> SandboxConfig:
     """Return the ``sandbox`` section for agent programs: their backend, and what a harness needs.
 
     The files of a harness that is installed on this machine are shown, and limits that have their default are raised to those of
@@ -104,8 +102,8 @@ def agent_sandbox(config: AgentConfig, sandbox: SandboxConfig) -> SandboxConfig:
         harness = HARNESSES[config.harness]
         sandbox = sandbox.model_copy(update={"limits": harness.raise_limits(sandbox.limits)})
         if not backend.has_images:
-            files = shown_files(installed_harness(config.harness, config.env.get("PATH")))
-            check_files(config.harness, files, harness.install)
+            files = shown_files(installed_harness(config.harness, config.env.get("PATH"), config.key))
+            check_files(config, files, harness.install)
             sandbox = sandbox.model_copy(update={"readonly": (*sandbox.readonly, *files)})
     backend.check(sandbox)
     return sandbox
@@ -121,11 +119,11 @@ def shown_files(installation: Installation) -> list[Path]:
     return shown
 
 
-def check_files(name: str, files: list[Path], install: str) -> None:
+def check_files(config: ProgramConfig, files: list[Path], install: str) -> None:
     """Check that a program's files are not those of the run.
 
     Args:
-        name: of the recipe.
+        config: of the program; it has a harness.
         files: see `shown_files`.
         install: the command that installs it.
 
@@ -136,10 +134,10 @@ def check_files(name: str, files: list[Path], install: str) -> None:
         for folder in environment_folders():
             if folder.is_relative_to(file.resolve()) or file.resolve().is_relative_to(folder):
                 raise ConfigError(
-                    f"rollout.agent.harness={name} is installed in this process's Python environment ({folder}), which code in a "
-                    "sandbox must not see: it could read hidden tests and answers there. Make another environment for it "
-                    f"(python3 -m venv /opt/agent; /opt/agent/bin/{install}), and set "
-                    "rollout.agent.env.PATH=/opt/agent/bin:/usr/bin:/bin"
+                    f"{config.key}.harness={config.harness} is installed in this process's Python environment ({folder}), which "
+                    "code in a sandbox must not see: it could read hidden tests and answers there. Make another environment for "
+                    f"it (python3 -m venv /opt/agent; /opt/agent/bin/{install}), and set "
+                    f"{config.key}.env.PATH=/opt/agent/bin:/usr/bin:/bin"
                 )
 
 
@@ -151,7 +149,7 @@ class EpisodeSandboxes:
         sandbox: the ``sandbox`` section of the run; the gateway is added to its hosts.
     """
 
-    def __init__(self, config: AgentConfig, sandbox: SandboxConfig) -> None:
+    def __init__(self, config: ProgramConfig, sandbox: SandboxConfig) -> None:
         self._config, self._sandbox = config, sandbox
         self._users = 0
         self._starting: asyncio.Task[SandboxBackend] | None = None
@@ -219,7 +217,8 @@ class EpisodeSandboxes:
         Raises:
             MissingError: it is not installed there, or does not start.
         """
-        harness, where = HARNESSES[name], f"in the sandboxes of rollout.agent.sandbox={backend.config.backend}"
+        key = self._config.key
+        harness, where = HARNESSES[name], f"in the sandboxes of {key}.sandbox={backend.config.backend}"
         if backend.has_images:
             where += f" with sandbox.image={backend.config.image}"
         source = Path(installed.__file__).read_text(encoding="utf-8")
@@ -230,49 +229,57 @@ class EpisodeSandboxes:
             env = {**self._path(backend), **harness.env}
             outcome = await sandbox.run(Job("harness", argv=argv, env=env, wall_s=_CHECK_S))
         if outcome.status is not ToolStatus.OK:
-            raise SandboxFailure(f"rollout.agent.harness={name} cannot be looked for: {outcome.stderr}{outcome.detail}")
+            raise SandboxFailure(f"{key}.harness={name} cannot be looked for: {outcome.stderr}{outcome.detail}")
         result: tuple[Program, Installation] | None = json.loads(outcome.stdout)
         program, installation = result or (None, None)
         hint = f"{where}. Install it in the image with: {harness.install}"
-        installation = harness.check_installation(name, program, installation, hint)
+        installation = harness.check_installation(f"{key}.harness={name}", program, installation, hint)
         assert program is not None, "it was checked"
         if installation["fault"]:
             raise MissingError(
-                f"rollout.agent.harness={name}: {program['path']} does not start {where}: {installation['fault']}. Limits are in "
+                f"{key}.harness={name}: {program['path']} does not start {where}: {installation['fault']}. Limits are in "
                 "sandbox.limits, further folders that it reads in sandbox.readonly"
             )
         return program
 
-    async def start(self, backend: SandboxBackend, task: Task, episode: str, key: str) -> SandboxedProgram:
+    async def start(
+        self, backend: SandboxBackend, program_input: ProgramInput, name: str, key: str
+    ) -> SandboxedProgram:
         """Open a sandbox, copy the files into it, and start the program.
+
+        Args:
+            backend: see `backend`.
+            program_input: what the program reads.
+            name: of the sandbox.
+            key: of the session.
 
         Raises:
             SandboxFailure: the sandbox does not open.
             AgentProgramError: a file cannot be copied, such as for lack of space.
         """
         config = self._config
-        home, prompt = f"/tmp/agentrl-{key[-8:]}", program_prompt(config, task)
+        home, prompt = f"/tmp/agentrl-{key[-8:]}", program_input.prompt
         task_file = f"{home}/task.json"
-        env = program_variables(config, task, self._url, key, task_file)
-        home_files = {task_file: task_json(task)}
+        env = program_variables(config, program_input, self._url, key, task_file)
+        home_files = {task_file: program_input.task_json}
         if config.harness is None:
-            words = command_words(config.command or "", resolve=False)
+            words = command_words(config.command or "", config.key, resolve=False)
         else:
             harness, values = HARNESSES[config.harness], {**env, "HOME": home, "AGENTRL_PROMPT": prompt}
             words = harness.words(self._program, values, f"{home}/{harness.script.name}" if harness.script else "")
-            home_files |= {f"{home}/{name}": text for name, text in harness.files(values).items()}
+            home_files |= {f"{home}/{path}": text for path, text in harness.files(values).items()}
             if harness.script is not None:
                 home_files[f"{home}/{harness.script.name}"] = harness.script.read_text(encoding="utf-8")
             env = {**self._path(backend), "HOME": home, **harness.env, **env}
-        sandbox = await backend.open(episode)
+        sandbox = await backend.open(name)
         try:
-            for name, text in home_files.items():
-                await sandbox.write_file(name, text.encode())
+            for path, text in home_files.items():
+                await sandbox.write_file(path, text.encode())
             if config.files is not None:
                 await _copy_folder(config.files, sandbox, backend.config.python)
         except OSError as error:
             await sandbox.close()
-            raise AgentProgramError(f"rollout.agent.files={config.files} cannot be copied: {error}") from error
+            raise AgentProgramError(f"{config.key}.files={config.files} cannot be copied: {error}") from error
         except BaseException:
             await sandbox.close()
             raise

@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,29 +26,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.core.child_process import LOOPBACK
 from agentrl.gateway.agent_session import Session, SessionOverError
-from agentrl.gateway.agent_sessions import AgentEnd, AgentSessions
+from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.answers import Answer
-from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json, convert, read_json
+from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
+from agentrl.gateway.http_messages import (
+    CLOSED_REQUEST,
+    json_reply,
+    named_agent,
+    read_body,
+    read_object,
+    wait_for_disconnect,
+)
+from agentrl.gateway.session_routes import END_PATH, Handler, end_session, move, observe, set_reward
 from agentrl.toolserver.server.server import UVICORN, Server, listen
 
 _log = logging.getLogger(__name__)
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
-BODY_BYTES = 64 * 2**20
-"""Bytes of the largest request."""
 KEEP_ALIVE_S = 5.0
 """Seconds after which a stream that waits for its turn begins, and sends a comment each time."""
-END_PATH = "/v1/session/end"
-END_BYTES = 2**20
-"""Bytes of the largest end of a session: its result is recorded with the rollout."""
 SESSIONS_OVER = 1024
 """Sessions that are over whose keys are remembered, so that their agents read why."""
 _HEADER_CHARACTERS = 1000
-CLOSED_REQUEST = 499
-"""The status for a request whose client has disconnected, which never reads it."""
 _KEEP_ALIVE = b": waiting\n\n"
 _OVER = "this episode is over"
 _STREAM = "text/event-stream"
@@ -59,26 +58,6 @@ _STREAM_HEADERS = {"cache-control": "no-cache"}
 
 _PREFIXES = ("/s/{key}/agents/{agent}", "/s/{key}", "/agents/{agent}", "")
 """What may precede a path: the key of the session, and the agent."""
-
-Handler = Callable[[Request, AgentSessions], Awaitable[Response]]
-
-
-class _EndBody(msgspec.Struct):
-    """``POST /v1/session/end``."""
-
-    reward: float | None = None
-    metrics: dict[str, float] = {}
-    failure: str = ""
-    answer: str | None = None
-    result: Any = None
-
-
-class _RewardBody(msgspec.Struct):
-    """``POST /v1/session/reward``."""
-
-    reward: float
-    agent: str | None = None
-    metrics: dict[str, float] = {}
 
 
 class Gateway:
@@ -165,8 +144,10 @@ class Gateway:
         handlers: list[tuple[str, Handler, list[str]]] = [
             *((dialect.path, partial(self._chat, dialect), ["POST"]) for dialect in DIALECTS),
             (f"{Messages.path}/count_tokens", self._count_tokens, ["POST"]),
-            ("/v1/session/reward", self._reward, ["POST"]),
-            (END_PATH, self._end, ["POST"]),
+            ("/v1/session/reward", set_reward, ["POST"]),
+            (END_PATH, end_session, ["POST"]),
+            ("/v1/session/observe", observe, ["POST"]),
+            ("/v1/session/move", move, ["POST"]),
             ("/v1/models", self._models, ["GET"]),
             ("/v1/models/{model:path}", self._models, ["GET"]),
         ]
@@ -233,7 +214,7 @@ class Gateway:
 
     async def _models(self, http: Request, sessions: AgentSessions) -> Response:
         """Return the model list in the forms of OpenAI and Anthropic, whose fields differ."""
-        agent = _named_agent(http)
+        agent = named_agent(http)
         names = sessions.models if agent is None else [sessions.choose(agent).model]
         if name := http.path_params.get("model"):
             sessions.choose(agent, name)
@@ -241,48 +222,16 @@ class Gateway:
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         return json_reply({"object": "list", "data": [_model(name) for name in names], **ends})
 
-    async def _reward(self, http: Request, sessions: AgentSessions) -> Response:
-        """Set the reward of a rollout, and metrics."""
-        if not sessions.may_reward:
-            raise BadRequestError("the program does not set the reward: rollout.agent.reward=session allows it", 403)
-        body = convert(read_object(await read_body(http)), _RewardBody)
-        _check_numbers({"reward": body.reward, **body.metrics})
-        agent = _named_agent(http) if body.agent is None else body.agent
-        sessions.set_reward(agent, body.reward, body.metrics)
-        return json_reply({"reward": body.reward} if agent is None else {"reward": body.reward, "agent": agent})
-
-    async def _end(self, http: Request, sessions: AgentSessions) -> Response:
-        """End an episode, once; what a repeated end has is not used."""
-        if not sessions.may_end:
-            raise BadRequestError("the program's own end is that of its session", 403)
-        content = await read_body(http)
-        if len(content) > END_BYTES:
-            raise BadRequestError(f"the end of a session may have {END_BYTES} bytes", 413)
-        body = convert(read_object(content or b"{}"), _EndBody)
-        if not sessions.ended.done():
-            _check_numbers({"reward": body.reward or 0.0, **body.metrics})
-            if body.reward is not None and not sessions.may_reward:
-                raise BadRequestError("the agent does not set the reward: rollout.agent.reward=session allows it", 403)
-            if sessions.needs_reward and body.reward is None and sessions.unrewarded and not body.failure:
-                names = f" of {', '.join(sessions.unrewarded)}" if all(sessions.unrewarded) else ""
-                raise BadRequestError(
-                    f'rollout.agent.reward=session, and no reward{names} was given: end it with {{"reward": …}}, or with '
-                    '{"failure": "…"}'
-                )
-            sessions.end(AgentEnd(body.failure, body.answer, body.result, body.metrics), body.reward)
-        await sessions.over.wait()
-        return json_reply({"turns": sessions.turns})
-
     async def _count_tokens(self, http: Request, sessions: AgentSessions) -> Response:
         request = Messages().request(read_object(await read_body(http)))
-        session = sessions.choose(_named_agent(http), request.model)
+        session = sessions.choose(named_agent(http), request.model)
         return json_reply({"input_tokens": session.count_tokens(request)})
 
     async def _chat(self, dialect: Dialect, http: Request, sessions: AgentSessions) -> Response:
         content = await read_body(http)
         try:
             request = dialect.request(read_object(content))
-            session = sessions.choose(_named_agent(http), request.model)
+            session = sessions.choose(named_agent(http), request.model)
             headers = _ignored_header(session.ignored_fields(request))
             digest = hashlib.blake2b(dialect.path.encode() + content).digest()
             answer = self._answer(session, request, http, digest)
@@ -366,19 +315,6 @@ class _DirectRoutes:
             await response(scope, receive, send)
 
 
-def _named_agent(http: Request) -> str | None:
-    """Return the agent that a request names by its address or header; None: none.
-
-    Raises:
-        BadRequestError: it names two.
-    """
-    names = (http.path_params.get("agent"), http.headers.get("x-agentrl-agent"))
-    agents = {name for name in names if name is not None}
-    if len(agents) > 1:
-        raise BadRequestError(f"the address names the agent {names[0]!r:.200}, and x-agentrl-agent {names[1]!r:.200}")
-    return agents.pop() if agents else None
-
-
 def _model(name: str) -> Json:
     """Return a model of the list, for clients of OpenAI and of Anthropic."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
@@ -404,16 +340,6 @@ def make_key() -> str:
     return f"sk-agentrl-{secrets.token_urlsafe(24)}"
 
 
-def _check_numbers(values: Mapping[str, float]) -> None:
-    """Check that a reward and metrics are finite numbers.
-
-    Raises:
-        BadRequestError: one is not.
-    """
-    if faults := [name for name, value in values.items() if not math.isfinite(value)]:
-        raise BadRequestError(f"{faults[0]} is {values[faults[0]]}; it must be a finite number")
-
-
 def _dialect(http: Request) -> Dialect:
     """Return the dialect of a path, for errors; that of OpenAI if it has none."""
     return next((dialect for dialect in DIALECTS if dialect.path in http.url.path), DIALECTS[0])
@@ -423,56 +349,9 @@ def _has_failed(task: asyncio.Task[object]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
-async def read_body(http: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        BadRequestError: it is too long, or compressed.
-    """
-    too_long = BadRequestError(f"a request may have {BODY_BYTES} bytes", 413)
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise BadRequestError(f"content-encoding: {encoding:.100} is not supported; send the body as it is", 415)
-    length = http.headers.get("content-length", "0")
-    if not length.isdecimal() or len(length) > 20 or int(length) > BODY_BYTES:
-        raise too_long
-    chunks, size = list[bytes](), 0
-    async for chunk in http.stream():
-        size += len(chunk)
-        if size > BODY_BYTES:
-            raise too_long
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def read_object(content: bytes) -> Json:
-    """Return the JSON object of a body.
-
-    Raises:
-        BadRequestError: it is none.
-    """
-    body = read_json(content, "the body")
-    if not isinstance(body, dict):
-        raise BadRequestError(f"the body is no JSON object: {body!r:.100}")
-    return body
-
-
-async def wait_for_disconnect(http: Request) -> None:
-    """Wait until the client of a request, whose body has been read, has closed the connection."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 def _ignored_header(ignored: Sequence[Ignored]) -> dict[str, str]:
     """Return a header that says what of a request has no effect, and why."""
     text = (
         "; ".join(map(str, ignored)).encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
     )
     return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]} if text else {}
-
-
-def json_reply(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response with a JSON object."""
-    with suppress(TypeError, ValueError):
-        return Response(orjson.dumps(content), status, headers, media_type="application/json")
-    raise AssertionError(f"a reply that is no JSON: {content!r:.1000}")

@@ -68,6 +68,10 @@ def _check_episodes(config: Config) -> None:
         from agentrl.gateway.program import check_agent
 
         check_agent(agent, config.sandbox, private_files(config))
+    for program in config.env.programs.values():
+        from agentrl.gateway.program import check_agent
+
+        check_agent(program, config.sandbox, private_files(config))
     if agent.setting is None:
         needs_reward = cls.needs_reward and config.rollout.generate is None
     else:

@@ -73,6 +73,11 @@ def check_endpoint(config: Config) -> None:
                 raise ConfigError(
                     f"{key}.model={term.judge.model} with {played}: there are no engines; set {key}.endpoint"
                 )
+        for program in source.env.programs.values():
+            raise ConfigError(
+                f"{prefix}{program.setting} with {played}: a program gets its turns from the gateway, which records them token "
+                "by token; leave out one"
+            )
         for role, settings in source.env.roles.items():
             if settings.frozen is not None:
                 raise ConfigError(

@@ -16,6 +16,7 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import Generate, load_generate
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
+from agentrl.episode.participants import SeatProgram
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
@@ -141,4 +142,20 @@ def _settings(
         loop,
         make_grader(config.reward, source_judges(config, models.judges, renderer, sampler)),
         make_lineup(config, models.frozen),
+        _load_programs(config),
     )
+
+
+def _load_programs(config: Config) -> dict[str, SeatProgram]:
+    """Return the programs that play agents of the environment, by agent or role."""
+    programs = config.env.programs
+    if not programs:
+        return {}
+    # The gateway's server takes a while to import.
+    from agentrl.gateway.program import ProgramLauncher
+    from agentrl.gateway.program_player import GatewaySeatProgram
+
+    return {
+        name: GatewaySeatProgram(program, ProgramLauncher(program, config.sandbox))
+        for name, program in programs.items()
+    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -198,6 +199,47 @@ def test_a_harness_of_this_machine_runs_in_bubblewrap(sandbox: SandboxConfig, tm
     rollout, _ = play_program(fake_harness(tmp_path, sandbox.backend), ["Remu"], make_test_renderer(), sandbox)
     assert rollout.failure is None, rollout.failure
     assert rollout.reward == 1.0
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "09_agent_program"
+
+
+@pytest.mark.long
+def test_programs_are_trained_as_players_of_a_game(tmp_path: Path) -> None:
+    """One is started once, the other for each move; evaluation, files, audit, viewer and doctor are as for other rollouts."""
+    for name in ("game.yaml", "player.py", "mover.py"):
+        shutil.copy(EXAMPLE / name, tmp_path)
+    run = Running(
+        "train", "--config", "game.yaml", "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "train.steps=2",
+        "train.eval_every=2", "train.eval_first=false", "eval.size=2", "run.dir=run", "obs.progress=plain",
+        "obs.tensorboard=false", cwd=tmp_path, target=IN_PROCESS_LEARNER,
+    )  # fmt: skip
+    try:
+        assert run.finish() == 0, run.output()
+    finally:
+        run.end()
+    rollouts = [rollout for file in rollout_files(tmp_path / "run").values() for rollout in read_rollouts(file)]
+    assert [(rollout.agent, rollout.role) for rollout in rollouts] == 8 * [
+        ("player_0", "first"),
+        ("player_1", "second"),
+    ]
+    for rollout in rollouts:
+        assert rollout.failure is None, rollout.failure
+        assert [turn.action for turn in rollout.turns] == rollout.metadata["program_moves"]
+        assert len(rollout.rows) == len(rollout.turns), "each observation replaces the conversation"
+        assert sum(int(row.mask.sum()) for row in rollout.rows) == rollout.sampled_tokens
+        assert [turn.reward for turn in rollout.turns[:-1]] == [0.0] * len(rollout.turns[:-1])
+        assert not rollout.turns or rollout.turns[-1].reward == rollout.reward
+        assert rollout.seats[rollout.seat].steps == tuple(range(rollout.seat, 9, 2))[: len(rollout.turns)]
+    assert max(len(rollout.turns) for rollout in rollouts) >= 3
+    assert {turn.reward for rollout in rollouts for turn in rollout.turns[-1:]} & {-1.0, 1.0}, "games were won"
+    *steps, evaluation = metrics(tmp_path / "run")
+    assert {"train/reward/role=first", "rollout/moves/role=second"} <= set(steps[0])
+    assert evaluation["eval/episodes"] >= 4
+    for words in (("audit", "run"), ("view", "run", "--step", "1"), ("doctor", "run")):
+        read = here(*words, cwd=tmp_path)
+        assert read.returncode == 0 or words[0] == "doctor", read.stdout + read.stderr
+        assert "Traceback" not in read.stdout + read.stderr
 
 
 ARENA = """

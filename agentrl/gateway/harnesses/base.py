@@ -56,12 +56,13 @@ class Harness:
         """Return where the program is installed on this machine; None if it is not; see `check`."""
         return find_program(self.command[0], self.distribution, program_path(path))
 
-    def check(self, name: str, path: str | None) -> Installation:
+    def check(self, name: str, path: str | None, key: str) -> Installation:
         """Return how the program is installed on this machine, and warn if its version is another than the one that was tried.
 
         Args:
             name: of the recipe, for messages.
             path: folders in which the program is looked for; None: those of this process.
+            key: the configuration key of the program, for messages.
 
         Raises:
             MissingError: it is not installed.
@@ -69,16 +70,16 @@ class Harness:
         folders = program_path(path)
         program = self.find(path)
         installation = None if program is None else inspect_program(program, self.distribution, folders, self.env)
-        hint = f"in PATH={folders}. Install it with: {self.install}. If it is installed elsewhere, set rollout.agent.env.PATH"
-        return self.check_installation(name, program, installation, hint)
+        hint = f"in PATH={folders}. Install it with: {self.install}. If it is installed elsewhere, set {key}.env.PATH"
+        return self.check_installation(f"{key}.harness={name}", program, installation, hint)
 
     def check_installation(
-        self, name: str, program: Program | None, installation: Installation | None, hint: str
+        self, setting: str, program: Program | None, installation: Installation | None, hint: str
     ) -> Installation:
         """Return how the program is installed, and warn if its version is another than the one that was tried.
 
         Args:
-            name: of the recipe, for messages.
+            setting: the key and value that choose the recipe, for messages.
             program: None: there is none.
             installation: None: there is none.
             hint: where it was looked for, and what to do.
@@ -87,18 +88,15 @@ class Harness:
             MissingError: it is not installed.
         """
         if program is None or installation is None:
-            raise MissingError(f"rollout.agent.harness={name}: there is no program {self.command[0]} {hint}")
+            raise MissingError(f"{setting}: there is no program {self.command[0]} {hint}")
         if not installation["has_distribution"]:
-            raise MissingError(
-                f"rollout.agent.harness={name}: {program['path']} finds no package {self.distribution} {hint}"
-            )
+            raise MissingError(f"{setting}: {program['path']} finds no package {self.distribution} {hint}")
         version = re.search(r"\d+(\.\d+)+", installation["version"])
         if version is None or version[0].split(".")[:2] != self.tried.split(".")[:2]:
             fault = f" ({installation['fault']})" if installation["fault"] else ""
             installed = f"of unknown version{fault}" if version is None else f"of version {version[0]}"
             _log.warning(
-                "rollout.agent.harness=%s: %s is %s; the recipe was tried with %s",
-                name, program["path"], installed, self.tried,
+                "%s: %s is %s; the recipe was tried with %s", setting, program["path"], installed, self.tried,
             )  # fmt: skip
         return installation
 

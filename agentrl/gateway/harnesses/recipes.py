@@ -131,6 +131,6 @@ plugins = false
 
 
 @cache
-def installed_harness(name: str, path: str | None) -> Installation:
+def installed_harness(name: str, path: str | None, key: str) -> Installation:
     """Return how a program is installed on this machine; see `Harness.check`."""
-    return HARNESSES[name].check(name, path)
+    return HARNESSES[name].check(name, path, key)

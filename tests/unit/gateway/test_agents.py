@@ -12,7 +12,7 @@ from gateway_episodes import ADD, TASK, Play, Program, answer, sampled, user
 from agentrl.config.agent import AgentConfig
 from agentrl.core.lineup import EndpointSeat, Lineup, PolicySeat, ScriptedSeat, Seat
 from agentrl.core.types import FailureKind, SamplingParams, SeatRecord, StopReason, ToolCall
-from agentrl.gateway.program_process import program_variables
+from agentrl.gateway.program_process import ProgramInput, program_variables
 from agentrl.testing import ScriptedSampler
 from tests.scripted_endpoint import ScriptedEndpoint
 
@@ -209,8 +209,10 @@ def test_names_and_models_of_agents_differ(agents: dict[str, Any], message: str)
 
 
 def test_a_program_gets_the_address_of_each_agent_and_the_model_of_the_first() -> None:
-    variables = program_variables(TWO, TASK, "http://h:1", "KEY", "task.json")
+    variables = program_variables(TWO, ProgramInput.from_task(TWO, TASK), "http://h:1", "KEY", "task.json")
     addresses = {name: f"http://h:1/s/KEY/agents/{name}/v1" for name in ("planner", "coder")}
     assert json.loads(variables["AGENTRL_AGENTS"]) == addresses
     assert variables["OPENAI_MODEL"] == variables["ANTHROPIC_MODEL"] == "planner"
-    assert "AGENTRL_AGENTS" not in program_variables(AgentConfig(), TASK, "http://h:1", "KEY", "task.json")
+    assert "AGENTRL_AGENTS" not in program_variables(
+        AgentConfig(), ProgramInput("", ""), "http://h:1", "KEY", "task.json"
+    )

@@ -22,7 +22,7 @@ from agentrl.core.errors import ConfigError, MissingError
 from agentrl.gateway.harnesses.installed import find_program, inspect_program, start_words
 from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program import check_agent
-from agentrl.gateway.program_process import ProgramProcess
+from agentrl.gateway.program_process import ProgramInput, ProgramProcess
 from agentrl.gateway.sandboxed_program import check_files, shown_files
 
 
@@ -90,7 +90,7 @@ def test_a_program_gets_words_variables_files_and_the_prompt(install, harness: H
     config = install(harness, code).model_copy(update={"prompt": prompt})
 
     async def run() -> dict:
-        process = await ProgramProcess.start(config, TASK, "http://127.0.0.1:9", "sk-1")
+        process = await ProgramProcess.start(config, ProgramInput.from_task(config, TASK), "http://127.0.0.1:9", "sk-1")
         try:
             assert await process.ended == "", process.output_end()
             return json.loads((process.cwd / "said.json").read_text())
@@ -184,4 +184,4 @@ def test_a_program_of_the_runs_own_environment_is_not_shown_in_a_sandbox(tmp_pat
     with pytest.raises(
         ConfigError, match=r"openai_agents is installed in this process's Python environment.*python3 -m venv"
     ):
-        check_files("openai_agents", shown_files(installation), "pip install openai-agents")
+        check_files(AgentConfig(harness="openai_agents"), shown_files(installation), "pip install openai-agents")
