@@ -26,6 +26,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.extras import missing_extra_error
 from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, MultiStep, Player, RandomPlayer, View
+from agentrl.core.policy_evaluation import PolicyEvaluation
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
 from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.core.tool import Tool, ToolService, tool
@@ -120,6 +121,7 @@ __all__ = [
     "Observation",
     "OptimizerBatch",
     "Player",
+    "PolicyEvaluation",
     "RandomPlayer",
     "Rewrite",
     "Rollout",

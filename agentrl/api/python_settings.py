@@ -25,6 +25,7 @@ HERE = (
     "algo.reward_post_process",
     "batch.convert",
     "env.name",
+    "eval.function",
     "reward.function",
     "rollout.generate",
     "rollout.buffer_filter",

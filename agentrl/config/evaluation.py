@@ -48,6 +48,9 @@ class EvalConfig(EvalSet):
     """Several sets by name; without any, this section is the only set, or in a mixed run one for each source. A ``size`` or
     ``group_by`` from here is ignored by sets with fewer tasks or without that key."""
 
+    function: str | None = None
+    """A function that evaluates the policy in place of the sets, or runs them too: ``module:function`` or ``FILE.py:function`` of
+    an ``async def evaluate(policy)`` that returns metrics (slime's ``eval_function_path``). docs/how_to/own_functions.md."""
     save_rollouts: bool = False
     """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
     background: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,9 @@ from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
-from agentrl.evaluation.evaluate import SetResult, evaluate, finished_results
+from agentrl.episode.runner import GroupRunner
+from agentrl.evaluation.evaluate import OnDone, SetResult, evaluate, finished_results, flat_metrics
+from agentrl.evaluation.own_function import call_evaluation, load_evaluation, make_policy
 from agentrl.evaluation.saved_samples import SavedSamples
 from agentrl.evaluation.sets import EvalTasks, load_eval_tasks
 from agentrl.evaluation.table import results_table
@@ -94,6 +96,10 @@ async def evaluate_policy(
     """
     tasks = open_eval_tasks(config)
     sets = await asyncio.to_thread(check_eval, config, tasks)
+    if resume and config.eval.function is not None:
+        raise ConfigError(
+            f"--resume with eval.function={config.eval.function}: it is not known which episodes it plays"
+        )
     episodes = sum(eval_set.episodes for eval_set in sets)
     saved = None if samples is None else await asyncio.to_thread(SavedSamples, samples, config, sets, resume=resume)
     file, played = (None, {}) if saved is None else (saved.file, saved.finished)
@@ -117,8 +123,8 @@ async def evaluate_policy(
             with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
                 try:
                     async with interrupt.guard_episodes(services.check):
-                        results = await evaluate(sets, services.runner(), done, played)
-                        metrics = await _further_metrics(services)
+                        results, own_metrics = await _evaluate(config, sets, services.runner(), done, played)
+                        metrics = own_metrics | await _further_metrics(services)
                 except RunStopped as stop:
                     if finished:
                         title = f"{config.label}: {config.model.label}, {len(finished)} of {episodes} rollouts"
@@ -130,6 +136,22 @@ async def evaluate_policy(
     if file is not None:
         file.finish()
     return results, metrics
+
+
+async def _evaluate(
+    config: Config,
+    sets: Sequence[EvalTasks],
+    runner: GroupRunner,
+    done: OnDone,
+    played: Mapping[str, Sequence[Rollout]],
+) -> tuple[list[SetResult], dict[str, float]]:
+    """Return the results of the sets, and the metrics of ``eval.function``."""
+    function = load_evaluation(config.eval)
+    if function is None:
+        return await evaluate(sets, runner, done, played), {}
+    policy = make_policy(config, None, sets, runner, done)
+    metrics = await call_evaluation(function, str(config.eval.function), policy, lambda: flat_metrics(policy.results))
+    return policy.results, metrics
 
 
 async def _further_metrics(services: Services | EndpointServices) -> dict[str, float]:
@@ -158,7 +180,8 @@ def check_eval(config: Config, tasks: TaskSources) -> list[EvalTasks]:
     check_tools(config)
     check_policy(config)
     sets = load_eval_tasks(config, tasks)
-    if not sets:
+    load_evaluation(config.eval)
+    if not sets and config.eval.function is None:
         raise ConfigError("there is nothing to evaluate on: set data.eval_path, eval.path, eval.split or eval.sets")
     return sets
 

@@ -140,14 +140,14 @@ def _split(config: TasksConfig, tasks: TaskSet, plan: EvalSet, key: str) -> tupl
     return f"the split {split!r}", read_split(tasks, split, of)
 
 
-def check_goals(config: TrainConfig, sets: Sequence[EvalTasks]) -> None:
-    """Check that an evaluation can reach ``train.stop_at``.
+def check_goals(config: TrainConfig, sets: Sequence[EvalTasks], function: str | None = None) -> None:
+    """Check that an evaluation can reach ``train.stop_at``; what a function of the user measures is not known before.
 
     Raises:
         ConfigError: nothing is evaluated, or a key does not start with the name of a set although there are several.
     """
     names = [eval_set.full_name for eval_set in sets if eval_set.full_name]
-    for goal in config.stop_at:
+    for goal in config.stop_at if function is None else ():
         if not sets:
             raise ConfigError(
                 f"train.stop_at={{{goal}: …}}, but nothing is evaluated: there are no tasks to evaluate on"

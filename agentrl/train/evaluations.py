@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from agentrl.config.evaluation import EvalConfig
 from agentrl.config.train import TrainConfig
 from agentrl.core.types import Rollout
+from agentrl.episode.runner import GroupRunner
 from agentrl.evaluation.evaluate import OnDone, SetResult, evaluate, flat_metrics
+from agentrl.evaluation.own_function import call_evaluation, load_evaluation, make_policy
 from agentrl.evaluation.sets import EvalTasks, check_goals_are_measured, reaches_goals
 from agentrl.evaluation.table import results_lines
 from agentrl.learner.checkpoints import Checkpoints
@@ -52,6 +54,11 @@ class Evaluator:
         """Number of episodes of an evaluation."""
         return sum(eval_set.episodes for eval_set in self.sets)
 
+    @property
+    def measures(self) -> bool:
+        """Whether there is anything to evaluate: sets, or a function of the user."""
+        return bool(self.sets) or self.config.function is not None
+
     async def begin(self) -> None:
         """Sync the newest weights, and measure rating and strategy, which the next training step changes.
 
@@ -67,6 +74,17 @@ class Evaluator:
                 fleet = self.services.fleet if engines is None else engines.fleet
                 async with self.interrupt.guard_episodes(self.services.check):
                     self.standing |= self.game_scores.metrics(await self.game_scores.score_strategy(fleet))
+
+    async def _evaluate(self, step: int, runner: GroupRunner, done: OnDone) -> list[SetResult]:
+        """Return the results of the sets; metrics of ``eval.function`` are added to `standing`."""
+        function = load_evaluation(self.config)
+        if function is None:
+            return await evaluate(self.sets, runner, done)
+        policy = make_policy(self.services.config, step, self.sets, runner, done)
+        self.standing |= await call_evaluation(
+            function, str(self.config.function), policy, lambda: flat_metrics(policy.results)
+        )
+        return policy.results
 
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         """Run the episodes of all sets after ``step``; ``on_done`` is called with every rollout.
@@ -87,7 +105,7 @@ class Evaluator:
         with self.weights.generating() if engines is None else nullcontext():
             async with self.interrupt.guard_episodes(self.services.check):
                 runner = self.services.runner(sampler=None if engines is None else engines.fleet.sampler)
-                results = await evaluate(self.sets, runner, done)
+                results = await self._evaluate(step, runner, done)
                 if self.game_scores is not None and self.self_play is not None:
                     self.standing |= await self.self_play.pool_metrics(self.game_scores)
         if file is not None:
@@ -228,7 +246,7 @@ class Evaluations:
     def _log(self, running: _Running, results: Sequence[SetResult], trained_step: int) -> dict[str, float]:
         """Log the metrics of an evaluation, and return them."""
         evaluator, step = self.evaluator, running.step
-        if evaluator is None or not evaluator.sets:
+        if evaluator is None or not evaluator.measures:
             return {}
         standing = evaluator.standing
         metrics = flat_metrics(results) | standing | {"time/eval_s": running.seconds}

@@ -15,6 +15,7 @@ from agentrl.algo.estimate import RunEstimators
 from agentrl.algo.registry import estimator_class, make_policy_loss
 from agentrl.batch.groups import KEY as FILTERS_KEY
 from agentrl.batch.groups import GroupFilters, RolloutGroups, group_rollouts, kept_rollouts
+from agentrl.batch.sample_conversion import KEY as CONVERT_KEY
 from agentrl.batch.sequences import group_sequences
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.rewards import RewardConfig, RewardFunctionConfig
@@ -26,6 +27,7 @@ from agentrl.core.imports import is_reference
 from agentrl.rewards.grader import make_grader
 from agentrl.train.callbacks import KEY as CALLBACKS_KEY
 from agentrl.train.callbacks import RunCallbacks, load_callbacks
+from agentrl.train.data_function_check import check_buffer_filter, check_data_source, check_evaluation
 from agentrl.train.function_report import FunctionReport, RecordedStep
 from agentrl.train.sample_function_check import check_conversion, check_post_process
 
@@ -49,13 +51,21 @@ async def check_functions(config: Config, step: RecordedStep) -> list[FunctionRe
         *[_check_filter(name, step) for name in config.rollout.filter_groups.filters if is_reference(name)],
         *([check_conversion(config.batch.convert, step)] if config.batch.convert is not None else []),
         *_check_algorithms(config.algo, step),
+        *[
+            check_data_source(source_config, source, step)
+            for source, source_config in config.by_source().items()
+            if is_reference(source_config.tasks.data_source.name)
+        ],
+        *([check_buffer_filter(config, step)] if config.rollout.buffer_filter is not None else []),
+        *([await check_evaluation(config, step)] if config.eval.function is not None else []),
         *[await _check_callback(reference, config, step) for reference in config.train.callbacks],
     ]
     if not reports:
         raise ConfigError(
             "no function to try: name one by its key, such as reward=my_rewards.py:score, "
-            f"{FILTERS_KEY}=[my_filters.py:keep], algo.advantage.name=my_algo.py:Estimator, algo.loss.name=my_algo.py:Loss "
-            f"or {CALLBACKS_KEY}=[my_callbacks.py:Callback]. Functions that make episodes need an engine: agentrl rollout"
+            f"{FILTERS_KEY}=[my_filters.py:keep], algo.advantage.name=my_algo.py:Estimator, algo.loss.name=my_algo.py:Loss, "
+            f"{CONVERT_KEY}=my_samples.py:convert, eval.function=my_evaluation.py:evaluate or "
+            f"{CALLBACKS_KEY}=[my_callbacks.py:Callback]. Functions that make episodes need an engine: agentrl rollout"
         )
     return reports
 

@@ -39,6 +39,7 @@ from agentrl.data.task_sources import (
     split_contents,
     split_size,
 )
+from agentrl.evaluation.own_function import load_evaluation
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
 from agentrl.models.float8 import is_quantized
@@ -107,6 +108,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         check_comparisons(config)
         check_callbacks(config.train.callbacks)
         load_convert(config.batch.convert)
+        load_evaluation(config.eval)
         for name, algo in config.algo.by_source.items():
             with errors_name_source(name):
                 load_post_process(algo.reward_post_process)
@@ -126,7 +128,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         for eval_set in sets:
             source_config = config.by_source()[eval_set.plan.source or ""]
             check_labels(source_config.reward, _tasks_to_check(eval_set.tasks))
-        check_goals(config.train, sets)
+        check_goals(config.train, sets, config.eval.function)
     with _collect_missing(unmet):
         check_tools(config)
     with _collect_missing(unmet):
@@ -430,7 +432,9 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str, lengt
     times = ["before the first step"] if plan.eval_first else []
     times += [f"every {plan.eval_every} steps"] if plan.eval_every else []
     every = ", ".join([*times, "after the last step"])
-    if sets:
+    if config.eval.function is not None:
+        evaluation = [f"{every}: {config.eval.function}"]
+    elif sets:
         evaluation = [f"{every}: {eval_set.description}" for eval_set in sets]
     elif sets is None:
         evaluation = [every]

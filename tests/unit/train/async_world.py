@@ -224,6 +224,7 @@ def make_source(
         return episodes if time_sharing is None else TimeSharedRunner(episodes, time_sharing)
 
     services: Any = SimpleNamespace(
+        config=config,
         fleet=fleet,
         runner=runner,
         check=lambda: None if time_sharing is None else time_sharing.check(),

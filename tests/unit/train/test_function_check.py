@@ -77,6 +77,45 @@ def reward_context(samples):
     return samples
 async def coroutine(samples): return samples
 
+class InOrder(agentrl.DataSource):
+    def __init__(self, tasks, seed):
+        super().__init__(tasks, seed)
+        self.next = 0
+    def get_samples(self, num_samples):
+        self.next += num_samples
+        return [self.tasks[number % len(self.tasks)] for number in range(self.next - num_samples, self.next)]
+    def state(self): return {"next": self.next}
+    def load_state(self, state): self.next = state["next"]
+
+class Forgets(InOrder):
+    def state(self): return {"next": 0}
+
+class NoJson(InOrder):
+    def state(self): return {"next": {1}}
+
+class AtRandom(InOrder):
+    def get_samples(self, num_samples):
+        return [self.tasks[next(calls) % 7] for _ in range(num_samples)]
+
+class TooFew(InOrder):
+    def get_samples(self, num_samples): return self.tasks[:1]
+
+def newest(buffer, num_samples): return buffer[-num_samples:]
+def no_task(buffer, num_samples): return []
+def all_tasks(buffer, num_samples): return buffer
+def one_argument(buffer): return buffer
+
+async def best_of(policy):
+    rollouts = await policy.rollouts(policy.tasks["eval"], n_samples=2)
+    await policy.run_sets()
+    return {"best": max(rollout.reward for rollout in rollouts)}
+async def plays_nothing(policy): return {"best": 1.0}
+async def taken_name(policy):
+    await policy.run_sets()
+    return {"reward": 7.0}
+async def no_mapping(policy):
+    await policy.run_sets()
+
 def halves(groups):
     return {rollout.rollout_id: rollout.reward / 2 for group in groups for rollout in group}
 def first_group(groups): return {rollout.rollout_id: 1.0 for rollout in groups[0]}
@@ -167,6 +206,8 @@ def check(folder: Path, *settings: str) -> list[FunctionReport]:
             "batch.convert={}:convert",
             ["keeps 3 of 4 samples, and masks 10% of their tokens", "rewards 9 tokens", "weighs tokens from 2 to 2"],
         ),
+        ("rollout.buffer_filter={}:newest", ["takes 2 of 2 tasks, in another order"]),
+        ("eval.function={}:best_of", ["plays 4 episodes and the sets, and returns eval/best=3"]),
         ("algo.reward_post_process={}:halves", ["4 rewards from 0 to 1.5, 0.75 in the mean; recorded were 1.5"]),
         ("algo.loss.name={}:Clipped", ["at the sampler's policy: ", "at random ratios around it: "]),
         ("train.callbacks=[{}:Watch]", ["adds mine/rollouts=5", "stops the run: enough"]),
@@ -189,6 +230,12 @@ def test_what_a_function_does_is_reported(functions: Path, setting: str, seen: l
         ("rollout.filter_groups.filters=[{}:no_bool]", "must return True (drop the group) or False"),
         ("algo.advantage.name={}:AcrossGroups", "set streams=False"),
         ("algo.advantage.name={}:NotANumber", "is not finite"),
+        ("rollout.buffer_filter={}:no_task", "it takes no task"),
+        ("rollout.buffer_filter={}:all_tasks", "returned 2 tasks; it may return 1 at most"),
+        ("rollout.buffer_filter={}:one_argument", "must take 2 arguments, def one_argument(buffer, num_samples)"),
+        ("eval.function={}:plays_nothing", "it plays no episode"),
+        ("eval.function={}:taken_name", "which the sets have already"),
+        ("eval.function={}:no_mapping", "returned None; it must return a mapping of metrics"),
         ("batch.convert={}:unmask", "mask_T of row 0 has 2 tokens that were not trained before"),
         ("batch.convert={}:write_ids", "read-only"),
         ("batch.convert={}:replace_row", "it replaces the sampled tokens of 1 rollouts"),
@@ -217,10 +264,41 @@ def test_a_broken_contract_is_named(functions: Path, setting: str, fault: str) -
     assert any(fault in line for line in report.faults), report
 
 
+ROWS = "".join(f'{{"prompt": "{number} + 1?"}}\n' for number in range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "fault"),
+    [
+        ("InOrder", "12 different tasks among the 12 of 3 steps", None),
+        ("Forgets", "", "after load_state(state()) task 1 is"),
+        ("NoJson", "", "state() returned what JSON cannot hold"),
+        ("AtRandom", "", "two data sources with run.seed=0 return other tasks in step 1"),
+        ("TooFew", "", "get_samples(4) must return a sequence of 4 Tasks"),
+        ("Centered", "", "and no subclass of agentrl.DataSource"),
+    ],
+)
+def test_a_data_source_is_tried_on_the_tasks_of_the_run(
+    functions: Path, name: str, seen: str, fault: str | None
+) -> None:
+    rows = functions.parent / "rows.jsonl"
+    rows.write_text(ROWS)
+    settings = [f"tasks.data_source.name={functions}:{name}", f"data.path={rows}", "env.name=single_turn"]
+    [report] = check(functions.parent, *settings, "rollout.batch_size=4")
+    assert any(seen in line for line in report.lines) or fault
+    assert (report.faults == []) == (fault is None)
+    assert fault is None or any(fault in line for line in report.faults), report
+
+
 @pytest.mark.parametrize(
     ("file", "setting", "seen"),
     [
         ("my_samples.py", "batch.convert={}:convert", "keeps 4 of 4 samples"),
+        (
+            "my_evaluation.py",
+            "eval.function={}:evaluate",
+            "plays 16 episodes and the sets, and returns eval/best_of_8=2",
+        ),
         ("my_post_process.py", "algo.reward_post_process={}:ranks", "4 rewards from -1 to 1, 0 in the mean"),
     ],
 )
