@@ -84,9 +84,7 @@ def is_separate(folder: TaskFolder, step: int, mode: GradingMode) -> bool:
     """Return whether the tests of a step run in another machine than the agent's."""
     if mode != "task":
         return mode == "separate"
-    steps = folder.config.steps
-    stated = (steps[step].verifier.mode if steps else None) or folder.config.verifier.mode
-    return stated != "shared"
+    return folder.steps[step].grading.is_separate
 
 
 async def grade(

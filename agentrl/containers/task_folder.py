@@ -51,7 +51,8 @@ class Grading:
     """How the tests of a step run."""
 
     is_separate: bool
-    """In a container of their own, which has only the artifacts; else in the agent's, which can forge the reward."""
+    """In a container of their own, which has only the artifacts; else in the agent's, which can forge the reward. Harbor
+    shares the agent's unless a task says ``separate``, agentrl only if a task says ``shared``."""
     environment: EnvironmentToml
     """The container of the tests; the agent's if they share it."""
     context: Path
@@ -141,7 +142,8 @@ class TaskFolder:
     def checksum(self) -> str:
         """Return a hash of all files, their paths and which are programs: 16 hexadecimal digits."""
         digest = hashlib.sha256()
-        for file in sorted(path for path in self.path.rglob("*") if path.is_file()):
+        files = (path for path in self.path.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+        for file in sorted(files):
             mode = "x" if file.stat().st_mode & 0o111 else "-"
             digest.update(f"{file.relative_to(self.path)}\0{mode}{file.stat().st_size}\0".encode())
             digest.update(file.read_bytes())
@@ -246,10 +248,10 @@ def _read_grading(path: Path, config: TaskToml, step: StepToml | None) -> Gradin
     """Return how the tests of a step run: its own settings before those of the task."""
     own = step.verifier if step is not None else VerifierToml()
     shared = config.verifier
-    is_separate = (own.mode or shared.mode or "shared") == "separate"
+    mode = own.mode or shared.mode
     folders = [path / "tests"] if step is None else [path / "tests", path / "steps" / step.name / "tests"]
     environment, context, in_image = config.environment, path / "environment", False
-    if is_separate:
+    if mode == "separate":
         environment = own.environment or shared.environment or config.environment
         sections = [shared.environment, own.environment][: len(folders)]
         for section, folder in reversed(list(zip(sections, folders, strict=True))):
@@ -266,7 +268,7 @@ def _read_grading(path: Path, config: TaskToml, step: StepToml | None) -> Gradin
     if not in_image and not any((folder / "test.sh").is_file() for folder in folders):
         raise ConfigError(f"{folders[-1] / 'test.sh'}: there is no such file")
     return Grading(
-        is_separate=is_separate,
+        is_separate=mode != "shared",
         environment=environment,
         context=context,
         tests=() if in_image else tuple(folder for folder in folders if folder.is_dir()),

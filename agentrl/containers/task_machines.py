@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from agentrl.containers.spec import Healthcheck, MachineSpec
+from agentrl.containers.spec import BuildSpec, Healthcheck, MachineSpec
+from agentrl.containers.task_compose import read_compose
 from agentrl.containers.task_folder import TaskFolder
 from agentrl.containers.task_toml import EnvironmentToml, NetworkPolicy, expand_variables
 from agentrl.core.errors import TaskError
@@ -16,17 +18,22 @@ async def machine_spec(folder: TaskFolder, step: int | None = None) -> MachineSp
     """Return what the agent's machine is made from; with a step, what the machine of its tests is made from.
 
     Raises:
-        TaskError: a variable of this machine that the task refers to is not set, or the task has no image.
+        TaskError: a variable of this machine that the task refers to is not set, or its services need what machines do not have.
+        ConfigError: its ``docker-compose.yaml`` cannot be read.
     """
     if step is None:
-        return _spec(folder, folder.config.environment, folder.steps[0].network)
+        return _spec(folder, folder.config.environment, folder.context, folder.steps[0].network)
     grading = folder.steps[step].grading
-    return _spec(folder, grading.environment, grading.network)
+    return _spec(folder, grading.environment, grading.context, grading.network)
 
 
-def _spec(folder: TaskFolder, environment: EnvironmentToml, network: NetworkPolicy) -> MachineSpec:
+def _spec(folder: TaskFolder, environment: EnvironmentToml, context: Path, network: NetworkPolicy) -> MachineSpec:
+    compose = read_compose(context, os.environ)
+    if compose.faults:
+        raise TaskError(f"task {folder.name}: {'; '.join(compose.faults)}")
+    build = None
     if environment.docker_image is None:
-        raise TaskError(f"task {folder.name} has no environment.docker_image")
+        build = BuildSpec(context=context.resolve(), timeout_s=environment.build_timeout_sec)
     try:
         env: Mapping[str, str] = expand_variables(environment.env, os.environ, "environment.env")
     except ValueError as error:
@@ -39,8 +46,10 @@ def _spec(folder: TaskFolder, environment: EnvironmentToml, network: NetworkPoli
     check = environment.healthcheck
     return MachineSpec(
         image=environment.docker_image,
+        build=build,
         workdir=environment.workdir,
-        env=dict(env),
+        env={**compose.env, **env},
+        services=compose.services,
         network=network.mode,
         allowed_hosts=tuple(network.allowed_hosts),
         healthcheck=None

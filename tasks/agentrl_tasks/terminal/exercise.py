@@ -132,7 +132,7 @@ class Exercise:
     def contents(self) -> dict[str, str]:
         """Return the text of every file of the task's folder, by path."""
         values = {"work": WORK, "kind": self.kind, "level": str(self.level)}
-        copied = f"COPY files/ {WORK}/\n" if self.files else f"RUN mkdir {WORK}\n"
+        copied = f"COPY files/ {WORK}/\n" if self.files else ""
         return {
             "task.toml": _TASK.substitute(values),
             "instruction.md": f"{self.instruction}\n",

@@ -41,8 +41,8 @@ def test_a_task_of_one_step(tmp_path: Path) -> None:
     (step,) = task.steps
     assert (task.name, task.instruction, step.name, step.timeout_s) == ("small", "Do it.\n", "", 5)
     assert (step.files, step.solution, step.min_rewards) == (None, None, {})
-    assert not step.grading.is_separate
-    assert task.is_forgeable
+    assert step.grading.is_separate  # unless a task says that they share the agent's
+    assert not task.is_forgeable
     assert not task.has_compose
     assert step.grading.tests == (tmp_path / "small" / "tests",)
     assert step.grading.context == task.context == tmp_path / "small" / "environment"

@@ -70,7 +70,7 @@ def test_a_bad_field_is_named_with_its_folder(tmp_path: Path) -> None:
 
 def test_data_show_prints_what_a_task_becomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_task(tmp_path / "a", "cpus = 2\nnetwork_mode = 'no-network'\n[verifier]\nenvironment_mode = 'separate'")
-    write_task(tmp_path / "b")
+    write_task(tmp_path / "b", "[verifier]\nenvironment_mode = 'shared'")
     assert main(["data", "show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for line in (

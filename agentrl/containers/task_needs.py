@@ -1,0 +1,102 @@
+"""What tasks need and a machine of agentrl, or the daemon's host, does not have; known before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from agentrl.containers.task_compose import read_compose
+from agentrl.containers.task_folder import TASK_TOML, TaskFolder, TaskStep
+from agentrl.containers.task_toml import MAIN, EnvironmentToml, expand_header, expand_variables
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a daemon's host has."""
+
+    cpus: int
+    """Cores."""
+    memory_mb: int
+    """Memory, MiB."""
+    os: str = "linux"
+    """System of its containers."""
+
+
+def host_facts(info: Mapping[str, object]) -> HostFacts:
+    """Return the facts in the reply of a Docker daemon to ``info``."""
+    return HostFacts(int(str(info["NCPU"])), int(str(info["MemTotal"])) // 2**20, str(info.get("OSType", "linux")))
+
+
+def unmet_needs(task: TaskFolder, host: HostFacts | None, environ: Mapping[str, str]) -> list[str]:
+    """Return what a task needs and does not get, a line each with the file and the field.
+
+    Args:
+        task: the folder.
+        host: of the daemon; None: not known, and not checked.
+        environ: variables of this machine.
+
+    Raises:
+        ConfigError: its ``docker-compose.yaml`` cannot be read.
+    """
+    toml = task.path / TASK_TOML
+    lines = [*_environment_needs(task.config.environment, host, environ, "environment")]
+    if task.config.verifier.environment is not None:
+        lines += _environment_needs(task.config.verifier.environment, host, environ, "verifier.environment")
+    lines += _variable_needs(task.config.solution.env, environ, "solution.env")
+    for number, step in enumerate(task.steps):
+        prefix = f"steps.{number}." if step.name else ""
+        lines += (f"{prefix}{line}" for line in _step_needs(task, step, environ))
+    contexts = dict.fromkeys([task.context, *(step.grading.context for step in task.steps if step.grading.is_separate)])
+    faults = [fault for context in contexts for fault in read_compose(context, environ).faults]
+    return [f"{toml}: {line}" for line in dict.fromkeys(lines)] + faults
+
+
+def _environment_needs(
+    environment: EnvironmentToml, host: HostFacts | None, environ: Mapping[str, str], key: str
+) -> Iterator[str]:
+    if environment.gpus:
+        yield f"{key}.gpus={environment.gpus}: machines have no GPUs"
+    if environment.tpu is not None:
+        yield f"{key}.tpu: machines have no TPUs"
+    if environment.mcp_servers:
+        names = ", ".join(server.name for server in environment.mcp_servers)
+        yield f"{key}.mcp_servers ({names}): agents in machines are not given MCP servers"
+    if environment.skills_dir is not None:
+        yield f"{key}.skills_dir={environment.skills_dir}: agents in machines are not given skills"
+    if environment.os != "linux":
+        yield f"{key}.os={environment.os}: machines are Linux containers"
+    elif host is not None and host.os != "linux":
+        yield f"{key}.os=linux: the daemon's containers are of {host.os}"
+    if host is not None and environment.cpus is not None and environment.cpus > host.cpus:
+        yield f"{key}.cpus={environment.cpus:g}: the daemon's host has {host.cpus}"
+    if host is not None and environment.memory_mb is not None and environment.memory_mb > host.memory_mb:
+        yield f"{key}.memory_mb={environment.memory_mb}: the daemon's host has {host.memory_mb}"
+    yield from _variable_needs(environment.env, environ, f"{key}.env")
+    for server in environment.mcp_servers:
+        for name, value in server.headers.items():
+            try:
+                expand_header(value, environ, f"{key}.mcp_servers.{server.name}.headers.{name}")
+            except ValueError as error:
+                yield str(error)
+
+
+def _variable_needs(values: Mapping[str, str], environ: Mapping[str, str], key: str) -> Iterator[str]:
+    for name, value in values.items():
+        try:
+            expand_variables({name: value}, environ, key)
+        except ValueError as error:
+            yield str(error)
+
+
+def _step_needs(task: TaskFolder, step: TaskStep, environ: Mapping[str, str]) -> Iterator[str]:
+    grading = step.grading
+    if step.network != task.steps[0].network:
+        yield f"agent.network_mode={step.network.mode}: the machine has the network of the first step for all steps"
+    if not grading.is_separate and grading.network != step.network:
+        yield f"verifier.network_mode={grading.network.mode}: tests in the agent's machine have its network"
+    services = {hook.service for hook in grading.collect} | {artifact.service for artifact in grading.artifacts}
+    services -= {None, MAIN}
+    if services:
+        names = ", ".join(sorted(str(service) for service in services))
+        yield f"artifacts and verifier.collect of other services ({names}) are not supported"
+    yield from _variable_needs(grading.env, environ, "verifier.env")
