@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,14 @@ def actor_location(actor: object) -> ActorLocation:
 class ReservedPlacement:
     """A placement group, whose resources are exclusive to the run until `close`. Created by `reserve`."""
 
-    def __init__(self, layout: Layout, runtime: RayRuntime, group: PlacementGroup) -> None:
-        """Take over a placement group that is ready."""
+    def __init__(
+        self, layout: Layout, runtime: RayRuntime, group: PlacementGroup, spreads_runners: Callable[[int], bool]
+    ) -> None:
+        """Take over a placement group that is ready; see `reserve`."""
         self.layout = layout
+        self.cores = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes() if node["Alive"])
+        """Of all machines, as Ray has them."""
+        self._has_runners = spreads_runners(self.cores)
         self._runtime = runtime
         self._group: PlacementGroup | None = group
         self._machines = _machines()
@@ -49,8 +54,16 @@ class ReservedPlacement:
         self._alone = {self._machines[node] for node in nodes} == {self.here}
 
     @classmethod
-    def reserve(cls, layout: Layout, runtime: RayRuntime, timeout_s: float) -> ReservedPlacement:
+    def reserve(
+        cls, layout: Layout, runtime: RayRuntime, timeout_s: float, spreads_runners: Callable[[int], bool]
+    ) -> ReservedPlacement:
         """Start or join Ray, and wait until it has reserved the bundles of ``layout``.
+
+        Args:
+            layout: bundles.
+            runtime: Ray.
+            timeout_s: seconds that others may use the resources.
+            spreads_runners: returns whether runner processes may be on all machines of a cluster with so many cores.
 
         Raises:
             ConfigError: the cluster is too small.
@@ -70,7 +83,7 @@ class ReservedPlacement:
                     f"Ray has not given {_describe(layout.total)} after learner.start_timeout_s={timeout_s:g} s; free now: "
                     f"{_describe({name: free.get(name, 0) for name in layout.total})}. Others use the rest"
                 )
-            return cls(layout, runtime, group)
+            return cls(layout, runtime, group, spreads_runners)
         except BaseException:
             runtime.stop()
             raise
@@ -107,15 +120,20 @@ class ReservedPlacement:
     def runner_nodes(self) -> list[str]:
         """Return Ray's ids of the machines that runner processes are started on: those that live and have CPUs, in a fixed order.
 
-        Empty if all are on this one, see `Layout.has_runners`.
+        Empty if all are on this one.
         """
-        nodes = _nodes() if self.layout.has_runners else []
+        nodes = _nodes() if self._has_runners else []
         return sorted(node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("CPU"))
 
     @property
     def spreads_runners(self) -> bool:
         """Whether runner processes are on other machines than this one, too."""
         return any(self._machines[node] != self.here for node in self.runner_nodes())
+
+    @property
+    def runner_cores(self) -> int:
+        """Cores of the machines that runner processes are started on; 0: all are on this one."""
+        return self.cores if self.spreads_runners else 0
 
     def close(self) -> None:
         """Remove the placement group, which ends its actors; end Ray if it was started for the run."""

@@ -13,6 +13,7 @@ from agentrl.config.judges import judge_configs, judge_keys, judge_sampler, time
 from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.imports import has_python_objects
 
 Resources = Mapping[str, int]
 """Such as ``{"GPU": 2, "CPU": 2}``, in Ray's names."""
@@ -40,8 +41,6 @@ class Layout:
     """The bundle of each engine of a judge that has its own GPUs, by ``judge.model``."""
     judge_needs: Mapping[str, Resources] = field(default_factory=dict)
     """The resources that such an engine takes from its bundle."""
-    has_runners: bool = False
-    """Whether runner processes may be on all machines. The program of ``sampler.router=sglang`` is on this one alone."""
 
     @property
     def total(self) -> Resources:
@@ -68,7 +67,6 @@ def lay_out(config: Config, device: str) -> Layout:
     """
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     critics = workers if needs_critic(config.algo) else 0
-    has_runners = runner_count(config) > 0 and not config.sampler.has_router_program
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.shares_gpus:
         shared = engines * gpus_per_engine
@@ -82,7 +80,7 @@ def lay_out(config: Config, device: str) -> Layout:
             index // gpus_per_engine if index < shared else engines + index - shared for index in range(workers)
         )
         layout = Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
-        return replace(_with_judges(layout, config), has_runners=has_runners)
+        return _with_judges(layout, config)
     engine = {"GPU": gpus_per_engine} if config.sampler.device == "cuda" else {"CPU": gpus_per_engine}
     bundles = [rank] * workers + [engine] * engines + [rank] * critics
     critic_bundles = tuple(range(workers + engines, len(bundles)))
@@ -95,7 +93,7 @@ def lay_out(config: Config, device: str) -> Layout:
         critic_bundles,
         rank,
     )
-    return replace(_with_judges(layout, config), has_runners=has_runners)
+    return _with_judges(layout, config)
 
 
 def _with_judges(layout: Layout, config: Config) -> Layout:
@@ -108,6 +106,20 @@ def _with_judges(layout: Layout, config: Config) -> Layout:
             judges[model] = tuple(range(len(bundles), len(bundles) + judge.engines))
             bundles += [needs[model]] * judge.engines
     return replace(layout, bundles=tuple(bundles), judges=judges, judge_needs=needs)
+
+
+def spreads_runners(config: Config, cluster_cores: int) -> bool:
+    """Return whether runner processes may be on all machines of a cluster.
+
+    With the program of ``sampler.router=sglang`` they are on this one, and objects that only this process has need no runners.
+
+    Args:
+        config: of the run.
+        cluster_cores: of all machines.
+    """
+    if config.sampler.has_router_program or (config.rollout.runners == "auto" and has_python_objects()):
+        return False
+    return runner_count(config, cluster_cores) > 0
 
 
 def check_placement(config: Config) -> None:

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agentrl.cluster.engine_actors import OwnLocations, PolicyLocations, RayLauncher, SharedLocations
 from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_critic, start_learners
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement
-from agentrl.cluster.placement_layout import lay_out
+from agentrl.cluster.placement_layout import lay_out, spreads_runners
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, store_bytes
 from agentrl.cluster.runner_actors import RayRunners
@@ -64,7 +65,8 @@ class RunCluster:
             layout = lay_out(self.config, learner_device(self.config.learner))
             runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.shape))
             timeout_s = self.config.learner.start_timeout_s
-            self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s)
+            spreads = partial(spreads_runners, self.config)
+            self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s, spreads)
             self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
         self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
@@ -115,6 +117,11 @@ class RunCluster:
         """Return what starts runner processes on all machines; None: they are on this one."""
         placement = self._placement
         return RayRunners(placement) if placement is not None and placement.spreads_runners else None
+
+    @property
+    def runner_cores(self) -> int:
+        """Cores of the machines that runner processes are started on; 0: all are on this one."""
+        return 0 if self._placement is None else self._placement.runner_cores
 
     async def learner(self) -> tuple[LearnerGroup, CriticGroup | None]:
         """Return the learner and its critic once they have loaded their weights."""

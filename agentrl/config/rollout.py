@@ -80,8 +80,8 @@ class RolloutConfig(Section):
     concurrency: PositiveInt = 256
     """Episodes that run at the same time."""
     runners: NonNegativeInt | Literal["auto"] = "auto"
-    """Processes that run the episodes; 0: the run's own process. ``auto``: one for each 8 cores that the run may use, 8 at most,
-    if that is 2 or more and 512 or more episodes run at the same time."""
+    """Processes that run the episodes; 0: the run's own process. ``auto``: one for each 8 cores of this machine, or of the
+    Ray cluster that ``placement`` reserves in, 8 at most, if that is 2 or more and 512 or more episodes run at the same time."""
     max_runner_restarts: NonNegativeInt = 20
     """Runner processes that are started again after they died; one more ends the run."""
     runner_timeout_s: Seconds = 300.0

@@ -17,14 +17,25 @@ LEAST_EPISODES = 512
 """Concurrent episodes from which ``auto`` takes runner processes: at some seconds a turn, they are what one process can run."""
 
 
-def runner_count(config: Config) -> int:
-    """Return the number of runner processes; 0: episodes run in the run's own process."""
+def runner_count(config: Config, cluster_cores: int = 0) -> int:
+    """Return the number of runner processes; 0: episodes run in the run's own process.
+
+    Args:
+        config: of the run.
+        cluster_cores: of all machines on which runners may be started; 0: they are on this one.
+    """
     if config.rollout.runners != "auto":
         return config.rollout.runners
     if agent_elsewhere(config) is not None:
         return 0  # all of its sessions are started at one port
-    count = min(MOST, _cores() // CORES)
+    count = min(MOST, max(_cores(), cluster_cores) // CORES)
     return count if count > 1 and concurrent_episodes(config) >= LEAST_EPISODES else 0
+
+
+def with_runner_count(config: Config, cluster_cores: int) -> Config:
+    """Return a configuration with the number of runner processes in place of ``auto``; see `runner_count`."""
+    rollout = config.rollout.model_copy(update={"runners": runner_count(config, cluster_cores)})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def agent_elsewhere(config: Config) -> AgentConfig | None:
@@ -38,13 +49,19 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def describe_runners(config: Config) -> str:
-    """Return in one line where episodes run; empty if that is the run's own process, and enough for so many episodes."""
-    count, episodes = runner_count(config), concurrent_episodes(config)
+def describe_runners(config: Config, cluster_cores: int = 0) -> str:
+    """Return in one line where episodes run; empty if that is the run's own process, and enough for so many episodes.
+
+    Args:
+        config: of the run.
+        cluster_cores: see `runner_count`.
+    """
+    count, episodes = runner_count(config, cluster_cores), concurrent_episodes(config)
     if count == 0 and (config.rollout.runners == 0 or episodes < LEAST_EPISODES):
         return ""
     processes = "the run's own process" if count == 0 else f"{count} runner process{'es' if count > 1 else ''}"
-    why = f"{_cores()} cores and {episodes} concurrent episodes" if config.rollout.runners == "auto" else "as set"
+    cores = f"{cluster_cores} cores of the cluster" if cluster_cores > _cores() else f"{_cores()} cores"
+    why = f"{cores} and {episodes} concurrent episodes" if config.rollout.runners == "auto" else "as set"
     return f"in {processes} (rollout.runners={config.rollout.runners}: {why})"
 
 

@@ -97,6 +97,11 @@ def python_objects(objects: Mapping[str, object]) -> Iterator[None]:
         _python_objects.update(outer_objects)
 
 
+def has_python_objects() -> bool:
+    """Return whether there are objects that only this process has; see `python_objects`."""
+    return bool(_python_objects)
+
+
 def _python_object(reference: str, key: str, name: str) -> object:
     if name not in _python_objects:
         raise ConfigError(

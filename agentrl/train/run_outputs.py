@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
 
+from agentrl.cluster.ray_address import running_address
 from agentrl.config.runners import concurrent_episodes, runner_count
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
@@ -45,11 +47,17 @@ def open_monitor(
     for trace in traces:
         exits.callback(trace.close)
     engines, slots = engines_and_slots(config)
-    idle_time = IdleTime(engines, slots, delay_s=2.5 * PULSE_S if runner_count(config) else 0.0)
+    idle_time = IdleTime(engines, slots, delay_s=2.5 * PULSE_S if _may_have_runners(config) else 0.0)
     memory = exits.enter_context(HostMemory(print_text))
     log = folder / "logs" / "watchdog.log"
     exits.enter_context(Watchdog(obs.stall_warning_s, print_text, log, (idle_time, *traces, view.start)))
     return [*traces], lambda: idle_time.metrics() | memory.metrics() | view.start.take_metrics()
+
+
+def _may_have_runners(config: Config) -> bool:
+    """Return whether a run has runner processes, or may have them once it knows the cores of the Ray cluster that it joins."""
+    joins = config.placement.reserves_gpus and running_address() is not None
+    return runner_count(config, sys.maxsize if joins else 0) > 0
 
 
 def engines_and_slots(config: Config) -> tuple[int, int]:

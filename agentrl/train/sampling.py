@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from agentrl.batch.groups import kept_rollouts
 from agentrl.cluster.run_cluster import RunCluster
-from agentrl.config.runners import rollout_form
+from agentrl.config.runners import rollout_form, with_runner_count
 from agentrl.config.schema import Config
 from agentrl.core.types import Rollout
 from agentrl.data.buffer import DataBuffer
@@ -124,6 +124,7 @@ async def start_services(
         the services, and the dtype in which weights are sent; see `sent_dtype`.
     """
     config = for_transport(await asyncio.to_thread(for_adapters, run.config, run.shape))
+    config = with_runner_count(config, cluster.runner_cores)
     if run.warm_start is not None and "dtype" not in config.sampler.sglang:
         options = {"dtype": "bfloat16"} | config.sampler.sglang  # as for what a warm start writes
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"sglang": options})})
@@ -159,7 +160,7 @@ async def open_sampling(
 ) -> Sampling:
     """Return the rollout source of services that `start_services` has started, once the initial weights are there."""
     config = services.config
-    records = RunRecords.open(run)
+    records = RunRecords.open(replace(run, config=config))
     weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)
     vocabulary = services.fleet.vocabulary
     self_play = await open_self_play(config, run.folder, run.model, vocabulary, exits, dtype, run.resume_after)

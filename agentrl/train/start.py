@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cluster.run_cluster import RunCluster
+from agentrl.config.runners import describe_runners
 from agentrl.data.task_sources import TaskSources, open_tasks
 from agentrl.evaluation.sets import load_eval_tasks
 from agentrl.learner.base import CriticGroup, LearnerGroup
@@ -73,6 +74,8 @@ async def open_parts(
     learner, critic = await cluster.learner()
     sampling.add_critic(critic)
     sampling.begin()
+    if run.config.rollout.runners == "auto" and (cores := cluster.runner_cores):
+        print_message(console, f"episodes run {describe_runners(run.config, cores)}")
     if line := started.services.agents_line:
         print_message(console, line)
     return RunParts(sampling, evaluator, learner, critic, started.teachers)

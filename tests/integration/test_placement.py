@@ -27,9 +27,10 @@ from test_runners import comparable, make_config, opened, pool_of, running_engin
 
 from agentrl.cluster.engine_actors import EngineHost, PolicyLocations, RayEngine, RayLauncher
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
-from agentrl.cluster.placement_layout import lay_out
+from agentrl.cluster.placement_layout import lay_out, spreads_runners
 from agentrl.cluster.ray_runtime import RayRuntime
 from agentrl.cluster.runner_actors import RayRunners, RemoteRunner
+from agentrl.config import runners
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec
@@ -62,7 +63,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reserve(settings: list[str], device: str, seconds: float = 20) -> tuple[Any, ReservedPlacement]:
     config = load_config(None, settings)
-    return config, ReservedPlacement.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds)
+    spreads = partial(spreads_runners, config)
+    return config, ReservedPlacement.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds, spreads)
 
 
 def actor_locations(placement: ReservedPlacement) -> list[ActorLocation]:
@@ -224,19 +226,40 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
     assert not ray.is_initialized()
 
 
+def test_auto_takes_runners_by_the_cores_of_all_machines(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "CORES", 2)
+    monkeypatch.setattr(runners, "_cores", lambda: 1)
+    many = ("rollout.concurrency=512", "rollout.batch_size=64", "rollout.n_samples_per_prompt=8")
+    config, placement = reserve(["placement.mode=disaggregate", *many], "cpu")
+    try:
+        assert runners.runner_count(config) == 0
+        assert placement.runner_cores == 4
+        assert len(placement.runner_nodes()) == 2
+        assert runners.with_runner_count(config, placement.runner_cores).rollout.runners == 2
+    finally:
+        placement.close()
+    _, placement = reserve(["placement.mode=disaggregate"], "cpu")
+    try:
+        assert (placement.runner_cores, placement.runner_nodes()) == (0, []), (
+            "one process is enough for so few episodes"
+        )
+    finally:
+        placement.close()
+
+
 def test_runners_are_on_all_machines_and_begin_again_when_an_actor_or_a_machine_is_lost(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """The machine that is lost has joined for this test."""
     machine = cluster.add_node(node_ip_address="127.0.0.4", num_cpus=1, object_store_memory=80 << 20)
-    runners = ["rollout.runners=3", "rollout.concurrency=6"]
-    _, placement = reserve(["placement.mode=disaggregate", *runners], "cpu")
+    settings = ["rollout.runners=3", "rollout.concurrency=6"]
+    _, placement = reserve(["placement.mode=disaggregate", *settings], "cpu")
 
     async def main() -> None:
         async with running_engine() as (engine, url):
             async with opened(make_config(tmp_path, url, "rollout.runners=0"), tmp_path / "one") as services:
                 expected, _ = await take_steps(services, tmp_path / "one", 3)
-            config = make_config(tmp_path, url, *runners)
+            config = make_config(tmp_path, url, *settings)
             async with opened(config, tmp_path / "three", runners=RayRunners(placement)) as services:
                 processes = [runner._child for runner in pool_of(services)._runners]
                 hosts = [process._host for process in processes if isinstance(process, RemoteRunner)]

@@ -45,7 +45,7 @@ def place(monkeypatch: pytest.MonkeyPatch, *bundles: str, has_runners: bool = Fa
     table = {"bundles_to_node_id": dict(enumerate(bundles))}
     monkeypatch.setattr(placement_group, "placement_group_table", lambda group: table)
     nothing: Any = None
-    return ReservedPlacement(Layout((), (), (), {}, {}, has_runners=has_runners), nothing, nothing)
+    return ReservedPlacement(Layout((), (), (), {}, {}), nothing, nothing, lambda cores: has_runners)
 
 
 def test_an_engine_is_started_again_without_the_gcs_as_far_as_its_address(
