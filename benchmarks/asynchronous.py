@@ -226,6 +226,7 @@ class Simulation:
         scheduler = kind(admission, self._runner, self._jobs, nullcontext, journal, rollout)
         for step in range(bench.steps):
             taken = await scheduler.take(self._train_early if self.streams else None)
+            assert taken is not None, "the admission has groups for all steps"
             await self._train(taken.rollouts, step)
             self._engines.pause()
             await asyncio.sleep(bench.sync_s)

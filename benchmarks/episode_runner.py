@@ -93,6 +93,7 @@ async def _take_steps(scheduler: GroupScheduler, recorder: RolloutRecorder, step
     position = TaskPosition()
     for step in range(1, steps + 1):
         taken = await scheduler.take()
+        assert taken is not None, "the admission has groups for all steps"
         position = position.after(taken.positions)
         await scheduler.journal.record_taken(step, taken.positions, position)
         await asyncio.to_thread(recorder.write, step, taken.rollouts)
