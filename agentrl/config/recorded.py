@@ -63,6 +63,7 @@ SAMPLED = (
     "sampler.top_p",
     "sampler.top_k",
     "sampler.max_new_tokens",
+    "sampler.stop",
     "rollout.reset_seed",
     "rollout.max_turns",
     "rollout.max_tokens",

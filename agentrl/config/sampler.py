@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
 from agentrl.config.base import Seconds, Section
 
@@ -62,6 +62,8 @@ class SamplerConfig(Section):
     """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
     max_new_tokens: PositiveInt = 64
     """Maximum tokens of a turn."""
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
+    """Strings that end a turn and stay in it, in addition to those of the environment or loop (slime's ``rollout_stop``)."""
     request_timeout_s: Seconds = 300.0
     """Seconds until a generation counts as lost."""
     start_timeout_s: Seconds = 300.0

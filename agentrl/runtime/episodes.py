@@ -119,6 +119,7 @@ def _settings(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        stop=tuple(options.stop),
         seed=config.run.seed,
         experts_from=0 if config.algo.routing_replay else None,
     )
