@@ -16,6 +16,7 @@ from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import GIB, MACHINE, EnginePlan, Gpus, plan_engines
+from agentrl.planner.judges import RESTING_BYTES, JudgePlan, own_gpus, plan_judges
 from agentrl.planner.layouts import Candidate, Request, layouts
 from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, micro_tokens, trained_model
 from agentrl.weight_sync.bucketwise import IpcSync
@@ -43,6 +44,8 @@ class Option:
     """Bytes of a GPU that learner and engine share, while weights are sent; 0 if they share none."""
     settings: Tree | None = None
     """What is to be set in addition to what is configured."""
+    judges: tuple[JudgePlan, ...] = ()
+    """Engines of judges."""
     faults: tuple[str, ...] = ()
     """Why it does not fit."""
 
@@ -81,12 +84,19 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     options = []
     path = base.algo.critic.path
     critic = None if not needs_critic(base.algo) else folder if path is None else find_architecture(path, CRITIC_KEY)
-    for mode, learner_gpus in _placements(base, configured, gpus):
+    judge_gpus = own_gpus(base, gpus.bytes)
+    if judge_gpus >= gpus.count:
+        raise ConfigError(
+            f"judge.gpus=own: the engines of judges have {judge_gpus} GPUs of --gpus {gpus.count}, and none is left; raise "
+            "--gpus, or set judge.gpus=shared"
+        )
+    run_gpus = replace(gpus, count=gpus.count - judge_gpus)
+    for mode, learner_gpus in _placements(base, configured, run_gpus):
         ranks = int(section.get("ranks", learner_gpus))
         request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
             try:
-                options.append(_option(request, backend, mode, gpus, numbers))
+                options.append(_option(request, backend, mode, run_gpus, numbers))
             except (ModelError, NoLayoutError) as error:
                 if len(backends) == 1:
                     raise
@@ -116,6 +126,8 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
     config = request.config({"backend": backend, "ranks": request.ranks})
     shared = mode == "colocate"
     engine_plans: list[EnginePlan | None] = [None]
+    judges: tuple[JudgePlan, ...] = ()
+    engine_gpus = 0
     if not config.sampler.urls:
         engine_gpus = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
         if engine_gpus < 1:
@@ -125,11 +137,14 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
             )
         sizes = {"gpus": engine_gpus, "gpu_bytes": gpus.bytes, "row_tokens": config.max_tokens}
         engine_plans = [*plan_engines(request.model.config, numbers, config.sampler, mode=mode, **sizes)]
+        judges = plan_judges(config, mode, gpus.bytes, engine_gpus)
+    resting_bytes = RESTING_BYTES * sum(judge.is_shared for judge in judges) if shared else 0
     bucket = IpcSync.bucket_bytes(config.weights.bucket_mib)
     tried = []
     for engine_plan in engine_plans if shared else engine_plans[:1]:
         limits = _Limits(
-            int(FITS * gpus.bytes), bucket + engine_plan.weights if shared and engine_plan is not None else 0
+            int(FITS * gpus.bytes) - resting_bytes,
+            bucket + engine_plan.weights if shared and engine_plan is not None else 0,
         )
         tried.append((_first_fitting(layouts(request, backend), limits), engine_plan, limits))
         if limits.hold(tried[-1][0]):
@@ -146,7 +161,8 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
         faults.append(
             f"the KV cache of an engine with tp_size={engines.tensor} does not hold a row of {config.max_tokens:,} tokens"
         )
-    return Option(mode, backend, request.ranks, best, engines, limits.at_sync(best), settings, tuple(faults))
+    faults += [fault for judge in judges if (fault := judge.fault(engine_gpus))]
+    return Option(mode, backend, request.ranks, best, engines, limits.at_sync(best), settings, judges, tuple(faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +259,23 @@ def _option_lines(option: Option, plan: Plan, configured: Tree) -> Iterator[str]
             f"  {'engines':<12}{engines.engines} with tp_size={engines.tensor}, GiB a GPU: {parts}: {engines.cache_tokens:,} "
             f"tokens or {rows:,} rows in an engine"
         )
+    yield from (f"  {'judge':<12}{judge.line()}" for judge in option.judges)
+    shared_judges = [judge for judge in option.judges if judge.is_shared]
+    copies = 0
+    if engines is not None and shared_judges:
+        copies = engines.engines * engines.tensor * engines.weights
+        copies += sum(judge.gpus * judge.engines.weights for judge in shared_judges)
     if option.at_sync:
         yield f"  {'weight sync':<12}{option.at_sync / GIB:.1f} GiB: learner at rest, a bucket, the engine's weights"
         offloaded = memory.weights + memory.optimizer + memory.reference + memory.critic
         count = min(MACHINE, option.learner_gpus)
         yield f"  {'main memory':<12}{count * offloaded / GIB:,.0f} GiB a machine, while engines sample"
-    if keys := " ".join(_keys(option.settings or {}, configured)):
+    if copies:
+        yield f"  {'main memory':<12}{copies / GIB:,.0f} GiB on all machines, for weights that engines have released"
+    judge_settings = [
+        f"{judge.key}.sglang.tp_size={judge.engines.tensor}" for judge in option.judges if judge.sets_tensor
+    ]
+    if keys := " ".join([*_keys(option.settings or {}, configured), *judge_settings]):
         yield f"  {'set':<12}{keys}"
 
 

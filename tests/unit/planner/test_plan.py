@@ -133,6 +133,44 @@ def test_a_critic_is_counted_on_shared_gpus_and_has_as_many_otherwise() -> None:
         )
 
 
+def with_judge(**options: Any) -> Plan:
+    judge = {"model": "Qwen/Qwen3-32B", "max_new_tokens": 512, **options}
+    sections = {} if "gpus" not in options else {"placement": {"mode": "disaggregate"}}
+    return plan("Qwen/Qwen3-8B", reward={"function": "judge", "judge": judge}, **sections)
+
+
+def test_engines_of_a_judge_on_the_policys_gpus() -> None:
+    actual = with_judge()
+    for option in actual.options:
+        [judge] = option.judges
+        assert judge.is_shared
+        assert judge.engines.engines == 1
+        assert judge.engines.tensor > 1, "32 billion weights are for more than one H100"
+        assert judge.engines.rows(judge.row_tokens) >= ROWS
+        assert judge.row_tokens == 8192 + 512
+        assert not option.faults
+    option = only(actual, "colocate", "fsdp")
+    lines = "\n".join(report(actual, {}))
+    assert re.search(
+        r"judge +Qwen/Qwen3-32B: 1 with tp_size=\d, in turn with the policy's engines, GiB a GPU: weights", lines
+    )
+    assert f"reward.judge.sglang.tp_size={option.judges[0].engines.tensor}" in lines
+    assert "for weights that engines have released" in lines
+    [fault] = only(with_judge(engines=8), "colocate", "fsdp").faults
+    assert re.match(r"reward\.judge\.engines=8 of \d GPUs each do not fit on the 8 of the policy's engines", fault)
+
+
+def test_engines_of_a_judge_on_gpus_of_their_own() -> None:
+    option = only(with_judge(gpus="own"), "disaggregate", "fsdp")
+    assert option.engines is not None
+    [judge] = option.judges
+    assert not judge.is_shared
+    assert option.learner_gpus + option.engines.engines * option.engines.tensor + judge.gpus <= 8
+    assert not option.faults
+    with pytest.raises(ConfigError, match=r"judges have \d+ GPUs of --gpus 8, and none is left"):
+        with_judge(gpus="own", engines=8)
+
+
 def test_a_running_engine_is_not_planned() -> None:
     [fsdp, megatron] = plan("Qwen/Qwen3-0.6B", sampler={"url": "http://127.0.0.1:1"}).options
     for option in (fsdp, megatron):
