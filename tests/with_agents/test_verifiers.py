@@ -76,6 +76,37 @@ def test_an_exception_of_a_reward_function_is_a_failure_and_no_reward(python: st
     assert rollout.dropped
 
 
+def test_the_harness_of_verifiers_plays_as_a_program_of_its_own(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``null``: verifiers starts it by uv, which installs what it needs; its requests go through the gateway."""
+    monkeypatch.setenv("UV_FIND_LINKS", str(Path(python).parents[1] / "wheels"))
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (Path(python).parents[1] / "wheels").as_uri())
+    tasks = tasks_of(python, "null_env", config={"agent": {"harness": {"id": "null"}}})[:3]
+    (right, *others), sampler = asyncio.run(
+        play_tasks(tasks, lambda prompt: f"It is {number(prompt)}." if "Say 4." in prompt else "No.")
+    )
+    assert [rollout.failure for rollout in (right, *others)] == [None] * 3
+    assert [rollout.reward for rollout in (right, *others)] == [1.0, 0.0, 0.0]
+    assert policy_texts(right) == ["It is 4."]
+    check_rows(right.rows)
+    assert len(sampler.requests) == 3
+
+
+def test_a_lost_engine_is_not_noticed_by_verifiers(python: str) -> None:
+    tasks = tasks_of(python, "multi_turn_env")[:4]
+    rollouts, _ = asyncio.run(play_tasks(tasks, number, lost=["engine-0"]))
+    assert [rollout.failure for rollout in rollouts] == [None] * 4
+    assert [policy_texts(rollout) for rollout in rollouts] == [[str(35 + n), str(35 + n)] for n in range(4)]
+
+
+def test_engines_that_are_lost_for_good_are_named_and_no_fault_of_the_policy(python: str) -> None:
+    tasks = tasks_of(python, "single_turn_env")[:2]
+    rollouts, _ = asyncio.run(play_tasks(tasks, number, lost=["engine-last"]))
+    for rollout in rollouts:
+        assert rollout.failure is not None
+        assert (rollout.failure.kind, rollout.dropped) == ("sampler", True)
+        assert "no engine is left. engine-last ended with signal 9" in rollout.failure.message
+
+
 def test_what_verifiers_refuses_is_named(python: str) -> None:
     with pytest.raises(
         ConfigError, match=r"env\.options\.id=nothing: ModuleNotFoundError: taskset 'nothing' not found"

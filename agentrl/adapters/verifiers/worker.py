@@ -185,6 +185,8 @@ async def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to standard error
     os.environ[_KEY_VARIABLE] = "in the address"
+    # Programs that are installed beside verifiers, such as uv, which starts agents.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
