@@ -36,7 +36,7 @@ GradingMode = Literal["task", "separate", "shared"]
 LOGS = "/logs/verifier"
 """Folder of reward files in a machine."""
 ARTIFACTS = "/logs/artifacts"
-"""Folder of a machine that is always carried."""
+"""Folder of a machine that is always carried: Harbor adds it to the artifacts of every task."""
 REWARD_FILES = (f"{LOGS}/reward.json", f"{LOGS}/reward.txt")
 """Files with rewards, the first one first."""
 REWARD_BYTES = 2**16
@@ -210,10 +210,8 @@ async def _owner(machine: Machine, user: str | None) -> str:
 async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Machine) -> Changes:
     """Write what the agent has changed to the clean machine."""
     artifacts = list(step.grading.artifacts)
-    if not artifacts:
+    if all(posixpath.normpath(artifact.source) == ARTIFACTS for artifact in artifacts):
         artifacts.append(ArtifactToml(source=await _working_folder(folder, clean)))
-    if all(posixpath.normpath(artifact.source) != ARTIFACTS for artifact in artifacts):
-        artifacts.append(ArtifactToml(source=ARTIFACTS))
     agent_tree: dict[str, Entry] = {}
     clean_tree: dict[str, Entry] = {}
     roots, too_large = [], {}

@@ -193,10 +193,11 @@ class Env(EnvBase, gymnasium.Env[Observation, Action]):
         """Return the next observation and reward for the policy's message, or for the results of the returned calls."""
         raise NotImplementedError(f"{type(self).__name__} defines no step(action)")
 
-    def truncate(self) -> tuple[float, Info]:
+    def truncate(self) -> tuple[float, Info] | ToolCalls:
         """Return the last reward, and an ``info``, of an episode that a limit of the run ends, such as ``rollout.max_turns``.
 
-        By default the episode keeps what its steps gave. An environment that scores only whole episodes overrides this.
+        By default the episode keeps what its steps gave. An environment that scores only whole episodes overrides this. One that
+        a tool scores returns the calls; the steps that take their results then give the last reward.
         """
         return 0.0, {}
 
@@ -225,7 +226,7 @@ class AsyncEnv(Env):
         """Take an action; see `Env.step`."""
         raise NotImplementedError(f"{type(self).__name__} defines no astep(action)")
 
-    async def atruncate(self) -> tuple[float, Info]:
+    async def atruncate(self) -> tuple[float, Info] | ToolCalls:
         """Return the last reward of an episode that a limit ends; see `Env.truncate`."""
         return Env.truncate(self)
 
@@ -237,7 +238,7 @@ class AsyncEnv(Env):
         """Run `astep` to its end; not for use inside an event loop."""
         return run_coroutine(self.astep(action))
 
-    def truncate(self) -> tuple[float, Info]:
+    def truncate(self) -> tuple[float, Info] | ToolCalls:
         """Run `atruncate` to its end; not for use inside an event loop."""
         return run_coroutine(self.atruncate())
 

@@ -69,11 +69,11 @@ class ToolClient(Protocol):
 
 @runtime_checkable
 class SessionlessClient(Protocol):
-    """A `ToolClient` whose server may keep nothing of an episode between calls."""
+    """A `ToolClient` whose server may keep nothing of an episode between calls, or nothing that ends with it."""
 
     @property
     def keeps_sessions(self) -> bool:
-        """Whether it does keep something."""
+        """Whether it does keep something that ends with it."""
 
 
 @runtime_checkable
@@ -297,6 +297,8 @@ class ToolService(ABC):
     """The registered name, and the name in `ToolCall`."""
     sandboxed: ClassVar[bool] = False
     """Whether the run's ``sandbox`` section is given to `check` and `launch_arguments`, as ``options["sandbox"]``."""
+    uses_containers: ClassVar[bool] = False
+    """Likewise the section ``containers``, as ``options["containers"]``."""
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
         """Return what a policy may call on the server, each with ``server`` set to `name`; empty if it may call none."""

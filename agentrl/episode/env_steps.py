@@ -66,9 +66,17 @@ class EnvSteps:
             )
         return messages
 
-    async def truncate(self) -> None:
-        """Add the reward that the environment gives to an episode that a limit ends: to its last turn, if it has one."""
-        reward = self._record(*await self._env.truncate())
+    async def truncate(self, offered: Sequence[Tool]) -> None:
+        """Add the reward that the environment gives to an episode that a limit ends: to its last turn, if it has one.
+
+        Args:
+            offered: tools of the policy, which the environment may call, too.
+        """
+        returned = await self._env.truncate()
+        if isinstance(returned, ToolCalls):
+            _, reward, *_ = await self.run_requested_calls((returned, 0.0, False, False, {}), offered)
+        else:
+            reward = self._record(*returned)
         if self._state.turns and reward:
             self._state.turns[-1] = replace(self._state.turns[-1], reward=self._state.turns[-1].reward + reward)
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import gymnasium
 from typing_extensions import override
 
-from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, returned_fault
+from agentrl.core.env import RESET_FORM, STEP_FORM, AsyncEnv, Env, Step, observation_fault, returned_fault
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.multi_agent_env import (
     MULTI_RESET_FORM,
@@ -21,7 +21,7 @@ from agentrl.core.multi_agent_env import (
     multi_agent_fault,
 )
 from agentrl.core.task import Task
-from agentrl.core.types import Action, Info, Message, Observation
+from agentrl.core.types import Action, Info, Message, Observation, ToolCalls
 from agentrl.core.user_code import await_user_code, user_code
 from agentrl.episode.context import EpisodeContext
 from agentrl.obs.waiting import waiting
@@ -153,8 +153,8 @@ class ThreadedEnv(_Threaded[Env]):
         result: Step = self._check_returned("step", stepped, STEP_FORM)
         return result
 
-    async def truncate(self) -> tuple[float, Info]:
-        """Return the last reward of an episode that a limit ends; none while a step still runs in its thread."""
+    async def truncate(self) -> tuple[float, Info] | ToolCalls:
+        """Return the last reward of an episode that a limit ends, or the calls that score it; none while a step still runs."""
         env = self._env
         if env is None or self._busy or type(env).truncate is Env.truncate:
             return 0.0, {}
@@ -162,8 +162,12 @@ class ThreadedEnv(_Threaded[Env]):
             returned = await self._await("atruncate", env.atruncate())
         else:
             returned = await self._call("truncate", env.truncate)
+        if isinstance(returned, ToolCalls) and not observation_fault(returned):
+            return returned
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], dict):
-            raise EnvironmentFailure(f"{self.name}.truncate must return (reward, info), it returned {returned!r:.160}")
+            raise EnvironmentFailure(
+                f"{self.name}.truncate must return (reward, info) or ToolCalls, it returned {returned!r:.160}"
+            )
         return returned
 
     @override

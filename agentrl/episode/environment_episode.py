@@ -143,10 +143,10 @@ class Episode:
     async def _truncate(self) -> None:
         """Let the environment score an episode that a limit has ended, within another ``rollout.max_seconds``."""
         limit_s = self._context.limits.max_seconds
-        clock = EpisodeClock(limit_s)
+        clock = self.tools.clock = EpisodeClock(limit_s)
         try:
             async with clock:
-                await self._steps.truncate()
+                await self._steps.truncate(self.conversation.tools)
         except TimeoutError:
             if not clock.expired:
                 raise

@@ -145,19 +145,20 @@ def warn_unsandboxed(config: Config, services: Mapping[str, ToolService]) -> Non
 
 
 def service_options(config: Config, name: str, service: ToolService) -> dict[str, Any]:
-    """Return ``tools.NAME.options``; for a tool that runs code, with the run's ``sandbox`` section as ``sandbox``.
+    """Return ``tools.NAME.options``; for a tool that runs code, with the run's section ``sandbox`` or ``containers``.
 
     Raises:
-        ConfigError: the options of such a tool have another ``sandbox`` section.
+        ConfigError: the options of such a tool have another such section.
     """
     options = dict(config.tools[name].options) if name in config.tools else {}
-    if not service.sandboxed:
-        return options
-    if "sandbox" in options:
-        raise ConfigError(
-            f"tools.{name}.options.sandbox: all tools share the section sandbox; set sandbox.backend=… there"
-        )
-    return {**options, "sandbox": config.sandbox.model_dump(mode="json")}
+    sections = {"sandbox": config.sandbox} if service.sandboxed else {}
+    sections |= {"containers": config.containers} if service.uses_containers else {}
+    for section_name in sections:
+        if section_name in options:
+            raise ConfigError(
+                f"tools.{name}.options.{section_name}: all tools share the section {section_name}; set its keys there"
+            )
+    return {**options, **{key: section.model_dump(mode="json") for key, section in sections.items()}}
 
 
 def tool_url(tools: Mapping[str, ToolConfig], name: str) -> str | None:

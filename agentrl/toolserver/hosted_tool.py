@@ -25,6 +25,8 @@ class ToolSession(ABC):
     """Unique at the server."""
     state: dict[str, Any]
     """What tools keep from call to call, by the tool's name."""
+    server_stops: bool = False
+    """Whether it ends because the server stops, and not because its client has closed it or is silent."""
 
     @abstractmethod
     async def sandbox(self) -> Sandbox:

@@ -51,6 +51,9 @@ class HostedService(ToolService):
     """Whether its tools run code in a sandbox."""
     stateless: ClassVar[bool] = False
     """Whether all its tools are `StatelessTool`: then a run opens no sessions, and sends their calls in batches."""
+    resumable: ClassVar[bool] = False
+    """Whether its tools go on in a session of another server process by the ids of their calls: then episodes outlive the server,
+    and a resumed run goes on with them."""
 
     def __init_subclass__(cls) -> None:
         """Set ``sandboxed``, by which a run passes its ``sandbox`` section."""
@@ -129,7 +132,12 @@ class HostedService(ToolService):
         if config.token is None and parsed.server.token is not None:
             config = config.model_copy(update={"token": parsed.server.token})
         return ToolServerClient(
-            url, config, key=f"tools.{self.name}.url", tools=self.tools(options), stateless=self.stateless
+            url,
+            config,
+            key=f"tools.{self.name}.url",
+            tools=self.tools(options),
+            stateless=self.stateless,
+            resumable=self.resumable,
         )
 
     def _read(self, options: Mapping[str, Any]) -> RunOptions[Section]:

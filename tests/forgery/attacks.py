@@ -200,6 +200,10 @@ WHOLE = (
 """Each is graded alone: its check writes the reward itself."""
 
 
+WORK = Attack("work", "echo done > /app/work.txt", "/usr/bin/grep -q done /app/work.txt")
+"""No attack: what the agent has done is there, in both modes."""
+
+
 def group_script(attacks: tuple[Attack, ...]) -> str:
     """Return a ``test.sh`` that runs all checks."""
     lines = ["#!/bin/sh", "printf '{' > /tmp/rewards"]

@@ -14,7 +14,8 @@ from agentrl.containers.machine import Command, Machine
 from agentrl.containers.machines import Machines
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.task_folder import load_task_folder
-from tests.forgery.attacks import FURTHER, IMAGE_FILES, PACKAGES, PUBLIC, TEST_FILES, WHOLE, Attack, group_script
+from tests.fake_machine import write_task
+from tests.forgery.attacks import FURTHER, IMAGE_FILES, PACKAGES, PUBLIC, TEST_FILES, WHOLE, WORK, Attack, group_script
 
 TOOLS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 
@@ -50,18 +51,6 @@ def image(dockerd: DockerHost, tmp_path_factory: pytest.TempPathFactory) -> str:
     return images[0]
 
 
-def write_task(folder: Path, image: str, script: str) -> Path:
-    tests = folder / "tests"
-    tests.mkdir(parents=True)
-    (folder / "task.toml").write_text(
-        f'schema_version = "1.4"\n[environment]\ndocker_image = "{image}"\nworkdir = "/app"\n'
-    )
-    (folder / "instruction.md").write_text("Write 42 to answer.txt.\n")
-    for name, text in {**TEST_FILES, "test.sh": script}.items():
-        (tests / name).write_text(text)
-    return folder
-
-
 async def grade_attacks(
     machines: Machines, folder: Path, attacks: tuple[Attack, ...], mode: GradingMode, image: str
 ) -> Grade:
@@ -79,12 +68,12 @@ async def grade_attacks(
 
 def check_attacks(dockerd: DockerHost, folder: Path, attacks: tuple[Attack, ...], image: str) -> None:
     async def body(machines: Machines) -> None:
-        task = write_task(folder / "group", image, group_script(attacks))
-        forged = await grade_attacks(machines, task, attacks, "shared", image)
-        assert forged.rewards == dict.fromkeys([attack.name for attack in attacks], 1.0), forged.output
+        task = write_task(folder / "group", image, group_script((*attacks, WORK)), tests=TEST_FILES)
+        forged = await grade_attacks(machines, task, (*attacks, WORK), "shared", image)
+        assert forged.rewards == {**dict.fromkeys([attack.name for attack in attacks], 1.0), "work": 1.0}, forged.output
         assert forged.forgeable
-        honest = await grade_attacks(machines, task, attacks, "separate", image)
-        assert honest.rewards == dict.fromkeys([attack.name for attack in attacks], 0.0), honest.output
+        honest = await grade_attacks(machines, task, (*attacks, WORK), "separate", image)
+        assert honest.rewards == {**dict.fromkeys([attack.name for attack in attacks], 0.0), "work": 1.0}, honest.output
         assert not honest.forgeable
 
     in_machines(dockerd, folder / "state", body)

@@ -70,19 +70,28 @@ class ToolServerClient:
         key: the configuration key of the addresses, for messages.
         tools: the tools that a policy may call there.
         stateless: whether the tools are `StatelessTool`.
+        resumable: whether they go on in a session of another server process; see `HostedService.resumable`.
 
     Raises:
         ConfigError: an address is invalid.
     """
 
     def __init__(
-        self, urls: str, config: ClientConfig, *, key: str, tools: Sequence[Tool] = (), stateless: bool = False
+        self,
+        urls: str,
+        config: ClientConfig,
+        *,
+        key: str,
+        tools: Sequence[Tool] = (),
+        stateless: bool = False,
+        resumable: bool = False,
     ) -> None:
         addresses = dict.fromkeys(url.strip().rstrip("/") for url in urls.split(",") if url.strip())
         if not addresses:
             raise ConfigError(f"{key}={urls!r}: there is no address in it")
         self._config = config
         self._pool = ServerPool([ToolServer(url, config, key, tools) for url in addresses], key)
+        self._resumable = resumable
         self._sessions: dict[str, asyncio.Task[Session]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._batcher: Batcher[_Encoded, ToolResult] | None = None
@@ -91,8 +100,8 @@ class ToolServerClient:
 
     @property
     def keeps_sessions(self) -> bool:
-        """Whether a server keeps something of an episode between calls."""
-        return self._batcher is None
+        """Whether a server keeps something of an episode between calls that ends with its process."""
+        return self._batcher is None and not self._resumable
 
     async def check(self) -> None:
         """Check that all servers answer, have the tools of the run, and take our token.
@@ -140,7 +149,23 @@ class ToolServerClient:
                 return ToolResult(call.id, ToolStatus.INVALID, fault)
             with waiting("tool server", "batch of stateless calls"):
                 return await self._batcher.submit((call, body))
-        session = await self._session(episode_id)
+        for _ in range(self._config.retries if self._resumable else 0):
+            session = await self._session(episode_id)
+            try:
+                return await self._call_in(session, call, body)
+            except (SandboxFailure, ToolFailure) as failure:
+                _log.warning("session %s is opened again: %s", session.id, failure)
+                self._forget(episode_id, session)
+                await self._pool.wait_until_up()
+        return await self._call_in(await self._session(episode_id), call, body)
+
+    def _forget(self, episode_id: str, session: Session) -> None:
+        """Let the next call open another session."""
+        if self._sessions.pop(episode_id, None) is not None:
+            session.server.load -= 1
+
+    async def _call_in(self, session: Session, call: ToolCall, body: bytes) -> ToolResult:
+        """Run a call in a session; see `call`."""
         server = session.server
         self._pool.check_up(server)
         try:
@@ -160,6 +185,10 @@ class ToolServerClient:
             raise SandboxFailure(f"{server.name} no longer has the session: {reply.error}")
         if reply.status in (400, 413, 422):  # everything but the arguments is ours, and valid
             return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {reply.error}")
+        if reply.status == 409 and self._resumable:
+            raise SandboxFailure(
+                f"{server.name} has run another call with this id, before this run went on: {reply.error}"
+            )
         if reply.status == 409:
             raise EnvironmentFailure(
                 f"call id {call.id!r} of tool {call.name!r} was used before in this episode; every ToolCall needs a "

@@ -294,6 +294,7 @@ class Sessions:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reaper
         for session in list(self._open.values()):
+            session.server_stops = True
             self._begin_close(session, "was closed because the server stops")
         await asyncio.gather(*self._closing)
         if self._images is not None:

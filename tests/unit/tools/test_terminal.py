@@ -1,0 +1,186 @@
+"""The service ``terminal`` on machines without a daemon: what the policy reads, and what outlives a server."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from agentrl_tools.terminal import BashTool, Episodes, TerminalOptions, TerminalService, TerminalTool
+from agentrl_tools.terminal.bash import as_result
+
+from agentrl.config.toolserver import ServerConfig
+from agentrl.containers.machine import Command, CommandResult
+from agentrl.containers.machines import Machines
+from agentrl.containers.spec import MachineSpec
+from agentrl.containers.task_folder import TaskFolder
+from agentrl.core.types import ToolCall, ToolResult, ToolStatus
+from agentrl.toolserver.server.sessions import Sessions
+from tests.fake_machine import FakeMachine, FakeMachines, write_task
+
+KEY = "episode"
+
+
+def answer(machine: FakeMachine, command: Command) -> CommandResult | None:
+    text = command.command[-1] if isinstance(command.command, tuple) else command.command
+    if text == "/tests/test.sh":
+        machine.files["/logs/verifier/reward.json"] = b'{"reward": 1}'
+    return CommandResult(0, f"did {text}") if text.startswith("do") else None
+
+
+async def open_spec(folder: TaskFolder, step: int | None) -> MachineSpec:
+    return MachineSpec(image=folder.config.environment.docker_image or "")
+
+
+class Server:
+    """A server of the service; another one with the same machines is one that was started again."""
+
+    def __init__(self, state: Path, machines: dict[str, FakeMachine]) -> None:
+        self.machines = FakeMachines(state, {"/app/a.txt": b"a"}, answer, machines)
+        self.episodes = Episodes(cast(Machines, self.machines), open_spec, "task")
+        tools = [TerminalTool(self.episodes), BashTool(self.episodes, timeout_s=9, max_chars=100)]
+        self.sessions = Sessions(None, tools, ServerConfig())
+
+    async def call(self, tool: str, name: str, arguments: dict[str, Any], key: str = KEY) -> ToolResult:
+        session = await self.sessions.open("episode")
+        return (await session.call(ToolCall(f"{key}-{name}", tool, arguments))).result
+
+    async def begin(self, task: Path) -> ToolResult:
+        return await self.call("terminal", "open", {"action": "open", "folder": str(task)})
+
+
+def play(tmp_path: Path, episode: Any) -> None:
+    task = write_task(tmp_path / "task", "image", "echo")
+    machines: dict[str, FakeMachine] = {}
+    asyncio.run(episode(task, lambda: Server(tmp_path / "state", machines), machines))
+
+
+def test_a_machine_is_opened_used_graded_and_closed(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        first = server()
+        assert (await first.begin(task)).data == {"instruction": "Write 42 to answer.txt.\n", "steps": 1}
+        result = await first.call("bash", "1", {"command": "do it"})
+        assert (result.status, result.content) == (ToolStatus.OK, "did do it")
+        grade = await first.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 1})
+        assert grade.data["reward"] == 1.0
+        assert grade.data["instruction"] is None
+        session = await first.sessions.open("episode")
+        await first.sessions.close(session.id)
+        assert all(machine.is_closed for machine in machines.values())
+        assert not list((tmp_path / "state").rglob("*.json"))
+
+    play(tmp_path, episode)
+
+
+def test_a_server_that_is_started_again_goes_on_with_the_machine_and_runs_no_command_twice(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        first = server()
+        await first.begin(task)
+        await first.call("bash", "1", {"command": "do it"})
+        second = server()
+        assert (await second.call("bash", "1", {"command": "do it"})).content == "did do it"
+        assert (await second.call("bash", "2", {"command": "do more"})).content == "did do more"
+        assert [line.rpartition(" do ")[2] for line in machines[KEY].log if " do " in line] == ["it", "more"]
+        third = server()
+        graded = await third.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 2})
+        assert graded.status is ToolStatus.OK
+
+    play(tmp_path, episode)
+
+
+def test_a_conversation_that_has_lost_a_command_does_not_go_on(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        await server().begin(task)
+        await server().call("bash", "1", {"command": "do it"})
+        await server().call("bash", "2", {"command": "do more"})
+        for name, command in (("2", "do other"), ("1", "do it")):
+            result = await server().call("bash", name, {"command": command})
+            assert result.status is ToolStatus.SANDBOX_FAILURE
+            assert "has run another command" in result.content
+        graded = await server().call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 1})
+        assert graded.status is ToolStatus.SANDBOX_FAILURE
+        assert "has run 2 commands, and the conversation has 1" in graded.content
+
+    play(tmp_path, episode)
+
+
+def test_a_machine_that_is_gone_is_a_failure_and_no_new_machine(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        assert "there is no machine" in (await server().call("bash", "1", {"command": "do it"})).content
+        await server().begin(task)
+        machines.clear()
+        result = await server().call("bash", "1", {"command": "do it"})
+        assert result.status is ToolStatus.SANDBOX_FAILURE
+        assert "is gone" in result.content
+        assert all(machine.is_closed for machine in machines.values())
+
+    play(tmp_path, episode)
+
+
+def test_a_server_that_stops_leaves_the_machines_of_its_episodes(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        first = server()
+        await first.begin(task)
+        await first.sessions.stop()
+        assert not machines[KEY].is_closed
+        assert (await server().call("bash", "1", {"command": "do it"})).content == "did do it"
+
+    play(tmp_path, episode)
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "content"),
+    [
+        (CommandResult(0, "a\n"), ToolStatus.OK, "a"),
+        (CommandResult(0, ""), ToolStatus.OK, "[no output]"),
+        (CommandResult(2, "a\n"), ToolStatus.ERROR, "a\n[exit status 2]"),
+        (
+            CommandResult(None, "a", timed_out=True),
+            ToolStatus.TIMEOUT,
+            "a\n[stopped after 9 s, with all that it has started]",
+        ),
+        (CommandResult(None, "a", flooded=True), ToolStatus.OUTPUT_CUT, "a\n[stopped, since it printed without end]"),
+        (
+            CommandResult(None, "", timed_out=True, restarted=True),
+            ToolStatus.TIMEOUT,
+            "[stopped after 9 s, with all that it has started]\n[all processes of the machine were stopped]",
+        ),
+    ],
+)
+def test_what_the_policy_reads(result: CommandResult, status: ToolStatus, content: str) -> None:
+    read = as_result(ToolCall("1", "bash", {}), result, 9, 100)
+    assert (read.status, read.content) == (status, content)
+
+
+def test_the_middle_of_long_output_is_left_out() -> None:
+    read = as_result(ToolCall("1", "bash", {}), CommandResult(0, "a" * 500 + "z" * 500), 9, 100)
+    assert read.content.startswith("a" * 50)
+    assert read.content.endswith("z" * 50)
+    assert "900 characters left out" in read.content
+    assert read.data["is_cut"]
+
+
+@pytest.mark.parametrize("command", ["a\0b", "\ud800"])
+def test_commands_that_no_program_takes_are_invalid(tmp_path: Path, command: str) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        first = server()
+        await first.begin(task)
+        tool = BashTool(first.episodes, timeout_s=9, max_chars=100)
+        session = await first.sessions.open("episode")
+        assert (
+            await tool.call(session, ToolCall(f"{KEY}-1", "bash", {"command": command}))
+        ).status is ToolStatus.INVALID
+
+    play(tmp_path, episode)
+
+
+def test_the_policy_gets_bash_alone_and_a_run_names_the_owner(tmp_path: Path) -> None:
+    service = TerminalService()
+    assert [(tool.name, tool.server) for tool in service.tools({})] == [("bash", "terminal")]
+    for _ in range(2):
+        service.launch_arguments({"grading": "shared"}, cast(Any, None), tmp_path)
+
+    options = yaml.safe_load((tmp_path / "server.yaml").read_text())["tools"]["terminal"]
+    assert options["owner"] == (tmp_path / "owner").read_text()
+    assert options["grading"] == "shared"
+    assert TerminalOptions(owner=options["owner"]).owner != TerminalOptions().owner

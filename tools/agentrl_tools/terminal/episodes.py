@@ -1,0 +1,224 @@
+"""Machines of episodes, which a server that was started again knows by its records."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from agentrl.containers.grading import Grade, GradingMode, grade
+from agentrl.containers.machine import Command, CommandResult, Machine
+from agentrl.containers.machines import Machines, state_folder
+from agentrl.containers.spec import MachineSpec
+from agentrl.containers.task_folder import TaskFolder, load_task_folder
+from agentrl.containers.task_steps import prepare_step
+from agentrl.core.atomic_files import write_atomically
+from agentrl.core.errors import SandboxFailure
+
+OpenSpec = Callable[[TaskFolder, int | None], Awaitable[MachineSpec]]
+"""Returns what a task's machine is made from; with a step, what the machine of its tests is made from."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of an episode's machine on disk."""
+
+    folder: str
+    """The task's."""
+    machine: str
+    """The machine's id."""
+    step: int = 0
+    """The step that is being played, from 0."""
+    calls: list[list[str]] = field(default_factory=list)
+    """Id and hash of each command that was begun, in order."""
+
+
+class Episode:
+    """An episode's machine and task. Its calls run one after the other.
+
+    Args:
+        machine: open.
+        folder: of the task.
+        record: of the episode.
+        file: where the record is.
+    """
+
+    def __init__(self, machine: Machine, folder: TaskFolder, record: Record, file: Path) -> None:
+        self.machine = machine
+        self.folder = folder
+        self.record = record
+        self.lock = asyncio.Lock()
+        self._file = file
+
+    @property
+    def user(self) -> str | None:
+        """The agent's user in this step; None: the machine's."""
+        return self.folder.steps[self.record.step].user
+
+    async def run(self, command: Command) -> CommandResult:
+        """Run a command that has a ``call_id``; the same one again gives its result.
+
+        Raises:
+            SandboxFailure: the machine has run another command with this id, or one after it: the conversation has lost it.
+        """
+        assert command.call_id is not None, "calls have ids"
+        words = command.command if isinstance(command.command, tuple) else (command.command,)
+        entry = [command.call_id, hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]]
+        calls = self.record.calls
+        if entry != (calls[-1] if calls else None):
+            if any(entry[0] == call_id for call_id, _ in calls):
+                raise SandboxFailure(
+                    f"machine {self.machine.id} has run another command as call {entry[0]}, or more after it"
+                )
+            calls.append(entry)
+            self.save()
+        return await self.machine.run(command)
+
+    def check_calls(self, count: int) -> None:
+        """Check that the machine has run as many commands as the conversation has.
+
+        Raises:
+            SandboxFailure: it has not.
+        """
+        if count != len(self.record.calls):
+            raise SandboxFailure(
+                f"machine {self.machine.id} has run {len(self.record.calls)} commands, and the conversation has {count}"
+            )
+
+    def save(self) -> None:
+        """Write the record."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(self._file) as partial:
+            partial.write_text(json.dumps(asdict(self.record)))
+
+    async def close(self) -> None:
+        """Remove machine and record."""
+        await self.machine.close()
+        self._file.unlink(missing_ok=True)
+
+
+class Episodes:
+    """The episodes of a server.
+
+    Args:
+        machines: opens machines; connected by `start`.
+        open_spec: see `OpenSpec`.
+        mode: where tests run.
+    """
+
+    def __init__(self, machines: Machines, open_spec: OpenSpec, mode: GradingMode) -> None:
+        self._machines = machines
+        self._open_spec = open_spec
+        self._mode = mode
+        self._records = state_folder(machines.config) / "terminal" / machines.owner
+        self._open: dict[str, asyncio.Task[Episode]] = {}
+
+    async def start(self) -> None:
+        """Connect to the daemons.
+
+        Raises:
+            MissingError: none answers.
+        """
+        await self._machines.start()
+
+    async def begin(self, key: str, folder: Path) -> Episode:
+        """Open the machine of a new episode, and prepare its first step.
+
+        Raises:
+            ConfigError: the folder is no valid task.
+            MissingError, SandboxFailure: there is no machine.
+        """
+        return await self._opened(key, lambda: self._make(key, folder))
+
+    async def find(self, key: str) -> Episode:
+        """Return an episode that has begun, at this server or at one before it.
+
+        Raises:
+            SandboxFailure: its machine is gone.
+        """
+        return await self._opened(key, lambda: self._adopt(key))
+
+    async def _opened(self, key: str, make: Callable[[], Awaitable[Episode]]) -> Episode:
+        if key not in self._open:
+            self._open[key] = asyncio.ensure_future(make())
+        try:
+            return await asyncio.shield(self._open[key])
+        except BaseException:
+            task = self._open.get(key)
+            if task is not None and task.done() and (task.cancelled() or task.exception() is not None):
+                self._open.pop(key, None)
+            raise
+
+    async def _make(self, key: str, path: Path) -> Episode:
+        folder = await asyncio.to_thread(load_task_folder, path)
+        machine = await self._machines.open(await self._open_spec(folder, None), key)
+        episode = Episode(machine, folder, Record(str(path), machine.id), self._file(key))
+        try:
+            await prepare_step(folder, 0, machine)
+            episode.save()
+        except BaseException:
+            await asyncio.shield(episode.close())
+            raise
+        return episode
+
+    async def _adopt(self, key: str) -> Episode:
+        file = self._file(key)
+        try:
+            record = Record(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            raise SandboxFailure(f"there is no machine {key}: its lease has ended, or another server has it") from None
+        folder = await asyncio.to_thread(load_task_folder, Path(record.folder))
+        machine = await self._machines.open(await self._open_spec(folder, None), key)
+        if machine.id != record.machine:
+            await machine.close()
+            file.unlink(missing_ok=True)
+            raise SandboxFailure(f"machine {record.machine} is gone: its lease has ended, or its daemon has lost it")
+        return Episode(machine, folder, record, file)
+
+    async def grade(self, episode: Episode, step: int) -> Grade:
+        """Run the tests of a step.
+
+        Raises:
+            GradingFailure, SandboxFailure, TaskError: see `agentrl.containers.grading.grade`.
+        """
+
+        async def open_clean() -> Machine:
+            spec = await self._open_spec(episode.folder, step)
+            return await self._machines.open(
+                spec, f"{episode.machine.id}-tests-{step}-{asyncio.get_running_loop().time()}"
+            )
+
+        is_last = step == len(episode.folder.steps) - 1
+        return await grade(episode.folder, step, episode.machine, open_clean, mode=self._mode, is_last=is_last)
+
+    async def next_step(self, episode: Episode, step: int) -> None:
+        """Begin another step.
+
+        Raises:
+            TaskError: it cannot be prepared.
+        """
+        if episode.record.step < step:
+            await prepare_step(episode.folder, step, episode.machine)
+            episode.record.step = step
+            episode.save()
+
+    async def end(self, key: str) -> None:
+        """Remove an episode's machine, if it has one."""
+        task = self._open.pop(key, None)
+        if task is not None:
+            task.cancel()
+            results = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(results[0], Episode):
+                await results[0].close()
+
+    async def close(self) -> None:
+        """Remove the machines that are open."""
+        for key in list(self._open):
+            await self.end(key)
+        await self._machines.close()
+
+    def _file(self, key: str) -> Path:
+        return self._records / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

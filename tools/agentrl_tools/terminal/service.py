@@ -1,0 +1,67 @@
+"""The service as agentrl starts and calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agentrl import Tool
+from agentrl.config.base import Section
+from agentrl.containers.machines import Machines
+from agentrl.containers.task_machines import machine_spec
+from agentrl.core.atomic_files import write_private
+from agentrl.core.task import TaskSet
+from agentrl.toolserver.hosted_tool import HostedTool
+from agentrl.toolserver.service import HostedService
+
+from .bash import BASH, BashTool
+from .episodes import Episodes
+from .options import TerminalOptions
+from .terminal import TerminalTool
+
+_OWNER = "owner"
+
+
+class TerminalService(HostedService):
+    """Machines of container tasks. They outlive the server: its next start, or a resumed run, goes on with them."""
+
+    name: ClassVar[str] = "terminal"
+    Options: ClassVar[type[Section]] = TerminalOptions
+    uses_containers: ClassVar[bool] = True
+    resumable: ClassVar[bool] = True
+
+    def create_tools(self, options: TerminalOptions) -> Sequence[HostedTool]:
+        """Return the tool of environments and that of policies."""
+        episodes = Episodes(Machines(options.containers, options.owner), machine_spec, options.grading)
+        return [TerminalTool(episodes), BashTool(episodes, timeout_s=options.timeout_s, max_chars=options.max_chars)]
+
+    def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:
+        """Return ``bash`` alone: a policy neither opens machines nor grades."""
+        return tuple(tool for tool in super().tools(options) if tool.name == BASH)
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check the options, and that the Docker daemons answer."""
+        parsed = self._read(options).tool
+        assert isinstance(parsed, TerminalOptions)
+
+        async def connect() -> None:
+            async with Machines(parsed.containers, parsed.owner):
+                pass
+
+        asyncio.run(connect())
+
+    def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
+        """Write the server's configuration; its machines belong to an owner that the folder names, also in a resumed run."""
+        file = folder / _OWNER
+        if not file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_private(file, secrets.token_hex(8))
+        parsed = self._read(options)
+        assert isinstance(parsed.tool, TerminalOptions)
+        return self._write_config(
+            replace(parsed, tool=parsed.tool.model_copy(update={"owner": file.read_text()})), folder
+        )

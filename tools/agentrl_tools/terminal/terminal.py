@@ -1,0 +1,106 @@
+"""Opens the machine of an episode, and grades what was done in it; for environments, never for policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl import Tool, ToolCall, ToolResult, ToolStatus
+from agentrl.containers.grading import single_reward
+from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
+
+from .episodes import Episodes
+
+TERMINAL = "terminal"
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "action": {"enum": ["open", "grade"]},
+        "folder": {"type": "string", "description": "With open: the task's folder."},
+        "step": {"type": "integer", "minimum": 0, "description": "With grade: the step, from 0."},
+        "calls": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "With grade: commands that the conversation has, if it is known.",
+        },
+        "rewards": {
+            "type": "array",
+            "items": {"type": "object"},
+            "description": "With grade: rewards of the steps so far.",
+        },
+    },
+    "required": ["action"],
+    "additionalProperties": False,
+}
+
+
+class TerminalTool(HostedTool):
+    """Opens and grades. A call's id is the episode's key, a hyphen, and the call's name.
+
+    ``open`` returns the data ``{"instruction", "steps"}``. ``grade`` returns ``{"rewards", "task_rewards", "reward",
+    "instruction", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of the task so
+    far, and as one number; the next step's instruction, or None after the last.
+    """
+
+    def __init__(self, episodes: Episodes) -> None:
+        super().__init__(Tool(TERMINAL, "Open the machine of a task, or grade what was done in it.", PARAMETERS))
+        self._episodes = episodes
+
+    async def start(self) -> None:
+        """Connect to the Docker daemons.
+
+        Raises:
+            MissingError: none answers.
+        """
+        await self._episodes.start()
+
+    async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
+        """Open a machine, or grade.
+
+        Raises:
+            SandboxFailure: there is no machine, or it is not as the conversation has it.
+            GradingFailure: the tests gave no reward.
+        """
+        key, _, _ = call.id.rpartition("-")
+        session.state[key] = self._episodes
+        if call.arguments["action"] == "open":
+            episode = await self._episodes.begin(key, Path(call.arguments["folder"]))
+            data: Mapping[str, Any] = {"instruction": episode.folder.instruction, "steps": len(episode.folder.steps)}
+            return ToolResult(call.id, ToolStatus.OK, "open", data)
+        return ToolResult(call.id, ToolStatus.OK, "graded", await self._grade(key, call.arguments))
+
+    async def _grade(self, key: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        episode = await self._episodes.find(key)
+        step = arguments["step"]
+        async with episode.lock:
+            if "calls" in arguments:
+                episode.check_calls(arguments["calls"])
+            grade = await self._episodes.grade(episode, step)
+            rewards = [*arguments["rewards"], dict(grade.rewards)]
+            task_rewards = episode.folder.reward(rewards)
+            goes_on = step + 1 < len(episode.folder.steps) and episode.folder.steps[step].allows_next(grade.rewards)
+            if goes_on:
+                await self._episodes.next_step(episode, step + 1)
+        return {
+            "rewards": dict(grade.rewards),
+            "task_rewards": task_rewards,
+            "reward": single_reward(task_rewards),
+            "instruction": episode.folder.steps[step + 1].instruction if goes_on else None,
+            "forgeable": grade.forgeable,
+            "at_limit": grade.at_limit,
+            "refused": dict(grade.refused),
+            "output": grade.output,
+            "seconds": grade.seconds,
+        }
+
+    async def end(self, session: ToolSession) -> None:
+        """Remove the machines of the session's episode, unless the server stops: another one may go on with them."""
+        if session.server_stops:
+            return
+        for key in [key for key, owner in session.state.items() if owner is self._episodes]:
+            await self._episodes.end(key)
+
+    async def close(self) -> None:
+        """Remove the machines that are open."""
+        await self._episodes.close()
