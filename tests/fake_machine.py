@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import posixpath
 import tarfile
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,20 @@ class FakeMachines:
     async def open(self, spec: MachineSpec, key: str) -> FakeMachine:
         machine = self.there.get(key)
         if machine is None or machine.is_closed:
-            machine = self.there[key] = FakeMachine(
-                f"machine-{len(self.there)}-{len(self.opened)}", spec, self._files, self._answer
-            )
+            machine = self.there[key] = FakeMachine(uuid.uuid4().hex, spec, self._files, self._answer)
         self.opened.append(machine)
         return machine
 
-    async def close(self) -> None:
-        for machine in self.opened:
-            await machine.close()
+    async def leave(self) -> None:
+        pass
 
 
 def write_task(folder: Path, image: str, script: str, *, toml: str = "", tests: Mapping[str, str] = {}) -> Path:
     """Write a task of one step, whose working folder is ``/app``."""
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text(
-        f'schema_version = "1.4"\n{toml}\n[environment]\ndocker_image = "{image}"\nworkdir = "/app"\nnetwork_mode = "no-network"\n'
+        f'schema_version = "1.4"\n{toml}\n[environment]\ndocker_image = "{image}"\nworkdir = "/app"\n'
+        'network_mode = "no-network"\n'
     )
     (folder / "instruction.md").write_text("Write 42 to answer.txt.\n")
     for name, text in {**tests, "test.sh": script}.items():

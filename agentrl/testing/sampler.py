@@ -13,13 +13,15 @@ import numpy as np
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
 from agentrl.core.extras import require
+from agentrl.core.registry import TOOLS, names
 from agentrl.core.task import Task
-from agentrl.core.tool import ToolClient
+from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import FinishReason, Generation, Prompt, Rollout, SamplingParams
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.toolserver.service import find_service
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ def play_episode(
                     renderer=renderer,
                     sampler=ScriptedSampler(script, encode=renderer.encode, end_token_id=renderer.end_token_id),
                     tool_clients=tool_clients or {},
+                    served={tool.name: tool for name in tool_clients or {} for tool in _server_tools(name)},
                     limits=Limits(max_turns, max_tokens, max_seconds=60.0, max_new_tokens=max_tokens),
                     sampling=SamplingParams(max_new_tokens=max_tokens),
                 )
@@ -222,3 +225,8 @@ def play_episode(
     )
     (rollout,) = asyncio.run(runner.run(task, seed, task.id))
     return rollout
+
+
+def _server_tools(name: str) -> Sequence[Tool]:
+    """Return what a policy may call at a registered tool's server with its default options; a client may be of another name."""
+    return find_service(name).tools({}) if name in names(TOOLS) else ()

@@ -94,8 +94,10 @@ class LocalToolClient:
             await self._sessions.close(session_id)
 
     async def _close(self) -> None:
+        sessions, self._sessions = self._sessions, None
+        for session_id in self._session_ids.values() if sessions is not None else ():
+            await sessions.close(session_id)  # no other server goes on with them
         self._session_ids.clear()
-        self._sessions = None
         await self._exits.aclose()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
-from agentrl.containers.machine import Command, CommandResult
+from agentrl.containers.machine import Command, CommandResult, MachineEndedError
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 from agentrl.toolserver.sandbox_tool import cut_middle, unwritable
 
@@ -51,20 +51,25 @@ class BashTool(HostedTool):
         text = call.arguments["command"]
         if fault := unwritable(text) or ("a command cannot have a null character" if "\0" in text else ""):
             return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {fault}")
-        key, _, _ = call.id.rpartition("-")
+        key, _, _ = call.id.partition("-")
         session.state[key] = self._episodes
         episode = await self._episodes.find(key)
+        command = Command(
+            ("/bin/sh", "-c", _BASH_OR_SH, "sh", text),
+            user=episode.user,
+            env=_ENV,
+            wall_s=self._timeout_s,
+            output_bytes=_BYTES_OF_A_CHARACTER * self._max_chars,
+            call_id=call.id,
+        )
         async with episode.lock:
-            result = await episode.run(
-                Command(
-                    ("/bin/sh", "-c", _BASH_OR_SH, "sh", text),
-                    user=episode.user,
-                    env=_ENV,
-                    wall_s=self._timeout_s,
-                    output_bytes=_BYTES_OF_A_CHARACTER * self._max_chars,
-                    call_id=call.id,
-                )
-            )
+            try:
+                result = await episode.run(command)
+            except MachineEndedError as error:
+                if not error.is_by_policy:
+                    raise
+                data = {"exit_code": None, "seconds": 0.0, "is_cut": False}
+                return ToolResult(call.id, ToolStatus.KILLED, f"[{error}]", data)
         return as_result(call, result, self._timeout_s, self._max_chars)
 
 

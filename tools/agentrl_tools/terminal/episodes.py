@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentrl.containers.grading import Grade, GradingMode, grade
-from agentrl.containers.machine import Command, CommandResult, Machine
+from agentrl.containers.machine import Command, CommandResult, Machine, MachineEndedError
 from agentrl.containers.machines import Machines, state_folder
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.task_folder import TaskFolder, load_task_folder
@@ -192,7 +192,12 @@ class Episodes:
             )
 
         is_last = step == len(episode.folder.steps) - 1
-        return await grade(episode.folder, step, episode.machine, open_clean, mode=self._mode, is_last=is_last)
+        try:
+            return await grade(episode.folder, step, episode.machine, open_clean, mode=self._mode, is_last=is_last)
+        except MachineEndedError as error:
+            if not error.is_by_policy:
+                raise
+            return Grade({}, forgeable=False, output=str(error), at_limit=True)
 
     async def next_step(self, episode: Episode, step: int) -> None:
         """Begin another step.
@@ -215,10 +220,8 @@ class Episodes:
                 await results[0].close()
 
     async def close(self) -> None:
-        """Remove the machines that are open."""
-        for key in list(self._open):
-            await self.end(key)
-        await self._machines.close()
+        """Leave the machines that are open to the next server, or to the end of their leases."""
+        await self._machines.leave()
 
     def _file(self, key: str) -> Path:
         return self._records / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

@@ -62,7 +62,7 @@ class TerminalTool(HostedTool):
             SandboxFailure: there is no machine, or it is not as the conversation has it.
             GradingFailure: the tests gave no reward.
         """
-        key, _, _ = call.id.rpartition("-")
+        key, _, _ = call.id.partition("-")
         session.state[key] = self._episodes
         if call.arguments["action"] == "open":
             episode = await self._episodes.begin(key, Path(call.arguments["folder"]))
@@ -102,5 +102,5 @@ class TerminalTool(HostedTool):
             await self._episodes.end(key)
 
     async def close(self) -> None:
-        """Remove the machines that are open."""
+        """Close the connections; machines of episodes that go on elsewhere stay."""
         await self._episodes.close()
