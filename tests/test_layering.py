@@ -17,6 +17,7 @@ LIGHT_PACKAGES = {"core", "config", "clients"}
 PLUGINS = {f"{folder}/agentrl_{folder}": f"agentrl_{folder}" for folder in ("envs", "tools", "tasks")}
 CONTRACTS = {
     "config",  # Section, the base class of a hosted tool's options
+    "containers",
     "core",
     "data",
     "rewards",

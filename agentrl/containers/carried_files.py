@@ -158,7 +158,7 @@ def find_changes(
             refused[path] = reason
         else:
             entries[path] = entry
-    removed = []
+    removed: list[str] = []
     for path in sorted(clean):
         if path in agent and (path not in entries or clean[path].kind == entries[path].kind != "link"):
             continue

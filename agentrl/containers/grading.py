@@ -149,7 +149,7 @@ async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *,
 
 def _check(folder: TaskFolder, step: TaskStep) -> None:
     grading = step.grading
-    services = {service for service in (entry.service for entry in (*grading.artifacts, *grading.collect)) if service}
+    services = {artifact.service or MAIN for artifact in grading.artifacts} | {hook.service for hook in grading.collect}
     if strange := services - {MAIN}:
         names = ", ".join(sorted(strange))
         raise TaskError(f"task {folder.name}: artifacts and commands of services are not supported: {names}")

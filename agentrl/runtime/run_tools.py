@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.base import Section
 from agentrl.config.schema import Config
 from agentrl.config.toolserver import ToolConfig
 from agentrl.core.errors import ConfigError, unknown_name
@@ -151,7 +152,7 @@ def service_options(config: Config, name: str, service: ToolService) -> dict[str
         ConfigError: the options of such a tool have another such section.
     """
     options = dict(config.tools[name].options) if name in config.tools else {}
-    sections = {"sandbox": config.sandbox} if service.sandboxed else {}
+    sections: dict[str, Section] = {"sandbox": config.sandbox} if service.sandboxed else {}
     sections |= {"containers": config.containers} if service.uses_containers else {}
     for section_name in sections:
         if section_name in options:

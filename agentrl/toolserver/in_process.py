@@ -94,10 +94,11 @@ class LocalToolClient:
             await self._sessions.close(session_id)
 
     async def _close(self) -> None:
+        session_ids, self._session_ids = self._session_ids, {}
         sessions, self._sessions = self._sessions, None
-        for session_id in self._session_ids.values() if sessions is not None else ():
-            await sessions.close(session_id)  # no other server goes on with them
-        self._session_ids.clear()
+        if sessions is not None:
+            for session_id in session_ids.values():
+                await sessions.close(session_id)  # no other server goes on with them
         await self._exits.aclose()
 
 

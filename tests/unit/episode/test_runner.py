@@ -228,8 +228,38 @@ def test_an_environment_scores_an_episode_that_a_limit_ends(renderer):
     assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TIME, 1.5)
     rollout, _ = play(renderer, ["a"] * 4, Verified, max_turns=4)
     assert rollout.failure is not None
-    assert rollout.failure.message == "Verified.truncate must return (reward, info), it returned None"
+    assert rollout.failure.message == "Verified.truncate must return (reward, info) or ToolCalls, it returned None"
     assert rollout.dropped
+
+
+@tool
+async def count(text: str) -> str:
+    """Count characters."""
+    return str(len(text))
+
+
+class ScoredByTool(Guess):
+    """A tool scores it: its words, and nothing before the end."""
+
+    tools = (count,)
+
+    def truncate(self):
+        return ToolCalls((ToolCall("score", "count", {"text": "x" * self.words}),))
+
+    def step(self, action):
+        if isinstance(action, ToolResults):
+            return (), float(action.results[0].content), True, False, {"metrics": {"scored": 1.0}}
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, 0.0, terminated, truncated, info
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 3}, {"max_turns": 1}])
+def test_a_tool_scores_an_episode_that_a_limit_ends(renderer, limit):
+    rollout, _ = play(renderer, ["a"] * 3, ScoredByTool, **limit)
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TURNS, float(limit["max_turns"]))
+    assert rollout.turns[-1].reward == rollout.reward
+    assert rollout.metrics == {"scored": 1.0}
+    assert rollout.tool_uses["count"].calls == 1
 
 
 def test_max_tokens_shrinks_the_last_turn(renderer):

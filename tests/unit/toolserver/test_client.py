@@ -167,6 +167,26 @@ async def test_a_lost_session_is_the_same_when_asked_for_again():
 
 
 @in_loop
+async def test_a_session_that_can_be_resumed_is_opened_again_and_its_call_repeated(caplog):
+    async with fake_servers() as (server,):
+        client = ToolServerClient(server.url, ClientConfig(), key=KEY, resumable=True)
+        assert not client.keeps_sessions, "nothing of it ends with the server"
+        await client.call(call("0"), episode_id="e")
+
+        async def restarts(body):
+            await server.restart()
+            return {"status": "ok", "content": "late"}
+
+        first, server.work = server.work, restarts
+        calling = asyncio.create_task(client.call(call("1"), episode_id="e"))
+        await until(lambda: server.count("POST", "/sessions") > 1 or calling.done())
+        server.work = first
+        assert (await calling).content == "python {}"
+        assert "is opened again" in caplog.text
+        await client.aclose()
+
+
+@in_loop
 async def test_a_call_is_never_sent_to_a_process_that_has_not_seen_it():
     """The reply is lost as the server restarts; by accident the new process has a session of that very name."""
     async with fake_servers() as (server,):
