@@ -29,6 +29,7 @@ from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.rollouts import RolloutFile
 from agentrl.toolserver.options import make_server_config
 from agentrl.toolserver.service import make_tools
+from tests.fake_machine import write_task
 from tests.test_configs import MACHINE
 from tests.test_pages import PAGES, ROOT, example
 
@@ -62,6 +63,7 @@ LACKS = MACHINE | {
     "placement.mode",
     "tools.search.url",
     "tools.python.url",
+    "containers.hosts",
     "rollout.agent.harness",
     "obs.trackio",
     "reward.judge.model",
@@ -143,6 +145,8 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         row = '{"prompt": "Who?", "label": "a", "pages": {}}\n'
         (tmp_path / "train.jsonl").write_text(row)
         (tmp_path / "eval.jsonl").write_text(row.replace("Who", "What") * 50)
+    for tasks in re.findall(r"data\.path=(tasks|data/exercises)\b/?(?= |$)", request.node.callspec.params["line"]):
+        write_task(tmp_path / tasks / "count_lines", "debian:12", "echo 1 > /logs/verifier/reward.txt\n")
     monkeypatch.chdir(tmp_path)
     words = ALL[request.node.callspec.params["line"]].words
     if "--resume" in words:

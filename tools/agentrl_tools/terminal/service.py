@@ -14,6 +14,7 @@ from agentrl.config.base import Section
 from agentrl.containers.machines import Machines
 from agentrl.containers.task_machines import machine_spec
 from agentrl.core.atomic_files import write_private
+from agentrl.core.errors import MissingError
 from agentrl.core.task import TaskSet
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
@@ -52,7 +53,11 @@ class TerminalService(HostedService):
             async with Machines(parsed.containers, parsed.owner):
                 pass
 
-        asyncio.run(connect())
+        try:
+            asyncio.run(connect())
+        except MissingError as error:
+            hosts = ",".join(parsed.containers.hosts) or "null"
+            raise MissingError(f"containers.hosts={hosts}: {error}") from error
 
     def launch_arguments(self, options: Mapping[str, Any], tasks: TaskSet, folder: Path) -> Sequence[str]:
         """Write the server's configuration; its machines belong to an owner that the folder names, also in a resumed run."""
