@@ -29,6 +29,7 @@ from agentrl.train.callbacks import KEY as CALLBACKS_KEY
 from agentrl.train.callbacks import RunCallbacks, load_callbacks
 from agentrl.train.data_function_check import check_buffer_filter, check_data_source, check_evaluation
 from agentrl.train.function_report import FunctionReport, RecordedStep
+from agentrl.train.loop_function_check import check_generate
 from agentrl.train.sample_function_check import check_conversion, check_post_process
 
 _LOG_RATIO = 0.3
@@ -56,6 +57,11 @@ async def check_functions(config: Config, step: RecordedStep) -> list[FunctionRe
             for source, source_config in config.by_source().items()
             if is_reference(source_config.tasks.data_source.name)
         ],
+        *[
+            await check_generate(source_config, source, step)
+            for source, source_config in config.by_source().items()
+            if source_config.rollout.generate is not None
+        ],
         *([check_buffer_filter(config, step)] if config.rollout.buffer_filter is not None else []),
         *([await check_evaluation(config, step)] if config.eval.function is not None else []),
         *[await _check_callback(reference, config, step) for reference in config.train.callbacks],
@@ -64,8 +70,8 @@ async def check_functions(config: Config, step: RecordedStep) -> list[FunctionRe
         raise ConfigError(
             "no function to try: name one by its key, such as reward=my_rewards.py:score, "
             f"{FILTERS_KEY}=[my_filters.py:keep], algo.advantage.name=my_algo.py:Estimator, algo.loss.name=my_algo.py:Loss, "
-            f"{CONVERT_KEY}=my_samples.py:convert, eval.function=my_evaluation.py:evaluate or "
-            f"{CALLBACKS_KEY}=[my_callbacks.py:Callback]. Functions that make episodes need an engine: agentrl rollout"
+            f"{CONVERT_KEY}=my_samples.py:convert, eval.function=my_evaluation.py:evaluate, rollout.generate=my_loop.py:generate "
+            f"or {CALLBACKS_KEY}=[my_callbacks.py:Callback]. agentrl env check tries environments"
         )
     return reports
 

@@ -105,6 +105,26 @@ def no_task(buffer, num_samples): return []
 def all_tasks(buffer, num_samples): return buffer
 def one_argument(buffer): return buffer
 
+async def loop(task, agent):
+    chat = agent.chat(task.prompt)
+    while (reply := await chat.sample(max_new_tokens=8)) is not None and chat.turns < 2:
+        chat.add(agentrl.Message("user", "go on"))
+    return chat.rollout(1.0)
+async def silent(task, agent):
+    return agent.chat(task.prompt).rollout(1.0)
+async def no_rollout(task, agent):
+    await agent.chat(task.prompt).sample()
+    return 1.0
+async def fails(task, agent):
+    raise ValueError("no plan")
+async def no_reward(task, agent):
+    chat = agent.chat(task.prompt)
+    await chat.sample(max_new_tokens=8)
+    return chat.rollout(math.nan)
+@agentrl.uses_tools("search")
+async def with_tools(task, agent): return None
+async def one_parameter(task): return None
+
 async def best_of(policy):
     rollouts = await policy.rollouts(policy.tasks["eval"], n_samples=2)
     await policy.run_sets()
@@ -287,6 +307,28 @@ def test_a_data_source_is_tried_on_the_tasks_of_the_run(
     [report] = check(functions.parent, *settings, "rollout.batch_size=4")
     assert any(seen in line for line in report.lines) or fault
     assert (report.faults == []) == (fault is None)
+    assert fault is None or any(fault in line for line in report.faults), report
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "fault"),
+    [
+        ("loop", "8 rollouts of 4 tasks with recorded replies: 2 turns", None),
+        ("with_tools", "not played, as it calls tools of servers (search)", None),
+        ("silent", "", "the policy says nothing: call chat.sample()"),
+        ("no_rollout", "", "it must return chat.rollout(...)"),
+        ("fails", "", "raised ValueError: no plan (functions.py:"),
+        ("no_reward", "", "nan"),
+        ("one_parameter", "", "must take two arguments, async def generate(task, agent)"),
+    ],
+)
+def test_a_loop_is_tried_with_recorded_replies(functions: Path, name: str, seen: str, fault: str | None) -> None:
+    rows = functions.parent / "rows.jsonl"
+    rows.write_text(ROWS)
+    settings = [f"rollout.generate={functions}:{name}", f"data.path={rows}", "env.name=single_turn"]
+    [report] = check(functions.parent, *settings, "rollout.n_samples_per_prompt=2")
+    assert (report.faults == []) == (fault is None), report
+    assert fault is not None or any(seen in line for line in report.lines), report
     assert fault is None or any(fault in line for line in report.faults), report
 
 
