@@ -88,7 +88,7 @@ def train_with_trl(task: str, policy: str, config: Config, console: Console) -> 
 
     Raises:
         MissingError: TRL is not installed.
-        ConfigError: the task takes several turns, or tools.
+        ConfigError: the task takes several turns, or tools, or the run has no number of steps.
         AgentrlError: the warm start failed.
     """
     if not is_installed("trl"):
@@ -101,6 +101,8 @@ def train_with_trl(task: str, policy: str, config: Config, console: Console) -> 
         asyncio.run(warm.train(console))
     turns = SingleTurns(config)
     sources = open_tasks(config)
+    if config.train.steps is None:
+        raise ConfigError("train.steps=null: --trainer trl needs the number of steps")
     count = config.train.steps * config.rollout.batch_size
     tasks = make_order(config, read_splits(config, sources)).get_samples(count)
     eval_tasks = load_eval_tasks(config, sources)[0].tasks
@@ -135,9 +137,10 @@ def make_trainer(
     """
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
-    class StepLines(TrainerCallback):  # type: ignore[misc]
+    class StepLines(TrainerCallback):
         """Prints and writes the metrics of each step."""
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -157,7 +160,7 @@ def make_trainer(
     settings = GRPOConfig(
         output_dir=str(out),
         seed=config.run.seed,
-        max_steps=config.train.steps,
+        max_steps=len(tasks) // rollout.batch_size,
         per_device_train_batch_size=episodes,
         num_generations=rollout.n_samples_per_prompt,
         shuffle_dataset=False,
@@ -188,7 +191,8 @@ def make_trainer(
         return [turns.reward(tasks[index], text) for index, text in zip(number, texts, strict=True)]
 
     rows = [{"prompt": to_chat(turns.prompt(task)), "number": index} for index, task in enumerate(tasks)]
-    trainer = GRPOTrainer(str(model), score, settings, Dataset.from_list(rows), callbacks=[StepLines()])
+    reward: Any = score
+    trainer = GRPOTrainer(str(model), reward, settings, Dataset.from_list(rows), callbacks=[StepLines()])
     trainer.remove_callback(PrinterCallback)
     return trainer
 

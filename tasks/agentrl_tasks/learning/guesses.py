@@ -89,7 +89,7 @@ def give_feedback(guess: str, secret: str) -> str:
     return "".join(marks)
 
 
-PLAYERS = {"number": NumberGuesser, "word": WordGuesser}
+PLAYERS: Mapping[str, type[NumberGuesser] | type[WordGuesser]] = {"number": NumberGuesser, "word": WordGuesser}
 
 
 class GuessPositions(GamePositions):
