@@ -136,6 +136,8 @@ def make_trainer(
     The metrics of its steps are printed, and written to ``out/metrics.jsonl``.
     """
     from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from pyarrow import Table
     from transformers import PrinterCallback, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -192,7 +194,9 @@ def make_trainer(
 
     rows = [{"prompt": to_chat(turns.prompt(task)), "number": index} for index, task in enumerate(tasks)]
     reward: Any = score
-    trainer = GRPOTrainer(str(model), reward, settings, Dataset.from_list(rows), callbacks=[StepLines()])
+    # A fingerprint is for the cache of other data sets. It is computed by pickling, which fails with some versions of pyarrow.
+    dataset = Dataset(InMemoryTable(Table.from_pylist(rows)), fingerprint=f"agentrl-{config.run.seed}")
+    trainer = GRPOTrainer(str(model), reward, settings, dataset, callbacks=[StepLines()])
     trainer.remove_callback(PrinterCallback)
     return trainer
 
