@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "view": "look at runs: rollouts in the terminal or as an HTML page, or a live dashboard",
     "doctor": "explain why a run is dead, hangs or does not learn",
     "engines": "list and end the engines that stay after runs (sampler.keep_minutes)",
+    "containers": "list and remove machines of container tasks, and build their images",
     "league": "show ratings and wins of a run's self-play",
     "env": "list and check environments",
     "data": "show what rows of a file or dataset become: prompts, labels, trained tokens",

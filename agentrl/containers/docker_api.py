@@ -85,6 +85,7 @@ class ImageSummary(TypedDict):
     """An image in a list."""
 
     Id: str
+    Created: int
     Labels: dict[str, str]
 
 
