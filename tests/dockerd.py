@@ -138,12 +138,13 @@ class OwnDaemon:
             return self._names()
 
     def children(self) -> list[psutil.Process]:
-        """Return what it started and still runs: containerd and shims (they name our folder), and what shims run."""
+        """Return what runs for it: containerd and shims (they name our folder), what shims run, and reapers of machines."""
         ours = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 named = any(str(self.folder) in word for word in process.cmdline())
-                if named and process.name().startswith("containerd"):
+                is_reaper = named and "agentrl.containers.reaper" in process.cmdline()
+                if is_reaper or (named and process.name().startswith("containerd")):
                     ours += [process, *process.children(recursive=True)]
         return ours
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from agentrl.containers.listing import LeasedObject
     from agentrl.containers.spec import BuildSpec
 
-HOST_HELP = "address of a Docker daemon, as in containers.hosts; several times for several (DOCKER_HOST, or the usual socket)"
+HOST_HELP = (
+    "address of a Docker daemon, as in containers.hosts; several times for several (DOCKER_HOST, or the usual socket)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names", nargs="*", metavar="NAME", help="the beginning of an id, a run for all of its machines, or RUN/KEY"
     )
     rm.add_argument("--all", action="store_true", help="remove all, whoever uses them")
-    build = actions.add_parser("build", help="pull or build the images of tasks; those that are there are left as they are")
+    build = actions.add_parser(
+        "build", help="pull or build the images of tasks; those that are there are left as they are"
+    )
     build.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="a task's folder, a folder of these, or a folder with a Dockerfile"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="a task's folder, a folder of these, or a folder with a Dockerfile",
     )
     build.add_argument("--jobs", type=int, default=2, help="images made at the same time (%(default)s)")
     for action in (ls, rm, build):
@@ -124,7 +132,7 @@ async def _build(config: ContainersConfig, paths: Sequence[Path], console: Conso
     from agentrl.containers.images import Images, prebuild
     from agentrl.containers.machines import state_folder
 
-    images_by_name = _images(paths)
+    images_by_name = await _images(paths)
     clients = await _connect(config)
     images = {client.url: Images(client, config, state_folder(config)) for client in clients}
 
@@ -143,7 +151,7 @@ async def _build(config: ContainersConfig, paths: Sequence[Path], console: Conso
         raise MissingError("\n".join(f"{name}: {text}" for name, text in failures.items()))
 
 
-def _images(paths: Sequence[Path]) -> dict[str, tuple[str | None, BuildSpec | None]]:
+async def _images(paths: Sequence[Path]) -> dict[str, tuple[str | None, BuildSpec | None]]:
     """Return the images of tasks and of plain folders, as arguments of `Images.ensure`, by name."""
     from agentrl.containers.spec import BuildSpec
     from agentrl.containers.task_folder import find_task_folders, load_task_folder
@@ -153,7 +161,7 @@ def _images(paths: Sequence[Path]) -> dict[str, tuple[str | None, BuildSpec | No
     for path in paths:
         if folders := find_task_folders(path):
             for folder in folders:
-                images |= task_images(load_task_folder(folder))
+                images |= await task_images(load_task_folder(folder))
         elif (path / "Dockerfile").is_file():
             images[str(path)] = (None, BuildSpec(context=path))
         else:

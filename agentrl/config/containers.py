@@ -29,6 +29,8 @@ class ContainersConfig(Section):
     """Limit of one image's pull."""
     build_s: Seconds = 1800.0
     """Limit of one image's build, unless its task has another one."""
+    build_memory_mb: PositiveInt = 8192
+    """Memory of one step of a build, MiB."""
     builds: PositiveInt = 2
     """Images built or pulled at the same time by a process."""
     runtime: str | None = None

@@ -152,14 +152,17 @@ class Host:
     ) -> str | None:
         labels = identity.labels(MACHINE_ROLE)
         while True:
-            options = machine_options(spec, image, labels, network, has_quota=self.has_quota is not False)
+            with_quota = self.has_quota is not False
+            options = machine_options(spec, image, labels, network, has_quota=with_quota)
             create = methodcaller("create_container", name=NAME.format(number), **options)
             try:
                 created: CreatedObject = await self.client.call(create)
             except APIError as error:
                 if error.status_code == 409:
                     return None
-                if self.has_quota is None and "storage" in message(error):
+                if with_quota and "storage-opt" in message(error):
+                    if self.has_quota is False:  # another machine has just seen it
+                        continue
                     self.has_quota = False
                     _log.warning(
                         "the storage driver of the Docker daemon at %s has no quotas (overlay2 on xfs with pquota has): sizes of "
@@ -168,7 +171,8 @@ class Host:
                     )
                     continue
                 raise
-            self.has_quota = self.has_quota is not False
+            if with_quota:
+                self.has_quota = True
             return created["Id"]
 
     def _check_network(self, spec: MachineSpec) -> None:

@@ -131,11 +131,17 @@ class Images:
 
     async def _build(self, tag: str, build: BuildSpec, progress: Progress | None) -> None:
         _log.info("building %s from %s at %s", tag, build.context, self._client.url)
+        memory = self._config.build_memory_mb * 2**20
         request: BuildRequest = {
             "daemon": self._client.url,
             "pull": "",
             "context": str(build.context),
-            "options": {"tag": tag, "dockerfile": build.dockerfile, "buildargs": build.args},
+            "options": {
+                "tag": tag,
+                "dockerfile": build.dockerfile,
+                "buildargs": build.args,
+                "container_limits": {"memory": memory, "memswap": memory},
+            },
         }
         limit_s = build.timeout_s if build.timeout_s is not None else self._config.build_s
         try:

@@ -63,8 +63,8 @@ class Machines:
         self._has_ended = False
         self._waiting = 0
         """Callers that wait for a new machine."""
-        self._warm_pool = WarmPool(config.warm, self._make_warm)
-        self._disk_watch = DiskWatch()
+        self.warm_pool = WarmPool(config.warm, self._make_warm)
+        self.disk_watch = DiskWatch()
 
     async def start(self) -> None:
         """Connect to the daemons, and start what looks after machines.
@@ -85,7 +85,7 @@ class Machines:
         if self.config.runtime is not None:
             for host in self.hosts:
                 host.check_runtime(self.config.runtime)
-        self._disk_watch.start()
+        self.disk_watch.start()
 
     async def open(self, spec: MachineSpec, key: str) -> Machine:
         """Return a machine that is ready for commands: the one that the owner has under this key already, or a new one.
@@ -112,7 +112,7 @@ class Machines:
                 finally:
                     self._waiting -= 1
         if not self._waiting:
-            self._warm_pool.refill(spec)
+            self.warm_pool.refill(spec)
         return machine
 
     # ---- Machines that are there already -------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Machines:
         return None
 
     async def _take_warm(self, spec: MachineSpec, key: str) -> Machine | None:
-        while (machine := self._warm_pool.take(spec)) is not None:
+        while (machine := self.warm_pool.take(spec)) is not None:
             try:
                 await self._host(machine).lease.hold(machine.id, key)
                 await machine.check()
@@ -163,7 +163,7 @@ class Machines:
             for host, scan in sorted(await self._scan(), key=lambda pair: len(pair[1].machines)):
                 if (machine := await self._try_make(host, scan, spec, key)) is not None:
                     return machine
-            if await self._warm_pool.evict():
+            if await self.warm_pool.evict():
                 continue
             if loop.time() - start > self.config.wait_s:
                 text = f"no machine is free after {self.config.wait_s:g} s: {self._bound_text()}"
@@ -246,7 +246,7 @@ class Machines:
         machine = Machine(host.client, container, machine_id, spec, self._state, self)
         self._open[machine_id] = machine
         if not host.has_quota:
-            self._disk_watch.add(machine)
+            self.disk_watch.add(machine)
         return machine
 
     async def _prepare(self, machine: Machine) -> None:
@@ -278,7 +278,7 @@ class Machines:
     async def on_close(self, machine: Machine) -> None:
         """Remove a machine with its services and network; see `Lifecycle`."""
         host = self._host(machine)
-        self._disk_watch.remove(machine)
+        self.disk_watch.remove(machine)
         await self._close_proxy(machine)
         try:
             await host.client.call(lambda api: remove_machine(api, machine.id))
@@ -344,8 +344,8 @@ class Machines:
         if self._has_ended:
             return
         self._has_ended = True
-        await self._warm_pool.close()
-        await self._disk_watch.stop()
+        await self.warm_pool.close()
+        await self.disk_watch.stop()
         if keep:
             await asyncio.gather(*(self._close_proxy(machine) for machine in self._open.values()))
         else:

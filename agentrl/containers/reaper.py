@@ -118,9 +118,14 @@ def run(url: str, state: Path) -> None:
                 lost_since = lost_since or time.monotonic()
                 pause_s = LAST_PAUSE_S
                 _log.warning("%s: %s", url, error)
-                if time.monotonic() - lost_since > LOST_S:
+                if time.monotonic() - lost_since > LOST_S or not _has_folder(url):
                     return
             signal.sigtimedwait({WAKE}, min(max(pause_s, FIRST_PAUSE_S), LAST_PAUSE_S))
+
+
+def _has_folder(url: str) -> bool:
+    """Return whether the folder of a daemon's socket is still there: that of a daemon for a while goes with it."""
+    return not url.startswith("unix://") or Path(url.removeprefix("unix://")).parent.is_dir()
 
 
 def _report(remains: Remains) -> None:

@@ -27,6 +27,26 @@ async def machine_spec(folder: TaskFolder, step: int | None = None) -> MachineSp
     return _spec(folder, grading.environment, grading.context, grading.network)
 
 
+async def task_images(folder: TaskFolder) -> dict[str, tuple[str | None, BuildSpec | None]]:
+    """Return the images of a task's machines and services, as arguments of `Images.ensure`, by a name for messages.
+
+    Raises:
+        TaskError: see `machine_spec`.
+    """
+    specs = {folder.name: await machine_spec(folder)}
+    for number, step in enumerate(folder.steps):
+        if step.grading.is_separate:
+            specs[f"{folder.name} tests {step.name}".rstrip()] = await machine_spec(folder, number)
+    images = {name: (spec.image, spec.build) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        images |= {f"{name} {service.name}": (service.image, service.build) for service in spec.services}
+    return {
+        name: images[name]
+        for name in images
+        if name == next(first for first in images if images[first] == images[name])
+    }
+
+
 def _spec(folder: TaskFolder, environment: EnvironmentToml, context: Path, network: NetworkPolicy) -> MachineSpec:
     compose = read_compose(context, os.environ)
     if compose.faults:
