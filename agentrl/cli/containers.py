@@ -96,17 +96,17 @@ def _table(rows: Sequence[LeasedObject], *, has_hosts: bool) -> Table:
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         state = f"{row.state} + {row.services} services" if row.services else row.state
-        left = _duration(row.left_s) if row.left_s > 0 else "past its time"
+        time_left = _duration(row.left_s) if row.left_s > 0 else "past its time"
         key = row.key or "(warm pool)"
-        cells = [row.id, row.owner, key, state, _duration(row.age_s), left, *([row.url] if has_hosts else [])]
+        cells = [row.id, row.owner, key, state, _duration(row.age_s), time_left, *([row.url] if has_hosts else [])]
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def _duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{whole % 60:02}s"
+    total_s = max(0, round(seconds))
+    hours, minutes = total_s // 3600, total_s // 60 % 60
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{total_s % 60:02}s"
 
 
 async def _remove(config: ContainersConfig, names: Sequence[str], is_all: bool, console: Console) -> None:

@@ -136,13 +136,13 @@ class Daemon:
         self._version = version
 
     def _connect(self) -> socket.socket:
-        kind, _, place = self._address.partition("://")
+        kind, _, location = self._address.partition("://")
         if kind == "unix":
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(REQUEST_S)
-            connection.connect(place)
+            connection.connect(location)
             return connection
-        host, _, port = place.rstrip("/").rpartition(":")
+        host, _, port = location.rstrip("/").rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), REQUEST_S)
 
     def _send(self, method: str, path: str, body: object, protocol: str, headers: str) -> tuple[socket.socket, bytes]:
@@ -374,8 +374,8 @@ class Execution:
 
     def _drain(self, connection: socket.socket, output: Output) -> None:
         deadline = time.monotonic() + DRAIN_S
-        while (left := deadline - time.monotonic()) > 0 and output.total <= FLOOD_BYTES:
-            readable, _, _ = select.select([connection], [], [], left)
+        while (remaining_s := deadline - time.monotonic()) > 0 and output.total <= FLOOD_BYTES:
+            readable, _, _ = select.select([connection], [], [], remaining_s)
             if not readable or not self._read(connection, output):
                 return
 

@@ -227,7 +227,7 @@ def reap(api: DockerApi) -> Remains:
     containers, networks = leased_containers(api), api.networks(filters={"label": MACHINE_LABEL})
     images = api.images(filters={"label": MACHINE_LABEL})
     # After the lists: a machine that is taken up now has its new lease already.
-    leases, now = read_leases(api), daemon_time(api.info())
+    leases, daemon_now = read_leases(api), daemon_time(api.info())
     objects = [
         *((remove_container, container["Id"], container["Labels"]) for container in containers),
         *((_remove_network, network["Id"], network["Labels"]) for network in networks),
@@ -235,7 +235,7 @@ def reap(api: DockerApi) -> Remains:
     ]
     for remove, identifier, labels in objects:
         end = end_of_life(labels, leases)
-        if end > now:
+        if end > daemon_now:
             ends.append(end)
             continue
         try:
@@ -244,10 +244,10 @@ def reap(api: DockerApi) -> Remains:
         except APIError as error:
             if error.status_code != 409:  # 409: a snapshot, or a network, that a container still uses
                 refused.append(f"{identifier[:12]}: {error.explanation}")
-            ends.append(now + REFUSED_S)
+            ends.append(daemon_now + REFUSED_S)
     for volume in api.volumes(filters={"label": f"{ROLE_LABEL}=lease"})["Volumes"] or ():
         end = float(volume["Labels"][EXPIRES_LABEL])
-        if end > now:
+        if end > daemon_now:
             ends.append(end)
         else:
             _remove_volume(api, volume["Name"])

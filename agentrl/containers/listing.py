@@ -54,7 +54,7 @@ class LeasedObject:
 def list_objects(api: DockerApi, url: str) -> list[LeasedObject]:
     """Return machines and snapshots at a daemon, oldest first."""
     containers, images = leased_containers(api), api.images(filters={"label": f"{ROLE_LABEL}=snapshot"})
-    leases, now = read_leases(api), daemon_time(api.info())
+    leases, daemon_now = read_leases(api), daemon_time(api.info())
     services: dict[str, int] = {}
     for container in containers:
         labels = container["Labels"]
@@ -71,7 +71,11 @@ def list_objects(api: DockerApi, url: str) -> list[LeasedObject]:
         machine_id = labels[MACHINE_LABEL]
         key, end = machine_key(labels, leases), end_of_life(labels, leases)
         count = services.get(machine_id, 0)
-        rows.append(LeasedObject(url, machine_id, labels[OWNER_LABEL], key, state, count, now - created, end - now))
+        rows.append(
+            LeasedObject(
+                url, machine_id, labels[OWNER_LABEL], key, state, count, daemon_now - created, end - daemon_now
+            )
+        )
     return sorted(rows, key=lambda row: -row.age_s)
 
 

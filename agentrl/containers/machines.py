@@ -311,8 +311,8 @@ class Machines:
         Raises:
             HostLostError: none answers.
         """
-        now = asyncio.get_running_loop().time()
-        hosts = [host for host in self.hosts if host.lost_until < now] or self.hosts
+        loop_time = asyncio.get_running_loop().time()
+        hosts = [host for host in self.hosts if host.lost_until < loop_time] or self.hosts
         scans = await asyncio.gather(*(host.scan() for host in hosts), return_exceptions=True)
         answers: list[tuple[Host, HostScan]] = []
         for host, scan in zip(hosts, scans, strict=True):

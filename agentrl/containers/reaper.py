@@ -98,7 +98,7 @@ def run(url: str, state: Path) -> None:
             try:
                 api = docker.APIClient(base_url=url, version="auto", timeout=REQUEST_TIMEOUT_S)
                 try:
-                    remains, now = reap(api), daemon_time(api.info())
+                    remains, daemon_now = reap(api), daemon_time(api.info())
                     _report(remains)
                     if remains.next_end is None:
                         # A run that saw the lock before it is released has written its lease, which is seen after that.
@@ -111,7 +111,7 @@ def run(url: str, state: Path) -> None:
                             return
                         continue
                     lost_since = None
-                    pause_s = remains.next_end - now + 0.1
+                    pause_s = remains.next_end - daemon_now + 0.1
                 finally:
                     api.close()
             except FAULTS as error:
