@@ -17,6 +17,7 @@ from agentrl.containers.task_folder import load_task_folder
 from tests.fake_machine import write_task
 from tests.forgery.attacks import FURTHER, IMAGE_FILES, PACKAGES, PUBLIC, TEST_FILES, WHOLE, WORK, Attack, group_script
 
+IMAGE = "agentrl-forgery:test"
 TOOLS = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 
 
@@ -31,7 +32,6 @@ def in_machines(dockerd: DockerHost, state: Path, body: Callable[[Machines], Awa
 @pytest.fixture(scope="module")
 def image(dockerd: DockerHost, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An image with pytest, and the task's files."""
-    images = []
 
     async def make(machines: Machines) -> None:
         async with await machines.open(MachineSpec(image=dockerd.image, network="no-network"), "image") as machine:
@@ -45,10 +45,12 @@ def image(dockerd: DockerHost, tmp_path_factory: pytest.TempPathFactory) -> str:
                     file.parent if is_package else file, f"{PACKAGES}/{tool}{'' if is_package else '.py'}"
                 )
             await machine.upload({name: text.encode() for name, text in IMAGE_FILES.items()}, "/app")
-            images.append(await machine.snapshot())
+            # Not a snapshot of the machine's: that would end with its owner.
+            repository, tag = IMAGE.split(":")
+            await machine.client.call(lambda api: api.commit(machine.container, repository, tag, conf={"Labels": {}}))
 
     in_machines(dockerd, tmp_path_factory.mktemp("state"), make)
-    return images[0]
+    return IMAGE
 
 
 async def grade_attacks(
