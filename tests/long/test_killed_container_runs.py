@@ -118,7 +118,9 @@ def test_episodes_go_on_with_their_machines_after_every_kill(dockerd: DockerHost
     kills, runs = 0, 0
     while True:
         resume = (tmp_path / "run" / "config.yaml").exists()
-        run = Running(*(["train", "run.dir=run", "--resume"] if resume else words), cwd=tmp_path, target=IN_PROCESS_LEARNER)
+        run = Running(
+            *(["train", "run.dir=run", "--resume"] if resume else words), cwd=tmp_path, target=IN_PROCESS_LEARNER
+        )
         runs += 1
         try:
             if kills == KILLS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from .options import TerminalOptions
 from .terminal import TerminalTool
 
 _OWNER = "owner"
+_log = logging.getLogger(__name__)
 
 
 class TerminalService(HostedService):
@@ -45,9 +47,14 @@ class TerminalService(HostedService):
         return tuple(tool for tool in super().tools(options) if tool.name == BASH)
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Check the options, and that the Docker daemons answer."""
+        """Check the options, and that the Docker daemons answer; log a warning if agents could forge all rewards."""
         parsed = self._read(options).tool
         assert isinstance(parsed, TerminalOptions)
+        if parsed.grading == "shared":
+            _log.warning(
+                "tools.terminal.options.grading=shared: tests run where the agent works, which can forge its reward "
+                "(docs/explanation/grading.md)"
+            )
 
         async def connect() -> None:
             async with Machines(parsed.containers, parsed.owner):
