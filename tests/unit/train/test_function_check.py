@@ -17,6 +17,7 @@ from tests.test_readme import example
 from tests.unit.obs.viewer.conftest import build
 
 PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "own_functions.md"
+SOURCES_PAGE = PAGE.with_name("data_sources.md")
 
 OBSERVED = (Provenance.OBSERVED, MaskReason.OBSERVED)
 SAMPLED = (Provenance.SAMPLED, MaskReason.NONE)
@@ -336,6 +337,7 @@ def test_a_loop_is_tried_with_recorded_replies(functions: Path, name: str, seen:
     ("file", "setting", "seen"),
     [
         ("my_samples.py", "batch.convert={}:convert", "keeps 4 of 4 samples"),
+        ("my_buffer.py", "rollout.buffer_filter={}:hardest", "takes 2 of 2 tasks"),
         (
             "my_evaluation.py",
             "eval.function={}:evaluate",
@@ -345,7 +347,7 @@ def test_a_loop_is_tried_with_recorded_replies(functions: Path, name: str, seen:
     ],
 )
 def test_the_examples_of_the_page_keep_their_contracts(tmp_path: Path, file: str, setting: str, seen: str) -> None:
-    (tmp_path / file).write_text(example(file, PAGE))
+    (tmp_path / file).write_text(example(file, SOURCES_PAGE if file == "my_buffer.py" else PAGE))
     [report] = check(tmp_path, setting.format(tmp_path / file))
     assert report.faults == []
     assert any(seen in line for line in report.lines), report.lines
