@@ -2,6 +2,7 @@
 # make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
+# make test-harbor   install Harbor into .venv-harbor (Python 3.12), and run the tests beside it; needs Docker Compose
 # make test-trackio  install trackio into .venv-trackio, and run its tests
 # make test-environments  install servers of OpenEnv and NeMo Gym into .venv-environments, and run the tests that need them
 # make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
@@ -12,6 +13,8 @@ BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
 AGENTS := .venv-agents
 TRACKIO := .venv-trackio
+HARBOR := .venv-harbor
+HARBOR_PYTHON ?= python3.12
 ENVIRONMENTS := .venv-environments
 # The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -26,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-harbor test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -72,7 +75,7 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to four processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not environments and not trackio and not browser and not gpu"
+PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not environments and not trackio and not harbor and not browser and not gpu"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -120,6 +123,15 @@ $(TRACKIO)/.installed: | $(VENV)/.installed
 	Path(site.getsitepackages()[0], "agentrl.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
 	"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 	@touch $@
+
+# Harbor in an environment of its own, with the Python that it needs.
+$(HARBOR)/.installed:
+	$(HARBOR_PYTHON) -m venv $(HARBOR)
+	$(HARBOR)/bin/pip install --quiet 'harbor==0.26.0'
+	@touch $@
+
+test-harbor: install $(HARBOR)/.installed
+	HARBOR_VENV=$(HARBOR) $(BIN)/python -m pytest -rs tests/with_harbor
 
 test-trackio: install $(TRACKIO)/.installed
 	$(TRACKIO)/bin/python -m pytest -rs tests/with_trackio

@@ -32,6 +32,7 @@ from agentrl.toolserver.service import make_tools
 from tests.fake_machine import write_task
 from tests.test_configs import MACHINE
 from tests.test_pages import PAGES, ROOT, example
+from tests.unit.containers.test_convert import bench_task
 
 FILES = {
     "train.jsonl": '{"prompt": "Say a.", "label": "a", "answer": "a", "name": "a", "facts": {}}\n',
@@ -59,6 +60,16 @@ FILES = {
     "my.sbatch.j2": "#SBATCH --job-name={{ name }} --partition={{ settings.partition }}\n",
 }
 """What the pages have a reader write, or bring; a page's own examples replace them."""
+SWE_ROW = {
+    "instance_id": "owner__calc-1",
+    "repo": "owner/calc",
+    "base_commit": "abcdef0",
+    "problem_statement": "add subtracts.",
+    "patch": "--- a/calc.py\n",
+    "test_patch": "--- a/test_calc.py\n",
+    "FAIL_TO_PASS": ["test_calc.py::test_add"],
+    "PASS_TO_PASS": [],
+}
 LACKS = MACHINE | {
     "placement.mode",
     "tools.search.url",
@@ -145,8 +156,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         row = '{"prompt": "Who?", "label": "a", "pages": {}}\n'
         (tmp_path / "train.jsonl").write_text(row)
         (tmp_path / "eval.jsonl").write_text(row.replace("Who", "What") * 50)
-    for tasks in re.findall(r"data\.path=(tasks|data/exercises)\b/?(?= |$)", request.node.callspec.params["line"]):
+    folders = r"(?:data\.(?:eval_)?path=|data show )(tasks|data/(?:exercises|tasks|held_out))\b/?(?= |$)"
+    for tasks in re.findall(folders, request.node.callspec.params["line"]):
         write_task(tmp_path / tasks / "count_lines", "debian:12", "echo 1 > /logs/verifier/reward.txt\n")
+    if "data convert" in request.node.callspec.params["line"]:
+        (tmp_path / "swe_rows.jsonl").write_text(json.dumps(SWE_ROW) + "\n")
+        bench_task(tmp_path / "terminal-bench" / "tasks" / "hello")
     monkeypatch.chdir(tmp_path)
     words = ALL[request.node.callspec.params["line"]].words
     if "--resume" in words:

@@ -1,16 +1,18 @@
-"""``agentrl data show``."""
+"""``agentrl data show`` and ``agentrl data convert``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +23,7 @@ from typing_extensions import override
 from agentrl.cli.options import add_config_arguments, command_line_layers, config_layers
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.schema import Config
+from agentrl.containers.convert import convert_swe_row, convert_terminal_bench, is_terminal_bench
 from agentrl.containers.task_folder import load_task_folder
 from agentrl.core.errors import ConfigError, ConversationError, UserError
 from agentrl.core.task import Task
@@ -57,14 +60,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--sft", action="store_true", help="rows are chats, as agentrl sft reads them")
     show.add_argument("--rows", type=int, default=SHOWN_ROWS, metavar="N", help=f"rows to show; default {SHOWN_ROWS}")
     add_config_arguments(show)
+    convert = actions.add_parser(
+        "convert",
+        help="write tasks of terminal-bench or SWE-bench as folders of container tasks",
+        description="Write tasks of other formats as folders of container tasks in Harbor's format: folders of terminal-bench "
+        "with task.yaml, or rows with the columns of SWE-bench.",
+    )
+    convert.add_argument(
+        "path", metavar="PATH", help="a folder with task.yaml, or of such folders; else a value of data.path"
+    )
+    convert.add_argument("out", metavar="OUT", type=Path, help="folder in which the tasks' folders are written")
+    convert.add_argument("--limit", type=int, metavar="N", help="convert only so many tasks, from the start")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Show the rows.
+    """Show or convert.
 
     Raises:
-        ConfigError: rows cannot be used; they are printed first.
+        ConfigError: rows or tasks cannot be used; they are printed first.
     """
+    if arguments.action == "convert":
+        _convert(arguments.path, arguments.out, arguments.limit)
+    else:
+        _show(arguments)
+
+
+def _convert(path: str, out: Path, limit: int | None) -> None:
+    """Write the folders of tasks that can be converted, and name the others."""
+    console, folder = make_console(), Path(path).expanduser()
+    folders = [folder] if is_terminal_bench(folder) else []
+    if folder.is_dir() and not folders:
+        folders = sorted(child for child in folder.iterdir() if is_terminal_bench(child))
+    table = None if folders else open_table(Path(path), "PATH", None)
+    size = len(table) if table is not None else len(folders)
+    size = size if limit is None else min(size, limit)
+    count, shown_s, faults = 0, time.monotonic(), list[str]()
+    try:
+        for index in range(size):
+            try:
+                if table is None:
+                    convert_terminal_bench(folders[index], out / folders[index].name)
+                else:
+                    row = table[index]
+                    convert_swe_row(row.values, row.location, out / _folder_name(row))
+                count += 1
+            except UserError as error:
+                faults.append(str(error))
+            if time.monotonic() - shown_s > EVERY_S:
+                shown_s = time.monotonic()
+                print_message(console, f"{index + 1:,} of {size:,} tasks")
+    finally:
+        for fault in faults[:MOST_FAULTS]:
+            console.print(f"bad task: {fault}", style="red", soft_wrap=True)
+        console.print(f"{count:,} tasks in {out}", soft_wrap=True)
+    if faults:
+        raise ConfigError(f"{len(faults):,} of {size:,} tasks cannot be converted")
+
+
+def _folder_name(row: Row) -> str:
+    name = str(row.get("instance_id", "PATH"))
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ConfigError(f"{row.location}: 'instance_id' is {name!r:.80}, which is no name of a folder")
+    return name
+
+
+def _show(arguments: argparse.Namespace) -> None:
     config, has_model = _config(arguments)
     console = make_console()
     renderer = _renderer(config) if has_model else None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from agentrl.config.containers import ContainersConfig
 from agentrl.containers.task_compose import read_compose
-from agentrl.containers.task_folder import TASK_TOML, TaskFolder, TaskStep
+from agentrl.containers.task_folder import FOLDER_KEY, TASK_TOML, TaskFolder, TaskStep, load_task_folder
 from agentrl.containers.task_toml import MAIN, EnvironmentToml, expand_header, expand_variables
+from agentrl.core.errors import ConfigError
+from agentrl.core.task import Task
+
+MOST_LINES = 20
+"""Needs that a message names."""
+ANSWERS_WITHIN_S = 5
+"""Seconds that a daemon has to say what its host has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,44 @@ def unmet_needs(task: TaskFolder, host: HostFacts | None, environ: Mapping[str, 
     contexts = dict.fromkeys([task.context, *(step.grading.context for step in task.steps if step.grading.is_separate)])
     faults = [fault for context in contexts for fault in read_compose(context, environ).faults]
     return [f"{toml}: {line}" for line in dict.fromkeys(lines)] + faults
+
+
+def check_task_folders(tasks: Iterable[Task], config: ContainersConfig) -> None:
+    """Check that machines have what the folders of tasks need. Tasks without a folder are passed over.
+
+    Args:
+        tasks: of a run.
+        config: names the daemons, whose hosts must all have it; what a daemon that does not answer has is not checked.
+
+    Raises:
+        ConfigError: a folder cannot be read, or needs something else; a line each.
+    """
+    names = dict.fromkeys(str(task.metadata[FOLDER_KEY]) for task in tasks if FOLDER_KEY in task.metadata)
+    if not names:
+        return
+    host = _read_host(config)
+    lines = [line for name in names for line in unmet_needs(load_task_folder(Path(name)), host, os.environ)]
+    if lines:
+        more = [f"… and {len(lines) - MOST_LINES:,} more"] if len(lines) > MOST_LINES else []
+        raise ConfigError("\n".join([*lines[:MOST_LINES], *more]))
+
+
+def _read_host(config: ContainersConfig) -> HostFacts | None:
+    """Return what all daemons' hosts have; None if one does not answer, or the Docker SDK is not installed."""
+    try:
+        import docker
+        import docker.errors
+    except ImportError:
+        return None
+    hosts = []
+    for url in config.hosts or (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock",):
+        try:
+            client = docker.APIClient(base_url=url, timeout=ANSWERS_WITHIN_S)
+            with contextlib.closing(client):
+                hosts.append(host_facts(client.info()))
+        except (docker.errors.DockerException, OSError):
+            return None
+    return HostFacts(min(host.cpus for host in hosts), min(host.memory_mb for host in hosts), hosts[0].os)
 
 
 def _environment_needs(

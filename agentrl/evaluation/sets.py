@@ -11,6 +11,7 @@ from agentrl.config.rollout import ResetSeed
 from agentrl.config.schema import Config
 from agentrl.config.tasks import TasksConfig
 from agentrl.config.train import TrainConfig
+from agentrl.containers.task_needs import check_task_folders
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, TaskSet
@@ -124,6 +125,7 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
     if plan.size is not None and plan.size > len(tasks_of_split) and "size" in set_keys:
         raise ConfigError(f"{key}.size={plan.size}, but {source} has {len(tasks_of_split)} tasks; lower {key}.size")
     chosen = [tasks_of_split[index] for index in range(min(plan.size or len(tasks_of_split), len(tasks_of_split)))]
+    check_task_folders(chosen, config.containers)
     if plan.group_by is not None and not any(plan.group_by in task.metadata for task in chosen):
         if "group_by" in set_keys:
             keys = sorted({key_name for task in chosen for key_name in task.metadata})

@@ -19,6 +19,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.config.runners import agent_elsewhere, concurrent_episodes, describe_runners
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
+from agentrl.containers.task_needs import check_task_folders
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class
@@ -198,6 +199,7 @@ def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
                 )
             split = splits[name]
             check_labels(source_config.reward, _tasks_to_check(split))
+            check_task_folders(_tasks_to_check(split), config.containers)
     make_order(config, splits)
     return splits
 

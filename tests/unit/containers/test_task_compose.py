@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.containers import ContainersConfig
 from agentrl.containers.spec import Healthcheck
 from agentrl.containers.task_compose import ComposeFile, read_compose
-from agentrl.containers.task_folder import TaskFolder, load_task_folder
+from agentrl.containers.task_folder import FOLDER_KEY, TaskFolder, load_task_folder
 from agentrl.containers.task_machines import machine_spec
-from agentrl.containers.task_needs import HostFacts, host_facts, unmet_needs
+from agentrl.containers.task_needs import HostFacts, check_task_folders, host_facts, unmet_needs
 from agentrl.core.errors import ConfigError, TaskError
+from agentrl.core.task import Task
 
 COMPOSE = """\
 services:
@@ -177,6 +179,19 @@ def test_a_task_that_needs_nothing_special_gets_all(tmp_path: Path) -> None:
     windows = HostFacts(cpus=2, memory_mb=1000, os="windows")
     assert unmet_needs(task, windows, {})[0].endswith("environment.os=linux: the daemon's containers are of windows")
     assert unmet_needs(task, None, {}) == []
+
+
+def test_tasks_of_a_run_are_checked_before_it_starts(tmp_path: Path) -> None:
+    fine = write_task(tmp_path / "a")
+    bad = write_task(tmp_path / "b", "[environment]\ngpus = 1")
+    tasks = [
+        Task("plain", ()),
+        *(Task(folder.path.name, (), metadata={FOLDER_KEY: str(folder.path)}) for folder in (fine, bad)),
+    ]
+    no_daemon = ContainersConfig(hosts=(f"unix://{tmp_path}/none.sock",))
+    check_task_folders(tasks[:2], no_daemon)
+    with pytest.raises(ConfigError, match=r"b/task\.toml: environment\.gpus=1: machines have no GPUs"):
+        check_task_folders(tasks, no_daemon)
 
 
 def test_facts_of_a_daemon() -> None:
