@@ -176,6 +176,8 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
             "time/early_s",
             "time/score_s",
             "time/sleep_s",
+            "time/judging_s",
+            "time/judge_switch_s",
             "time/wake_s",
             "time/snapshot_s",
         ),
