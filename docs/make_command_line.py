@@ -60,6 +60,7 @@ agentrl bench rollout
 agentrl bench masks
 agentrl bench view
 agentrl bench sandbox                                       # cold starts and calls/s of sandboxes
+agentrl bench containers                                    # starts of machines of container tasks
 agentrl bench efficiency                                    # tokens/s of both loops relative to a bare client
 agentrl bench runners --runners 0,1,2,4,8                     # turns/s by number of runner processes, without a model
 agentrl bench gateway                                       # CPU a turn of agent programs, over that of the runner's own turns

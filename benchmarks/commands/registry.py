@@ -8,6 +8,7 @@ from types import ModuleType
 from agentrl.obs.console import make_console
 from benchmarks.commands import (
     asynchronous,
+    containers,
     efficiency,
     gateway,
     learner,
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "masks": masks,
     "view": view,
     "sandbox": sandbox,
+    "containers": containers,
 }
 """Modules by name, in the order of the help."""
 
