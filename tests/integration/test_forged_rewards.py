@@ -85,6 +85,7 @@ def test_public_attacks(dockerd: DockerHost, tmp_path: Path, image: str) -> None
     check_attacks(dockerd, tmp_path, PUBLIC, image)
 
 
+@pytest.mark.long
 def test_further_attacks(dockerd: DockerHost, tmp_path: Path, image: str) -> None:
     check_attacks(dockerd, tmp_path, FURTHER, image)
 

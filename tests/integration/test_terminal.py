@@ -69,5 +69,3 @@ def test_episodes(dockerd: DockerHost, tmp_path: Path, client: ToolClient) -> No
         client, task, ["<bash>echo 42 > answer.txt</bash>", "<bash>echo more</bash>"], max_turns=2
     )
     assert reward == 1.0, "an episode that a limit ends is graded, too"
-    reward, metrics, _ = play(client, task, ["Done."])
-    assert (reward, metrics["commands"]) == (0.0, 0.0)

@@ -63,7 +63,7 @@ seq {COMMANDS} > /tmp/expected.txt
 cmp /app/log.txt /tmp/expected.txt && score=1 || score=0
 printf $score > /logs/verifier/reward.txt
 """
-BATCH, SAMPLES, STEPS = 2, 2, 12
+BATCH, SAMPLES, STEPS = 2, 2, 8
 
 
 def read_events(cwd: Path) -> list[list[str]]:
@@ -78,6 +78,7 @@ def wait_for_turns(run: Running, cwd: Path, count: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_episodes_go_on_with_their_machines_after_every_kill(dockerd: DockerHost, tmp_path: Path) -> None:
     for number in range(4):
         write_task(tmp_path / "tasks" / f"task-{number}", dockerd.image, SCRIPT)
