@@ -70,7 +70,6 @@ class ChatRenderer(Renderer):
         tool_preamble: Preamble | None = None,
     ) -> None:
         self.format = format
-        self.parser = parser or format.parser
         self.tool_preamble = tool_preamble
         """Describes tools in the system message; None: the format does."""
         self._tokenizer = tokenizer
@@ -81,17 +80,24 @@ class ChatRenderer(Renderer):
         self._end_ids = self._find_ends(end_ids)
         closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
-        self._reasoning = reasoning_markers(self.parser)
-        self._marker_ids = self._find_markers()
+        self._prepare_parser(parser or format.parser)
         self.arrival = ArrivalProof(format)
         """What arrives in the prompt."""
 
     def with_parser(self, parser: CallParser) -> ChatRenderer:
         """Return a renderer that reads tool calls with another parser, and is otherwise this one."""
         renderer = copy.copy(self)
-        renderer.parser, renderer._reasoning = parser, reasoning_markers(parser)
-        renderer._marker_ids = renderer._find_markers()
+        renderer._prepare_parser(parser)
         return renderer
+
+    def _prepare_parser(self, parser: CallParser) -> None:
+        """Set the parser, and what is asked of it each turn."""
+        self.parser, self._reasoning = parser, reasoning_markers(parser)
+        self._own_text = parser if isinstance(parser, OwnText) else None
+        self._thought_marks = tuple(marker for pair in self._reasoning for marker in pair)
+        self._markers = (*self._thought_marks, *parser.markers)
+        self._marker_ids = self._find_markers()
+        self._text_markers = tuple(marker for marker in self._markers if marker not in self._marker_ids.values())
 
     @property
     @override
@@ -222,8 +228,8 @@ class ChatRenderer(Renderer):
     @override
     def split_turn(self, message: Message, *, prompt_ids: Sequence[int] = ()) -> tuple[str, str]:
         pieces = tuple(self._pieces(message.token_ids, message.content))
-        if isinstance(self.parser, OwnText):
-            return self.parser.split_text(pieces)
+        if self._own_text is not None:
+            return self._own_text.split_text(pieces)
         reasoning, spoken = split_reasoning(pieces, opened=self._opens_reasoning(prompt_ids), markers=self._reasoning)
         thought = join_pieces(
             [piece for piece in reasoning if not (piece.marker and piece.text in self._thought_marks)]
@@ -262,7 +268,7 @@ class ChatRenderer(Renderer):
 
     def _pieces(self, ids: Sequence[int], text: str) -> Iterable[Piece]:
         """Cut a turn, whose whole ``text`` is known, at markers: by id if they are tokens, otherwise by text."""
-        plain = [marker for marker in self._markers if marker not in self._marker_ids.values()]
+        plain = self._text_markers
         if self._marker_ids.keys().isdisjoint(ids):
             yield from split_markers([text], plain)
             return
@@ -275,14 +281,6 @@ class ChatRenderer(Renderer):
             if token is not None:
                 yield Piece(self._marker_ids[token], marker=True)
             start = index + 1
-
-    @property
-    def _thought_marks(self) -> tuple[str, ...]:
-        return tuple(marker for pair in self._reasoning for marker in pair)
-
-    @property
-    def _markers(self) -> tuple[str, ...]:
-        return (*self._thought_marks, *self.parser.markers)
 
     def _find_markers(self) -> dict[int, str]:
         added = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}

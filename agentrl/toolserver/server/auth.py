@@ -22,6 +22,7 @@ from agentrl.config.toolserver import ServerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.request_limits import TOKEN_VARIABLE
+from agentrl.toolserver.server.joined_writes import JoinedWrites
 
 _HEAD_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -168,6 +169,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set the deadline of the first request."""
         super().connection_made(transport)
+        self.transport = JoinedWrites(transport, self.loop)
         self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
