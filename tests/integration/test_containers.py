@@ -195,9 +195,7 @@ def test_a_machine_ends_that_writes_more_than_its_disk(config: ContainersConfig,
     asyncio.run(main())
 
 
-def test_services_are_reached_by_name(
-    config: ContainersConfig, spec: MachineSpec, dockerd: DockerHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_are_reached_by_name(config: ContainersConfig, spec: MachineSpec, dockerd: DockerHost) -> None:
     serve = ServiceSpec(
         name="web",
         image=dockerd.image,
