@@ -167,13 +167,13 @@ def _write_environment(source: Path, folder: Path) -> dict[str, object]:
         environment["workdir"] = str(main["working_dir"])
     if variables := _variables(main.get("environment")):
         environment["env"] = variables
-    others = {service: _without_logs(values) for service, values in services.items() if service != name}
-    if others:
-        for service, values in others.items():
+    side_services = {service: _without_logs(values) for service, values in services.items() if service != name}
+    if side_services:
+        for service, values in side_services.items():
             _copy_context(source, target, service, values)
-        kept = {key: main[key] for key in _MAIN_KEYS if key in main}
+        main_section = {key: main[key] for key in _MAIN_KEYS if key in main}
         compose = {
-            "services": {"main": kept, **others},
+            "services": {"main": main_section, **side_services},
             **{key: tree[key] for key in tree if key not in ("services", "version")},
         }
         (target / "docker-compose.yaml").write_text(yaml.safe_dump(compose, sort_keys=False))
@@ -203,10 +203,10 @@ def _variables(section: object) -> dict[str, str]:
 
 def _without_logs(values: Mapping[str, object]) -> dict[str, object]:
     """Return a service without the mounts of terminal-bench's logs, and without names of its own."""
-    kept = {key: value for key, value in values.items() if key not in ("container_name", "volumes")}
+    section = {key: value for key, value in values.items() if key not in ("container_name", "volumes")}
     volumes = values.get("volumes")
-    others = [volume for volume in volumes if _LOGS not in str(volume)] if isinstance(volumes, list) else []
-    return {**kept, "volumes": others} if others else kept
+    task_volumes = [volume for volume in volumes if _LOGS not in str(volume)] if isinstance(volumes, list) else []
+    return {**section, "volumes": task_volumes} if task_volumes else section
 
 
 def _write_swe_row(row: Mapping[str, object], location: str, folder: Path) -> None:
