@@ -27,7 +27,7 @@ class FakeMachine:
         self.id, self.spec = machine_id, spec
         self.files = dict(files)
         self.log: list[str] = []
-        self.is_closed = False
+        self.is_closed = self.is_adopted = False
         self._answer = answer
         self._results: dict[str, CommandResult] = {}
 
@@ -116,7 +116,9 @@ class FakeMachines:
 
     async def open(self, spec: MachineSpec, key: str) -> FakeMachine:
         machine = self.there.get(key)
-        if machine is None or machine.is_closed:
+        if machine is not None and not machine.is_closed:
+            machine.is_adopted = True
+        else:
             machine = self.there[key] = FakeMachine(uuid.uuid4().hex, spec, self._files, self._answer)
         self.opened.append(machine)
         return machine

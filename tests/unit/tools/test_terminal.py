@@ -88,6 +88,20 @@ def test_a_server_that_is_started_again_goes_on_with_the_machine_and_runs_no_com
     play(tmp_path, episode)
 
 
+def test_a_grade_that_was_cut_off_leaves_no_machine_that_the_next_one_uses(tmp_path: Path) -> None:
+    async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
+        first = server()
+        await first.begin(task)
+        spec = MachineSpec(image="image")
+        half_used = await first.machines.open(spec, f"{machines[KEY].id}-tests-0")
+        graded = await server().call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 0})
+        assert graded.status is ToolStatus.OK
+        assert half_used.is_closed
+        assert not half_used.log, "nothing is graded in it"
+
+    play(tmp_path, episode)
+
+
 def test_a_conversation_that_has_lost_a_command_does_not_go_on(tmp_path: Path) -> None:
     async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
         await server().begin(task)

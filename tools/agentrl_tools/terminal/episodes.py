@@ -186,10 +186,12 @@ class Episodes:
         """
 
         async def open_clean() -> Machine:
-            spec = await self._open_spec(episode.folder, step)
-            return await self._machines.open(
-                spec, f"{episode.machine.id}-tests-{step}-{asyncio.get_running_loop().time()}"
-            )
+            spec, key = await self._open_spec(episode.folder, step), f"{episode.machine.id}-tests-{step}"
+            machine = await self._machines.open(spec, key)
+            if machine.is_adopted:  # of a server that was killed while it graded
+                await machine.close()
+                machine = await self._machines.open(spec, key)
+            return machine
 
         is_last = step == len(episode.folder.steps) - 1
         try:
