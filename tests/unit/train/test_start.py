@@ -26,6 +26,8 @@ PARTS = ("warm start", "ray", "services", "learner")
 class World:
     """Fakes of the parts. Each logs when it begins, and ends when it may."""
 
+    runner_cores = 0
+
     def __init__(self, failing: str = "", blocked: str = "", why_alone: str = "") -> None:
         self.events: list[str] = []
         self._failing, self._blocked = failing, blocked

@@ -56,6 +56,7 @@ class Unchecked:
 class Engines(Replay):
     """Recorded rollouts in place of those of engines, which may refuse weights."""
 
+    measures = True
     refuse: int | None = None
     """The policy version that they do not take."""
     interrupted: bool = False
