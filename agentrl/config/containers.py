@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from agentrl.config.base import Seconds, Section
+from agentrl.core.user_code import MAX_SECONDS
 
 
 class ContainersConfig(Section):
@@ -19,7 +20,7 @@ class ContainersConfig(Section):
     """Machines that a daemon holds at a time, over all processes and runs that use it; further ones wait."""
     warm: NonNegativeInt = 0
     """Machines kept started beside those in use, for the specs opened last; they count as machines."""
-    lease_s: float = Field(default=600.0, ge=2)
+    lease_s: float = Field(default=600.0, ge=2, le=MAX_SECONDS)
     """Time to live of a machine after the last sign of life of its run, seconds; then it is removed."""
     wait_s: Seconds = 3600.0
     """Time for which opening a machine waits while all daemons are full."""

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Seconds, Section
+from agentrl.core.user_code import MAX_SECONDS
 
 Network = Literal["no-network", "public", "allowlist"]
 """``no-network``: a loopback alone; ``public``: whatever the daemon's machine reaches; ``allowlist``: `MachineSpec.allowed_hosts`
@@ -29,7 +30,7 @@ class Healthcheck(Section):
     """Time between two tries."""
     timeout_s: Seconds = 30.0
     """Limit of one try."""
-    start_period_s: float = Field(default=0.0, ge=0)
+    start_period_s: float = Field(default=0.0, ge=0, le=MAX_SECONDS)
     """Time from the start in which failed tries are not counted."""
     start_interval_s: Seconds = 5.0
     """Time between two tries in the start period."""

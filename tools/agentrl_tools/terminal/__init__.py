@@ -2,7 +2,8 @@
 
 from .bash import BashTool
 from .episodes import Episodes
-from .service import TerminalOptions, TerminalService
+from .options import TerminalOptions
+from .service import TerminalService
 from .terminal import TerminalTool
 
 __all__ = ["BashTool", "Episodes", "TerminalOptions", "TerminalService", "TerminalTool"]
