@@ -67,7 +67,12 @@ def test_a_machine_is_opened_used_graded_and_closed(tmp_path: Path) -> None:
         session = await first.sessions.open("episode")
         await first.sessions.close(session.id)
         assert all(machine.is_closed for machine in machines.values())
-        assert not list((tmp_path / "state").rglob("*.json"))
+        again = server()
+        repeated = await again.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 1})
+        assert repeated.data == grade.data, "for a run that was killed before it knew"
+        assert not again.machines.opened
+        lost = await again.call("terminal", "grade-0b", {"action": "grade", "step": 0, "rewards": [], "calls": 2})
+        assert lost.status is ToolStatus.SANDBOX_FAILURE
 
     play(tmp_path, episode)
 

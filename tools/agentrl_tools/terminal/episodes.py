@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl.containers.grading import Grade, GradingMode, grade
 from agentrl.containers.machine import Command, CommandResult, Machine, MachineEndedError
@@ -18,6 +20,8 @@ from agentrl.containers.task_steps import prepare_step
 from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import SandboxFailure
 
+RECORD_S = 604_800.0
+"""Age of records that are removed, seconds."""
 OpenSpec = Callable[[TaskFolder, int | None], Awaitable[MachineSpec]]
 """Returns what a task's machine is made from; with a step, what the machine of its tests is made from."""
 
@@ -34,6 +38,8 @@ class Record:
     """The step that is being played, from 0."""
     calls: list[list[str]] = field(default_factory=list)
     """Id and hash of each command that was begun, in order."""
+    grade: dict[str, Any] | None = None
+    """What the last step's tests gave, for a run that was killed before it had recorded the end of the episode."""
 
 
 class Episode:
@@ -95,9 +101,10 @@ class Episode:
             partial.write_text(json.dumps(asdict(self.record)))
 
     async def close(self) -> None:
-        """Remove machine and record."""
+        """Remove the machine; of the record the grade is kept."""
         await self.machine.close()
-        self._file.unlink(missing_ok=True)
+        if self.record.grade is None:
+            self._file.unlink(missing_ok=True)
 
 
 class Episodes:
@@ -117,12 +124,21 @@ class Episodes:
         self._open: dict[str, asyncio.Task[Episode]] = {}
 
     async def start(self) -> None:
-        """Connect to the daemons.
+        """Connect to the daemons, and remove old records.
 
         Raises:
             MissingError: none answers.
         """
         await self._machines.start()
+        oldest = time.time() - RECORD_S
+        for file in self._records.glob("*.json"):
+            if file.stat().st_mtime < oldest:
+                file.unlink(missing_ok=True)
+
+    def recorded_grade(self, key: str) -> dict[str, Any] | None:
+        """Return the grade of an episode whose last step was graded, whether or not its machine is there; None: it was not."""
+        file = self._file(key)
+        return Record(**json.loads(file.read_text())).grade if file.exists() else None
 
     async def begin(self, key: str, folder: Path) -> Episode:
         """Open the machine of a new episode, and prepare its first step.

@@ -71,8 +71,12 @@ class TerminalTool(HostedTool):
         return ToolResult(call.id, ToolStatus.OK, "graded", await self._grade(key, call.arguments))
 
     async def _grade(self, key: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        episode = await self._episodes.find(key)
         step = arguments["step"]
+        recorded = self._episodes.recorded_grade(key)
+        if recorded is not None and (recorded["step"], recorded["calls"]) == (step, arguments.get("calls")):
+            result: Mapping[str, Any] = recorded["result"]
+            return result
+        episode = await self._episodes.find(key)
         async with episode.lock:
             if "calls" in arguments:
                 episode.check_calls(arguments["calls"])
@@ -82,7 +86,7 @@ class TerminalTool(HostedTool):
             goes_on = step + 1 < len(episode.folder.steps) and episode.folder.steps[step].allows_next(grade.rewards)
             if goes_on:
                 await self._episodes.next_step(episode, step + 1)
-        return {
+        result = {
             "rewards": dict(grade.rewards),
             "task_rewards": task_rewards,
             "reward": single_reward(task_rewards),
@@ -93,6 +97,10 @@ class TerminalTool(HostedTool):
             "output": grade.output,
             "seconds": grade.seconds,
         }
+        if not goes_on:
+            episode.record.grade = {"step": step, "calls": arguments.get("calls"), "result": result}
+            episode.save()
+        return result
 
     async def end(self, session: ToolSession) -> None:
         """Remove the machines of the session's episode, unless the server stops: another one may go on with them."""
