@@ -117,13 +117,11 @@ async def grade(
     await _collect(task_step, machine)
     if not separate:
         return await _grade_shared(folder, task_step, machine, is_last=is_last)
-    if is_last:
-        await machine.stop()
+    if is_last:  # and not stopped: a server that is started again meanwhile can grade it again
+        await machine.kill_all()
     clean = await open_clean()
     try:
         changes = await _carry(folder, task_step, machine, clean)
-        if is_last:  # a server that is started again meanwhile can grade it again
-            await machine.kill_all()
         await clean.upload({}, LOGS)
         result = await _run_tests(folder, task_step, clean, await _owner(clean, task_step.grading.user))
         await clean.stop()

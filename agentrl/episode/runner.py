@@ -270,6 +270,8 @@ class EpisodeRunner:
                         rollout.dropped = rollout.dropped or action == "drop"
                     return rollouts
                 saved_state = env_state = None
+                if saved is not None:
+                    saved.discard(job.rollout_id)
         raise AssertionError("the loop returns or raises")
 
     def _split_by_grading(self, episodes: Sequence[_RunningEpisode]) -> list[list[_RunningEpisode]]:

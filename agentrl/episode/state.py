@@ -222,6 +222,9 @@ class SavedStates(Protocol):
         It is called when an episode begins.
         """
 
+    def discard(self, rollout_id: str) -> None:
+        """Remove the saved state of an episode that begins again."""
+
     def is_due(self, rollout_id: str) -> bool:
         """Return whether an episode is to be saved after its turn."""
 

@@ -109,6 +109,10 @@ class GroupStates:
             fits = data["task"] == task_id and max(versions, default=-1) <= self.all.version
         return state if fits else None
 
+    def discard(self, rollout_id: str) -> None:
+        """Remove the state of an episode that begins again."""
+        self._file(rollout_id).unlink(missing_ok=True)
+
     def is_due(self, rollout_id: str) -> bool:
         """Return whether an episode is to be saved after its turn."""
         return self.all.may_save(self._saved[rollout_id])

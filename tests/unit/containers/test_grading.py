@@ -66,7 +66,7 @@ def test_tests_run_in_a_clean_machine_after_the_agent_has_ended(tmp_path: Path) 
     assert result == Grade(
         {"reward": 0.5, "style": 1.0}, False, "1 passed", False, {"/app/conftest.py": "tools load it by themselves"}
     )
-    assert agent.log.index("stop") < agent.log.index("download /app") < agent.log.index("kill_all")
+    assert agent.log.index("kill_all") < agent.log.index("download /app")
     assert not any(line.startswith(("upload", "run")) for line in agent.log), (
         "nothing of the tests is in the agent's machine"
     )
@@ -83,7 +83,6 @@ def test_tests_run_in_a_clean_machine_after_the_agent_has_ended(tmp_path: Path) 
 
 def test_before_the_last_step_the_agents_processes_run_on(tmp_path: Path) -> None:
     _, agent, _ = run_grade(write_task(tmp_path / "task", "image", "echo"), REWARDED, is_last=False)
-    assert "stop" not in agent.log
     assert "kill_all" not in agent.log
 
 

@@ -65,20 +65,18 @@ class Episode:
         return self.folder.steps[self.record.step].user
 
     async def run(self, command: Command) -> CommandResult:
-        """Run a command that has a ``call_id``; the same one again gives its result.
+        """Run a command that has a ``call_id``; the same one again gives its result, also if others followed it.
 
         Raises:
-            SandboxFailure: the machine has run another command with this id, or one after it: the conversation has lost it.
+            SandboxFailure: the machine has run another command with this id, which the conversation has lost.
         """
         assert command.call_id is not None, "calls have ids"
         words = command.command if isinstance(command.command, tuple) else (command.command,)
         entry = [command.call_id, hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]]
         calls = self.record.calls
-        if entry != (calls[-1] if calls else None):
+        if entry not in calls:
             if any(entry[0] == call_id for call_id, _ in calls):
-                raise SandboxFailure(
-                    f"machine {self.machine.id} has run another command as call {entry[0]}, or more after it"
-                )
+                raise SandboxFailure(f"machine {self.machine.id} has run another command as call {entry[0]}")
             calls.append(entry)
             self.save()
         return await self.machine.run(command)
