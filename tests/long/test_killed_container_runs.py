@@ -151,7 +151,8 @@ def test_episodes_go_on_with_their_machines_after_every_kill(dockerd: DockerHost
     assert journal is not None
     again = events["open"] - len(trained)
     print(
-        f"{kills} kills, {runs} runs: {len(trained)} episodes; {events['continue']} continued, {again} sampled again, {len(dropped)} dropped"
+        f"{kills} kills, {runs} runs: {len(trained)} episodes; {events['continue']} continued, {again} sampled again, "
+        f"{len(dropped)} dropped"
     )
     assert events["continue"] > 0
     records = [json.loads(file.read_text()) for file in (state / "terminal").rglob("*.json")]
