@@ -35,7 +35,7 @@ from tests.test_pages import PAGES, ROOT, example
 from tests.unit.containers.test_convert import bench_task
 
 FILES = {
-    "train.jsonl": '{"prompt": "Say a.", "label": "a", "answer": "a", "name": "a", "facts": {}}\n',
+    "train.jsonl": '{"prompt": "Say a.", "label": "a", "answer": "a", "name": "a", "facts": {}}\n' * 16,
     "my_chats.jsonl": '{"prompt": "Who?", "completion": "Me."}\n',
     "my_filters.py": "def too_easy(group):\n    return False\n",
     "tasks.jsonl": '{"prompt": "Say a.", "label": "a"}\n',

@@ -19,9 +19,11 @@ OPTIONS = {"gymnasium": {"id": "FrozenLake-v1"}}
 """Options of the environments that cannot be built without."""
 AT_SERVERS = {"nemo_gym", "openenv"}
 """Environments behind servers of other libraries: `tests/with_environments` checks them against the real ones."""
+IN_MACHINES = {"terminal"}
+"""An episode begins when its machine is open, which Gymnasium's checker does not wait for: `tests/unit/envs/test_terminal.py`."""
 
 
-NAMES = {point.name for point in entry_points(group="agentrl.envs")} - AT_SERVERS - {"verifiers"}
+NAMES = {point.name for point in entry_points(group="agentrl.envs")} - AT_SERVERS - IN_MACHINES - {"verifiers"}
 """verifiers drives its episodes itself, and has no steps."""
 
 
