@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_words import command_words
 from deadlines import until
 from dockerd import DockerHost
 from killed_containers import kill_run
@@ -96,7 +97,7 @@ async def check_that_calls_run_once(machine: Machine, state: Path) -> None:
     first = asyncio.create_task(machine.run(waiting))
     await until(lambda: any("begun" in file.read_text() for file in state.glob("*/*/head")))
     for process in psutil.Process().children(recursive=True):
-        if any(word.endswith(SCRIPT) for word in process.cmdline()):
+        if any(word.endswith(SCRIPT) for word in command_words(process)):
             process.kill()
     with pytest.raises(SandboxFailure, match="ended with -9"):
         await first

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_words import command_words
 from deadlines import wait_until
 
 START = """
@@ -85,7 +86,7 @@ def test_nothing_of_ray_outlives_the_process_that_started_it(tmp_path: Path, mom
     process = subprocess.Popen([sys.executable, "-c", ENDING, moment, str(ready)], start_new_session=True)
     try:
         wait_until(lambda: ready.exists() or process.poll() is not None, LIMIT_S)
-        wait_until(lambda: any("Agent" in "".join(child.cmdline()[:1]) for child in of_session(process.pid)))
+        wait_until(lambda: any("Agent" in "".join(command_words(child)[:1]) for child in of_session(process.pid)))
         children = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()

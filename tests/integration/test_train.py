@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from command_words import command_words
 from shared_runs import SMALL, Running, agentrl, assert_phases_add_up, gone, here, metrics
 
 from agentrl.config.load import load_config
@@ -60,7 +61,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     try:
         run.wait_for(lambda: len([row for row in metrics(cwd / "run") if "train/reward" in row]) >= 3)
         children = run.descendants()
-        started = [" ".join(child.cmdline()) for child in children]
+        started = [" ".join(command_words(child)) for child in children]
         run.send(signal.SIGKILL)
         run.finish()
         leftovers, output = gone(children), run.output()

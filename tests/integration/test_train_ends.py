@@ -8,6 +8,7 @@ from pathlib import Path
 import preloaded
 import psutil
 import pytest
+from command_words import command_words
 from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, gone, metrics
 
 ENDLESS = [
@@ -53,8 +54,7 @@ def test_a_tool_server_that_dies_is_started_again_or_stops_the_run_with_nothing_
         return len([row for row in metrics(tmp_path / "run") if "train/reward" in row]) >= count
 
     def servers() -> list[psutil.Process]:
-        living = [child for child in run.descendants() if child.status() != psutil.STATUS_ZOMBIE]
-        return [child for child in living if {"tools", "serve", "search"} <= set(child.cmdline())]
+        return [child for child in run.descendants() if {"tools", "serve", "search"} <= set(command_words(child))]
 
     try:
         run.wait_for(lambda: trained(1))

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from command_words import command_words
 from deadlines import wait_for_exit
 
 from agentrl.rewards import math_equivalence, notation
@@ -21,7 +22,7 @@ def workers():
 
 
 def children():
-    return [child for child in psutil.Process().children() if "agentrl.rewards.math_worker" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "agentrl.rewards.math_worker" in command_words(child)]
 
 
 @pytest.mark.parametrize(
