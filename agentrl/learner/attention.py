@@ -11,6 +11,7 @@ the longest.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, NamedTuple
@@ -32,12 +33,14 @@ from agentrl.learner.tree_attention import (
     TreeMasks,
     TreeRows,
     attend_tree,
+    row_masks,
+    softmax_with_sink,
 )
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
-_LACKING = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""Options of transformers' attention for score caps, attention sinks, biases and sparse attention."""
+_LACKING = ("softcap", "sinks", "position_bias", "indices", "block_indices")
+"""Options of transformers' attention for score caps, other names of attention sinks, biases and sparse attention."""
 _LEAST_BOUNDS = 16
 """Fewer are padded, so that there are few plans."""
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -65,7 +68,7 @@ class RowGroups:
     """int64 ``[R·L]``: each token's index in the concatenated groups; padding of bins has the index after their end."""
 
 
-PackedRows = RowBounds | RowGroups
+PackedRows = RowBounds | RowGroups | TreeMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,12 @@ class DividedRows:
 
 
 def packed_rows(
-    position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor, device: torch.device, *, flash: bool = False
+    position_ids_R_L: torch.Tensor,
+    row_R_L: torch.Tensor,
+    device: torch.device,
+    *,
+    flash: bool = False,
+    sinks: Collection[int] | None = None,
 ) -> PackedRows:
     """Find the rows: a row starts at each position 0.
 
@@ -88,7 +96,11 @@ def packed_rows(
         row_R_L: int32 on the CPU, -1 in padding.
         device: of the result.
         flash: whether attention is computed in bfloat16; on a GPU the rows are those of flash attention then.
+        sinks: sizes of the sliding windows, if attention has sinks. On a GPU, in bfloat16, rows are masks of flex attention
+            then, and ``R`` is 1.
     """
+    if flash and device.type == "cuda" and sinks is not None:
+        return row_masks(position_ids_R_L.reshape(-1), device, sinks)
     if flash and device.type == "cuda":
         return _bounds(position_ids_R_L.reshape(-1), device)
     return _groups(position_ids_R_L.reshape(-1), row_R_L.reshape(-1), device)
@@ -169,12 +181,14 @@ def packed_attention(  # the signature that transformers calls
     packed: PackedRows | Tree | DividedRows,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within rows, or within a tree. No dropout is applied.
 
     ``query`` is ``[R, H, L, D]``, ``key`` and ``value`` are ``[R, K, L, D]``; of `DividedRows` they are those of this rank's
-    tokens.
+    tokens. ``s_aux`` are the attention sinks ``[H]`` of gpt-oss: a score of each head that takes part in the softmax and has
+    no value. Variable-length flash attention (`RowBounds`) has none.
 
     Returns:
         ``[R, L, H, D]`` and None, as transformers expects.
@@ -192,22 +206,30 @@ def packed_attention(  # the signature that transformers calls
             )
     if isinstance(packed, DividedRows):
         query, key, value = packed.context.to_heads(query, key, value)
-        row_options: dict[str, Any] = {"packed": packed.rows, "scaling": scaling, "sliding_window": sliding_window}
+        sinks = None if s_aux is None else packed.context.local_heads(s_aux)
+        row_options: dict[str, Any] = {
+            "packed": packed.rows,
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+            "s_aux": sinks,
+        }
         return packed.context.to_tokens(packed_attention(module, query, key, value, None, **row_options)[0]), None
     if isinstance(packed, TreeRows | TreeMasks):
-        return attend_tree(query, key, value, packed, scaling=scaling, sliding_window=sliding_window), None
+        return attend_tree(query, key, value, packed, scaling, sliding_window, s_aux), None
     if isinstance(packed, RowBounds):
+        assert s_aux is None, "variable-length flash attention has no sinks"
         return flash_attention(query, key, value, packed, scaling, sliding_window), None
     bins, heads, length, _ = query.shape
     flat = [x.transpose(1, 2).reshape(bins * length, x.shape[1], -1) for x in (query, key, value)]
     outputs = []
     for index, n, t in packed.groups:
         q, k, v = (x.index_select(0, index).view(n, t, *x.shape[1:]).transpose(1, 2) for x in flat)
-        outputs.append(_causal(q, k, v, scaling, sliding_window).transpose(1, 2).reshape(n * t, heads, -1))
+        outputs.append(_causal(q, k, v, scaling, sliding_window, s_aux).transpose(1, 2).reshape(n * t, heads, -1))
     nothing = value.new_zeros(1, heads, value.shape[-1])
     if not outputs:
         # Only padding. Other ranks reduce gradients of all weights, so this rank needs them too, as zeros.
         nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
+        nothing = nothing if s_aux is None else nothing + 0 * s_aux.sum()
     attended = torch.cat([*outputs, nothing]).index_select(0, packed.back)
     return attended.view(bins, length, heads, -1), None
 
@@ -238,19 +260,29 @@ def flash_attention(
 
 
 def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return causal attention ``[N, H, T, D]`` of separate rows; each token sees at most the last ``window`` tokens."""
     length = q.shape[2]
     windowed = window is not None and length > window
-    if windowed or (q.device.type == "cpu" and length <= CPU_STORED_TOKENS):
-        return blockwise_causal(q, k, v, scaling or q.shape[-1] ** -0.5, window)
+    if windowed or sinks_H is not None or (q.device.type == "cpu" and length <= CPU_STORED_TOKENS):
+        return blockwise_causal(q, k, v, scaling or q.shape[-1] ** -0.5, window, sinks_H)
     q, k = q.to(v.dtype), k.to(v.dtype)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
 
 
 def blockwise_causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention in blocks of queries, each against the keys that it sees, at most the last ``window``.
 
@@ -265,6 +297,7 @@ def blockwise_causal(
         q = (q.to(exact) * scaling).reshape(rows * key_heads, group_size, length, size)
         k_t = k.to(exact).reshape(rows * key_heads, length, size).transpose(1, 2)
         v = v.reshape(rows * key_heads, length, -1)
+        sinks = None if sinks_H is None else sinks_H.to(exact).view(1, key_heads, group_size, 1)
         outputs = []
         for first in range(0, length, CPU_BLOCK):
             last = min(first + CPU_BLOCK, length)
@@ -274,9 +307,12 @@ def blockwise_causal(
             if window is not None:
                 unseen = unseen + hidden.tril(first - start - window)
             block = q[:, :, first:last].reshape(rows * key_heads, group_size * (last - first), size)
-            probabilities = (
-                torch.baddbmm(unseen.repeat(group_size, 1), block, k_t[:, :, start:last]).softmax(-1).to(v.dtype)
-            )
+            scores = torch.baddbmm(unseen.repeat(group_size, 1), block, k_t[:, :, start:last])
+            if sinks is None:
+                probabilities = scores.softmax(-1).to(v.dtype)
+            else:
+                sink = sinks.expand(rows, -1, -1, last - first).reshape(rows * key_heads, -1, 1)
+                probabilities = softmax_with_sink(scores, sink).to(v.dtype)
             outputs.append((probabilities @ v[:, start:last]).view(rows * key_heads, group_size, last - first, -1))
         return torch.cat(outputs, 2).view(rows, heads, length, -1)
 

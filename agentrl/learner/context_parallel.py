@@ -177,6 +177,11 @@ class Context:
         """Return the least multiple of ``heads`` that the ranks can divide."""
         return math.lcm(heads, self.size)
 
+    def local_heads(self, values_H: torch.Tensor) -> torch.Tensor:
+        """Return a value ``[H]`` of each head for this rank's heads of `to_heads`."""
+        repeats = self._divisible_heads(len(values_H)) // len(values_H)
+        return values_H.repeat_interleave(repeats).view(self.size, -1)[self.rank]
+
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """Return all heads of this rank's tokens ``[1, T, H, D]`` from all tokens of its heads ``[1, L, H/P, D]``. Collective."""
         received: torch.Tensor = exchange(attended.reshape(self.size, -1, *attended.shape[2:]), self.group)

@@ -118,9 +118,31 @@ def tree_masks(tree: PrefixTree, length: int, device: torch.device, windows: Col
         device: of the attention.
         windows: sizes of the model's sliding windows.
     """
-    end, depth = np.arange(1, length + 1), np.zeros(length, np.int64)
-    end[: len(tree.depth_U)], depth[: len(tree.depth_U)] = tree.subtree_end_U, tree.depth_U
-    end_L, depth_L = (to_device(torch.from_numpy(array.astype(np.int32)), device) for array in (end, depth))
+    return _masks(tree.subtree_end_U, tree.depth_U, length, device, windows)
+
+
+def row_masks(position_ids_L: torch.Tensor, device: torch.device, windows: Collection[int] = ()) -> TreeMasks:
+    """Return packed rows, which share no prefixes, for flex attention; a row starts at each position 0.
+
+    Args:
+        position_ids_L: int64 on the CPU.
+        device: of the attention.
+        windows: sizes of the model's sliding windows.
+    """
+    depth = position_ids_L.numpy()
+    starts = np.flatnonzero(depth == 0)
+    stops = np.append(starts[1:], len(depth))
+    length = -(-len(depth) // FLEX_MULTIPLE) * FLEX_MULTIPLE
+    return _masks(np.repeat(stops, stops - starts), depth, length, device, windows)
+
+
+def _masks(
+    end: NDArray[np.int64], depth: NDArray[np.int64], length: int, device: torch.device, windows: Collection[int]
+) -> TreeMasks:
+    """Return the masks of tokens that are seen by those before ``end``, with padding up to ``length`` that sees itself."""
+    ends, depths = np.arange(1, length + 1), np.zeros(length, np.int64)
+    ends[: len(end)], depths[: len(depth)] = end, depth
+    end_L, depth_L = (to_device(torch.from_numpy(array.astype(np.int32)), device) for array in (ends, depths))
     return TreeMasks({window: _block_mask(end_L, depth_L, window) for window in (None, *windows)})
 
 
@@ -253,9 +275,9 @@ def attend_tree(
     key: torch.Tensor,
     value: torch.Tensor,
     tree: Tree,
-    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within a tree. ``query`` is ``[1, H, L, D]``, ``key`` and ``value`` ``[1, K, L, D]``; no dropout is applied.
 
@@ -263,11 +285,33 @@ def attend_tree(
         ``[1, L, H, D]``; zeros in padding on CPUs.
     """
     if isinstance(tree, TreeRows):
-        return _attend_rows(query, key, value, tree, scaling, sliding_window)
+        return _attend_rows(query, key, value, tree, scaling, sliding_window, sinks_H)
     attend = _FLEX if torch.compiler.is_compiling() else _compiled_flex()
-    query, key, mask = query.to(value.dtype), key.to(value.dtype), tree.masks[sliding_window]
-    attended: torch.Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
-    return attended.transpose(1, 2)
+    mask, length = tree.masks[sliding_window], query.shape[2]
+    if padding := mask.shape[-1] - length:
+        query, key, value = (F.pad(states, (0, 0, 0, padding)) for states in (query, key, value))
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    options = {"block_mask": mask, "scale": scaling, "enable_gqa": True}
+    if sinks_H is None:
+        attended: torch.Tensor = attend(query, key, value, **options)
+    else:
+        without_sinks, lse_H_L = attend(query, key, value, **options, return_lse=True)
+        attended = _with_sinks(without_sinks, lse_H_L, sinks_H)
+    return attended[:, :, :length].transpose(1, 2)
+
+
+def _with_sinks(attended: torch.Tensor, lse_H_L: torch.Tensor, sinks_H: torch.Tensor) -> torch.Tensor:
+    """Return attention ``[1, H, L, D]`` with a further score of each head in its softmax, from that without.
+
+    ``lse_H_L`` are the logarithms of the softmax's denominators, ``[1, H, L]``.
+    """
+    share = (lse_H_L.float() - sinks_H.float()[:, None]).sigmoid()
+    return attended * share[..., None].to(attended.dtype)
+
+
+def softmax_with_sink(scores: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """Return the softmax ``[..., T]`` of scores and a sink ``[..., 1]``, without the sink's probability."""
+    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
 def _attend_rows(
@@ -277,6 +321,7 @@ def _attend_rows(
     tree: TreeRows,
     scaling: float | None,
     window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attention of each row's own tokens to the row."""
     heads, size = query.shape[1], value.shape[-1]
@@ -285,12 +330,13 @@ def _attend_rows(
     for group in tree.groups:
         q = _gather_heads(query_L, group.query_N_Q)
         k, v = (_gather_heads(x, group.key_N_T) for x in (key_L, value_L))
-        attended = _in_blocks(q, k, v, group.depth_N_Q, scaling, window)
+        attended = _in_blocks(q, k, v, group.depth_N_Q, scaling, window, sinks_H)
         outputs.append(attended.transpose(1, 2).reshape(-1, heads, size))
     nothing = value.new_zeros(1, heads, size)
     if not outputs:
         # Only padding. Other ranks reduce gradients of all weights, so this rank needs them too, as zeros.
         nothing = nothing + 0 * (query.sum() + key.sum() + value.sum())
+        nothing = nothing if sinks_H is None else nothing + 0 * sinks_H.sum()
     return torch.cat([*outputs, nothing]).index_select(0, tree.back_L)[None]
 
 
@@ -306,13 +352,14 @@ def _in_blocks(
     depth_N_Q: torch.Tensor,
     scaling: float | None,
     window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return causal attention ``[N, H, Q, D]`` in blocks of queries, each against the keys that one of its queries sees.
 
     ``depth_N_Q`` is the index of each query's last key.
     """
     outputs = []
-    stored = k.shape[2] <= CPU_STORED_TOKENS
+    stored = k.shape[2] <= CPU_STORED_TOKENS or sinks_H is not None
     for first in range(0, q.shape[2], CPU_BLOCK):
         depth = depth_N_Q[:, first : first + CPU_BLOCK, None]
         stop = int(depth.max()) + 1
@@ -321,7 +368,7 @@ def _in_blocks(
         sees = keys <= depth if window is None else (keys <= depth) & (depth - keys < window)
         block = (q[:, :, first : first + CPU_BLOCK], k[:, :, start:stop], v[:, :, start:stop])
         if stored:
-            outputs.append(_attend_stored(*block, sees, scaling or q.shape[-1] ** -0.5))
+            outputs.append(_attend_stored(*block, sees, scaling or q.shape[-1] ** -0.5, sinks_H))
         else:
             q_block, k_block, v_block = block
             outputs.append(
@@ -333,7 +380,12 @@ def _in_blocks(
 
 
 def _attend_stored(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees_N_Q_T: torch.Tensor, scaling: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sees_N_Q_T: torch.Tensor,
+    scaling: float,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return attention with a mask; scores and softmax are in at least float32, also under autocast."""
     rows, heads, length, size = q.shape
@@ -342,5 +394,9 @@ def _attend_stored(
     with torch.autocast("cpu", enabled=False):
         q = (q.to(exact) * scaling).reshape(rows, key_heads, -1, size)
         scores = (q @ k.to(exact).transpose(2, 3)).view(rows, key_heads, heads // key_heads, length, -1)
-        probabilities = scores.masked_fill(~sees_N_Q_T[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
+        scores = scores.masked_fill(~sees_N_Q_T[:, None, None], float("-inf"))
+        if sinks_H is None:
+            probabilities = scores.softmax(-1).to(v.dtype)
+        else:
+            probabilities = softmax_with_sink(scores, sinks_H.to(exact).view(1, key_heads, -1, 1, 1)).to(v.dtype)
         return (probabilities.view(rows, key_heads, -1, v.shape[2]) @ v).view(rows, heads, length, -1)

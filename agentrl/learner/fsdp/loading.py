@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from agentrl.batch.microbatch import MicroBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, ModelError
-from agentrl.learner.attention import IMPLEMENTATION, packed_rows
+from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recompute_mode, resolve_device, uses_bfloat16
 from agentrl.learner.fsdp.experts import accept_replayed_experts, pass_experts_by_layer, use_grouped_products
@@ -121,7 +121,7 @@ def _load(
     with _named_errors(model, folder, key):
         _fill(model, folder, config, device, mesh, key)
     with _named_errors(model, folder, key), _probing(model, config):
-        model.separates_rows = _mixes_rows(model)
+        model.separates_rows = _selects_keys(model.hf) or _mixes_rows(model)
         if isinstance(model, PolicyModel):
             _check_head(model, folder, key)
             _check_rows(model, folder, key)
@@ -146,6 +146,8 @@ def _fill(
         parameters[name].requires_grad_(False)
     use_grouped_products(model.hf)
     _name_windows(model.hf)
+    if _selects_keys(model.hf):
+        _prepare_indexers(model.hf)
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
@@ -174,6 +176,22 @@ def _name_windows(hf: PreTrainedModel) -> None:
         for module in hf.modules():
             if hasattr(module, "num_key_value_groups"):
                 setattr(module, "sliding_window", config.sliding_window)  # noqa: B010  modules are typed as tensors
+
+
+def _selects_keys(hf: PreTrainedModel) -> bool:
+    """Return whether an indexer selects the keys of each query: sparse attention of DeepSeek V3.2 and GLM-5."""
+    return any(name.endswith(".indexer") for name, _ in hf.named_modules())
+
+
+def _prepare_indexers(hf: PreTrainedModel) -> None:
+    """Have sparse attention computed by transformers, over one row a bin, and freeze the indexers.
+
+    Selected keys are scattered into a mask over all keys of a row. No gradient reaches an indexer through the selection.
+    """
+    hf.set_attn_implementation("sdpa")
+    for name, parameter in hf.named_parameters():
+        if ".indexer." in name:
+            parameter.requires_grad_(False)
 
 
 def _as_bfloat16(module: nn.Module, inputs: object, embeddings: torch.Tensor) -> torch.Tensor:
@@ -322,12 +340,13 @@ def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
 def _own_inference(hf: PreTrainedModel) -> Iterator[None]:
     """Compute as transformers does without training: with the architecture's own attention."""
     training = {module: module.training for module in hf.modules()}
+    implementation = str(hf.config._attn_implementation)
     hf.train(False)
     hf.set_attn_implementation("eager")
     try:
         yield
     finally:
-        hf.set_attn_implementation(IMPLEMENTATION)
+        hf.set_attn_implementation(implementation)
         for module, is_training in training.items():
             module.training = is_training
 
@@ -369,7 +388,7 @@ def _last_hidden(model: PackedModel) -> Iterator[list[torch.Tensor]]:
 def _inputs(micro: MicroBatch, model: PackedModel) -> dict[str, Any]:
     """Return the arguments of the model for a packed micro-batch."""
     positions, device = micro.position_ids_L[None], model.hf.device
-    packed = packed_rows(positions, micro.row_L[None], device, flash=model.autocast)
+    packed = model.attention_rows(positions, micro.row_L[None])
     ids = micro.token_ids_L[None].to(device)
     return {"input_ids": ids, "position_ids": positions.to(device), "use_cache": False, "packed": packed}
 

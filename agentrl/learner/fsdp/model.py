@@ -36,6 +36,8 @@ class PackedModel(nn.Module):
         """Whether decoder layers, and what follows the head's products, are compiled."""
         self.separates_rows = False
         """Whether every row has a separate bin, as layers of the model other than attention would mix packed rows."""
+        self.has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+        """Whether attention has sinks."""
         self.replays_routing = False
         """Whether routers take the experts that the engine chose (routing replay)."""
         self.context: Context | None = None
@@ -68,7 +70,7 @@ class PackedModel(nn.Module):
         if self.separates_rows:
             token_ids_R_L, position_ids_R_L, row_R_L, at_N = unpack_rows(token_ids_L, position_ids_L, row_L, at_N)
         replayed_experts = self._replayed_experts(micro.experts_L, len(token_ids_L))
-        rows = packed_rows(position_ids_R_L, row_R_L, device, flash=self.autocast)
+        rows = self.attention_rows(position_ids_R_L, row_R_L)
         token_ids_R_L, position_ids_R_L, before_N, packed = self._slice_inputs(
             token_ids_R_L, position_ids_R_L, at_N - 1, rows
         )
@@ -86,6 +88,11 @@ class PackedModel(nn.Module):
         if micro.shares_prefixes:
             before_N, length = tree_places(micro, before_N, self.hf.device, self._ranks)
         return at_N[self.context.has(before_N, length)]
+
+    def attention_rows(self, position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> PackedRows:
+        """Return packed rows as the model's attention takes them; see `packed_rows`."""
+        sinks = self.windows if self.has_sinks else None
+        return packed_rows(position_ids_R_L, row_R_L, self.hf.device, flash=self.autocast, sinks=sinks)
 
     @property
     def _ranks(self) -> int:

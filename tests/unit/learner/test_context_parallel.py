@@ -75,12 +75,13 @@ def test_attention_over_parts_is_that_over_whole_rows(
     states = [
         torch.randn(1, n, length, d, dtype=torch.float64) for n, d in ((heads, 6), (key_heads, 6), (key_heads, 5))
     ]
-    expected, _ = packed_attention(torch.nn.Module(), *states, None, packed=rows, sliding_window=window)
+    options = {"sliding_window": window, "s_aux": torch.randn(heads, dtype=torch.float64) if window else None}
+    expected, _ = packed_attention(torch.nn.Module(), *states, None, packed=rows, **options)
 
     def attend(context: Context) -> torch.Tensor:
         own = [state[:, :, context.token_slice(length)] for state in states]
         packed = DividedRows(rows, context)
-        return packed_attention(torch.nn.Module(), *own, None, packed=packed, sliding_window=window)[0]
+        return packed_attention(torch.nn.Module(), *own, None, packed=packed, **options)[0]
 
     switch = Switch(size)
     monkeypatch.setattr(context_parallel, "exchange", switch.exchange)

@@ -88,7 +88,7 @@ def test_rows_of_very_different_lengths_are_not_padded_to_the_longest():
     assert sorted((n, t) for _, n, t in packed.groups) == [(1, 400), (5, 20)]
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices"])
+@pytest.mark.parametrize("option", ["softcap", "sinks", "position_bias", "indices", "block_indices"])
 def test_what_the_learner_lacks_is_refused(option):
     q, k, v = qkv(1, 4)
     packed = packed_rows(torch.arange(4)[None], torch.zeros(1, 4, dtype=torch.int64), CPU)
