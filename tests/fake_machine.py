@@ -8,6 +8,7 @@ import tarfile
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from docker.errors import NotFound
@@ -25,6 +26,7 @@ class FakeMachine:
 
     def __init__(self, machine_id: str, spec: MachineSpec, files: Mapping[str, bytes], answer: Answer) -> None:
         self.id, self.spec = machine_id, spec
+        self.container, self.client = f"container-{machine_id}", SimpleNamespace(url="unix:///no-daemon")
         self.files = dict(files)
         self.log: list[str] = []
         self.is_closed = self.is_adopted = False

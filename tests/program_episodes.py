@@ -1,7 +1,7 @@
 """Episodes of agent programs as processes, with a scripted policy."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from agentrl import Message, Rollout, Task
@@ -9,6 +9,7 @@ from agentrl.config.agent import AgentConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.env import Env
+from agentrl.core.tool import ToolClient
 from agentrl.core.types import Generation, Prompt, SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
@@ -21,6 +22,7 @@ from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import RecordedRequest, ScriptedSampler
 
 TASK = Task("t", (Message("user", "Write the name Remu into answer.txt, read the file, and say the name."),))
+LIMITS = Limits(max_turns=30, max_tokens=1_000_000, max_seconds=120.0, max_new_tokens=4096)
 ASSISTANT = "<|im_start|>assistant\n"
 
 
@@ -83,6 +85,10 @@ def play_program(
     renderer: ChatRenderer,
     sandbox: SandboxConfig | None = None,
     task: Task = TASK,
+    *,
+    env: Callable[[], Env] = Env,
+    clients: Mapping[str, ToolClient] | None = None,
+    limits: Limits = LIMITS,
 ) -> tuple[Rollout, list[Generation]]:
     """Play an episode, and return what the engine sampled in it, too.
 
@@ -92,6 +98,9 @@ def play_program(
         renderer: of the policy's chat format.
         sandbox: limits of the program's sandbox.
         task: of the episode.
+        env: makes the environment, which gives the reward with ``config.reward=environment``.
+        clients: of its tools.
+        limits: of the episode.
     """
 
     def speak(request: RecordedRequest) -> str:
@@ -101,10 +110,10 @@ def play_program(
 
     sampler = RecordingSampler(speak, encode=renderer.encode, end_token_id=renderer.end_token_id)
     sampler.generations = []
-    limits = Limits(max_turns=30, max_tokens=1_000_000, max_seconds=120.0, max_new_tokens=4096)
-    context = EpisodeContext(Env, renderer, sampler, {}, limits, SamplingParams(max_new_tokens=4096, seed=5))
+    context = EpisodeContext(env, renderer, sampler, clients or {}, limits, SamplingParams(max_new_tokens=4096, seed=5))
     failure = FailureConfig(sampler="drop", agent="drop", max_failed_share=1)
-    settings = EpisodeSettings(context, generate=AgentProgram(config, sandbox or SandboxConfig()), grader=Grader())
+    grader = None if config.reward == "environment" else Grader()
+    settings = EpisodeSettings(context, generate=AgentProgram(config, sandbox or SandboxConfig()), grader=grader)
     runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(1))
     (rollout,) = asyncio.run(runner.run_many([Job(task, 1, "e")]))
     return rollout, sampler.generations

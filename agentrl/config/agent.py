@@ -16,6 +16,8 @@ from agentrl.core.errors import ConfigError
 HarnessName = Literal["mini_swe_agent", "claude_code", "codex", "opencode", "openai_agents", "smolagents"]
 
 
+CONTAINER = "container"
+"""The sandbox of a program that works in the machine of its task."""
 FILE = "file:"
 """Begins the name of a file in `AgentConfig.answer`."""
 _AGENT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -44,10 +46,12 @@ class ProgramConfig(Section):
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each start, which is removed after the reward."""
     files: Path | None = None
-    """A folder whose contents are copied into the folder of each start first."""
+    """A folder whose contents are copied into the folder of each start first; with ``sandbox=container`` into a folder beside the
+    task's, and words of the command that name a file in it are made whole paths there."""
     sandbox: str | None = None
     """The sandbox that the program runs in, a name as in ``sandbox.backend``, with the limits of the section ``sandbox``; null:
-    none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts`` through a proxy."""
+    none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts`` through a proxy. ``container``: the
+    machine of the task, with the task's user, working folder, limits and network; of an environment that opens one."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables. Of this process's the program gets only ``PATH``, locale, time zone and those of Python;
     ``HOME`` and ``TMPDIR`` are folders of the episode."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from string import Formatter
 
-from agentrl.config.agent import AgentConfig, ProgramConfig
+from agentrl.config.agent import CONTAINER, AgentConfig, ProgramConfig
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.engine_checks import engine_faults
 from agentrl.config.evaluation import EvalConfig
@@ -112,6 +112,11 @@ def _agent(config: Config) -> Iterator[str]:
     if generate is not None:
         yield f"{agent.setting} and rollout.generate={generate} both say what plays the episodes; leave out one"
     yield from _program_folders(agent)
+    if agent.sandbox == CONTAINER and agent.reward != "environment":
+        yield (
+            f"rollout.agent.reward={agent.reward} with rollout.agent.sandbox={CONTAINER}: the tests of the task give the reward; "
+            "set rollout.agent.reward=environment"
+        )
     if agent.reward == "session" and config.reward.setting is not None:
         yield f"rollout.agent.reward=session and {config.reward.setting} both say what the reward is; leave out one"
 
@@ -137,6 +142,11 @@ def _seat_programs(config: Config) -> Iterator[str]:
                 yield f"{program.key} is set, but no {program.key}.command or {program.key}.harness"
             if len(program.settings) > 1:
                 yield f"{' and '.join(program.settings)} both say what plays; leave out one"
+            if program.sandbox == CONTAINER:
+                yield (
+                    f"{program.key}.sandbox={CONTAINER}, but programs that play an agent have no machine of a task; set another "
+                    "sandbox"
+                )
             if source.rollout.loop is not None:
                 yield f"{program.key} plays in an environment, and {source.rollout.loop} plays in its place; leave out one"
             if program.start == "episode" and program.answer != "message":

@@ -47,25 +47,29 @@ def _matches(pattern: str, host: str) -> bool:
         return host == pattern
 
 
-def listen_inside(pid: int, container: str) -> socket.socket:
+def listen_inside(
+    pid: int, container: str, address: tuple[str, int] = ADDRESS, setting: str = "network=allowlist"
+) -> socket.socket:
     """Return a socket that listens on the loopback of a container's network namespace.
 
     Args:
         pid: the container's first process, as the daemon knows it.
         container: its id.
+        address: where to listen in the container; port 0 takes a free one.
+        setting: the key and value that need it, for messages.
 
     Raises:
         MissingError: the daemon is on another machine, or this process may not enter the namespace.
     """
     if not is_local(pid, container):
         raise MissingError(
-            "network=allowlist needs the Docker daemon on this machine: its proxy listens in the container's network namespace"
+            f"{setting} needs the Docker daemon on this machine: this process listens in the container's network namespace"
         )
     outcome: list[socket.socket | OSError] = []
 
     def listen() -> None:
         try:
-            outcome.append(_listen(pid))
+            outcome.append(_listen(pid, address))
         except OSError as error:
             outcome.append(error)
 
@@ -76,7 +80,7 @@ def listen_inside(pid: int, container: str) -> socket.socket:
     result = outcome[0]
     if isinstance(result, OSError):
         raise MissingError(
-            f"network=allowlist needs root on the Docker daemon's machine, to enter the container's network namespace: {result}"
+            f"{setting} needs root on the Docker daemon's machine, to enter the container's network namespace: {result}"
         ) from result
     return result
 
@@ -89,7 +93,7 @@ def is_local(pid: int, container: str) -> bool:
         return False
 
 
-def _listen(pid: int) -> socket.socket:
+def _listen(pid: int, address: tuple[str, int]) -> socket.socket:
     libc = ctypes.CDLL(None, use_errno=True)
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -98,10 +102,11 @@ def _listen(pid: int) -> socket.socket:
             raise OSError(number, os.strerror(number))
     finally:
         os.close(namespace)
-    listener = socket.socket()
+    # With the protocol, without which asyncio does not disable Nagle's algorithm.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(ADDRESS)
+        listener.bind(address)
         listener.listen(64)
     except BaseException:
         listener.close()

@@ -66,6 +66,8 @@ if TYPE_CHECKING:  # the import takes longer than all others together
         """Wall time, seconds."""
         output_bytes: int
         """Bytes of output that are recorded."""
+        caller: int
+        """Process id of the caller with whose end the command ends; 0: it outlives the caller."""
 
 
 MARKER = "AGENTRL_CALL"
@@ -79,6 +81,7 @@ DRAIN_S = 0.2
 KILLED_S = 5.0
 """Time in which a killed command is gone; otherwise the container is started again."""
 REQUEST_S = 60.0
+_DEATH_SIGNAL = 1
 CHUNK = 2**16
 
 KILL_SCRIPT = r"""
@@ -418,6 +421,12 @@ def main() -> None:
     request: Request = json.load(sys.stdin)
     execution = Execution(request)
     signal.signal(signal.SIGTERM, execution.interrupt)
+    if request["caller"]:
+        import ctypes  # few commands need it
+
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != request["caller"]:
+            return
     with open(os.path.join(request["folder"], "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         result_file = os.path.join(request["folder"], "result.json")

@@ -54,6 +54,8 @@ class Command:
     """Bytes of output that are recorded; of more the first and the last half."""
     call_id: str | None = None
     """A second command with the same id on this machine is not run: it gets the result of the first, once that has ended."""
+    ends_with_caller: bool = False
+    """Whether it is killed when this process ends, by whatever cause; otherwise it runs on, up to ``wall_s``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ class Machine:
             "exec": options,
             "wall_s": command.wall_s,
             "output_bytes": command.output_bytes,
+            "caller": os.getpid() if command.ends_with_caller else 0,
         }
 
     async def _execute(self, request: Request, *, keeps: bool) -> None:

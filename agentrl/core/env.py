@@ -132,6 +132,9 @@ class EnvBase:
     for it; that saves a tenth of a turn's CPU time where `step` only reads and writes texts."""
     needs_reward: ClassVar[bool] = False
     """Whether it returns no reward itself, so that a run needs ``reward.function``."""
+    opens_machine: ClassVar[bool] = False
+    """Whether it opens a machine for each episode, in which an agent program can work (``rollout.agent.sandbox=container``): its
+    ``info`` has ``machine``, the access that the tool server has given it."""
     generate: ClassVar[str | None] = None
     """What plays the episodes in place of steps, as ``rollout.generate``: a library that drives the loop itself."""
     task: Task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -34,6 +34,8 @@ class EnvSteps:
         self._env = env
         self._tools = tools
         self._state = state
+        self.machine: Mapping[str, object] | None = None
+        """Access to the machine of the episode, as the environment's last ``info`` has it; see `Env.opens_machine`."""
 
     async def run_requested_calls(self, step: Step, offered: Sequence[Tool]) -> Step:
         """Run the tool calls that an environment requests until it returns messages; the rewards on the way are summed.
@@ -88,6 +90,7 @@ class EnvSteps:
             self._state.metrics = metrics
         if (answer := self._env.answer(info)) is not None:
             self._state.answer = answer
+        self.machine = info.get("machine")
         return number
 
 
@@ -129,18 +132,31 @@ class AnswerScoring:
             self._offered = self._context.resolve_tools(self._env.read("tools", self._context.offered_tools))
             return await self._steps.begin(observation, info, self._offered)
 
-    async def score(self, answer: str) -> tuple[float, dict[str, float]]:
-        """Take the final answer as the policy's message, and return the reward and metrics of the episode.
+    @property
+    def machine(self) -> Mapping[str, object] | None:
+        """Access to the machine of the episode; None: the environment opens none. See `Env.opens_machine`."""
+        return self._steps.machine
 
-        If the environment goes on after it, they are those so far: nothing more is sampled.
+    @property
+    def reward(self) -> float:
+        """The reward so far."""
+        return self._state.reward
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics so far."""
+        return self._state.metrics
+
+    async def score(self, answer: str) -> tuple[Message, ...]:
+        """Take the final answer as the policy's message; return what follows it if the environment goes on, else nothing.
 
         Raises:
             EpisodeError: it failed, or takes longer than ``rollout.max_seconds``.
         """
         async with self._in_time("score the final answer"):
             step = await self._env.step(Message("assistant", answer))
-            await self._steps.run_requested_calls(step, self._offered)
-        return self._state.reward, self._state.metrics
+            observation, _, terminated, truncated, _ = await self._steps.run_requested_calls(step, self._offered)
+        return () if terminated or truncated else observed_messages(observation)
 
     async def close(self) -> None:
         """Close the environment. A failure is only logged: the episode is over."""

@@ -135,8 +135,8 @@ class AgentLoop(ABC):
             metadata: added to that of the rollouts.
         """
         if scoring is not None:
-            reward, metrics = await scoring.score(answer)
-            sessions.set_reward(None, reward, metrics)
+            await scoring.score(answer)
+            sessions.set_reward(None, scoring.reward, scoring.metrics)
         rollouts = sessions.rollouts(agent)
         for rollout in rollouts:
             rollout.metadata |= {**metadata, ANSWER: answer}

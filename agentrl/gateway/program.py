@@ -7,12 +7,13 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from agentrl.config.agent import FILE, AgentConfig, ProgramConfig, command_words
+from agentrl.config.agent import CONTAINER, FILE, AgentConfig, ProgramConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError
@@ -25,7 +26,8 @@ from agentrl.episode.tool_calls import ToolRunner
 from agentrl.gateway.agent_loop import AgentLoop, describe_wait, late, time_left
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import installed_harness
-from agentrl.gateway.program_process import ProgramInput, ProgramProcess, RunningProgram, read_start
+from agentrl.gateway.machine_program import MachinePrograms
+from agentrl.gateway.program_process import ProgramInput, ProgramProcess, RunningProgram
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes, agent_sandbox
 from agentrl.gateway.server import Gateway
 from agentrl.obs.waiting import waiting
@@ -50,8 +52,13 @@ def check_agent(config: ProgramConfig, sandbox: SandboxConfig, private_paths: Ma
         ConfigError: the program or a folder does not exist, or the sandbox would show what is private.
         MissingError: this machine lacks the harness, or something that the sandbox needs.
     """
+    for name, folder in (("cwd", config.cwd), ("files", config.files)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{config.key}.{name}={folder} is no folder")
     path, key = config.env.get("PATH"), config.key
     words = command_words(config.command, key) if config.command is not None else []
+    if config.sandbox == CONTAINER:
+        return  # the image of each task has the program
     if config.sandbox is not None:
         own_sandbox = agent_sandbox(config, sandbox)
         check_shown(own_sandbox, private_paths)
@@ -62,9 +69,6 @@ def check_agent(config: ProgramConfig, sandbox: SandboxConfig, private_paths: Ma
         installed_harness(config.harness, path, key)
     elif shutil.which(words[0], path=path) is None:
         raise ConfigError(f"{key}.command={config.command}: there is no program {words[0]}")
-    for name, folder in (("cwd", config.cwd), ("files", config.files)):
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{key}.{name}={folder} is no folder")
 
 
 class ProgramLauncher:
@@ -79,10 +83,13 @@ class ProgramLauncher:
         self.config = config
         """Of the program."""
         self._sandboxes: EpisodeSandboxes | None = None
-        if config.sandbox is not None:
+        self.in_machine = config.sandbox == CONTAINER
+        """Whether the program works in the machine of its task."""
+        if config.sandbox is not None and not self.in_machine:
             self._sandboxes = EpisodeSandboxes(config, sandbox)
         self.gateway = Gateway(LOOPBACK if self._sandboxes is None else GATEWAY_HOST)
         """Where programs request their turns."""
+        self._machines = MachinePrograms(config, self.gateway)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -96,7 +103,12 @@ class ProgramLauncher:
 
     @asynccontextmanager
     async def running(
-        self, program_input: ProgramInput, name: str, key: str, tools: ToolRunner
+        self,
+        program_input: ProgramInput,
+        name: str,
+        key: str,
+        tools: ToolRunner,
+        machine: Mapping[str, object] | None = None,
     ) -> AsyncIterator[RunningProgram]:
         """Start the program, and yield it; at the end of the context nothing of it runs any more.
 
@@ -105,11 +117,17 @@ class ProgramLauncher:
             name: of its sandbox.
             key: of its session.
             tools: of the episode; its folder is removed with their sessions.
+            machine: access to the machine of the task, if it works there.
 
         Raises:
             AgentProgramError: no process can be started.
             SandboxFailure: its sandbox does not open.
+            MissingError: the machine has no such program.
         """
+        if self.in_machine:
+            async with self._machines.running(machine, program_input, key) as machine_program:
+                yield machine_program
+            return
         async with self._backend() as (url, backend):
             if self._sandboxes is None or backend is None:
                 program: RunningProgram = await ProgramProcess.start(self.config, program_input, url, key)
@@ -141,7 +159,7 @@ class ProgramLauncher:
         kind = self.config.answer
         if kind == "message":
             return last_message
-        return program.output() if kind == "output" else read_start(program.cwd / kind.removeprefix(FILE))
+        return program.output() if kind == "output" else program.read_file(kind.removeprefix(FILE))
 
 
 async def wait_for_end(
@@ -185,15 +203,31 @@ class AgentProgram(AgentLoop):
 
     @override
     async def run(self, task: Task, agent: Agent, scoring: AnswerScoring | None) -> list[Rollout]:
-        sessions, launcher = AgentSessions.open(agent, self.config), self._launcher
+        sessions = AgentSessions.open(agent, self.config)
+        async with self._launcher.serving(), self._launcher.gateway.open(sessions) as key:
+            program = await self._run_program(task, agent, sessions, key, scoring)
+            answer = self._launcher.final_answer(program, sessions.last_message())
+            if scoring is not None and self._launcher.in_machine:
+                while messages := await scoring.score(answer):  # another step of the task, in the same machine
+                    program = await self._run_program(replace(task, prompt=messages), agent, sessions, key, scoring)
+                    answer = self._launcher.final_answer(program, sessions.last_message())
+                sessions.set_reward(None, scoring.reward, scoring.metrics)
+                scoring = None
+        folder = {} if program.cwd is None else {FOLDER: str(program.cwd)}
+        return await self.finish(sessions, agent, scoring, answer, folder)
+
+    async def _run_program(
+        self, task: Task, agent: Agent, sessions: AgentSessions, key: str, scoring: AnswerScoring | None
+    ) -> RunningProgram:
+        """Run the program to its end, and return it.
+
+        Raises:
+            AgentProgramError, EpisodeError: see `AgentLoop.check`.
+        """
         program_input = ProgramInput.from_task(self.config, task)
-        async with (
-            launcher.serving(),
-            launcher.gateway.open(sessions) as key,
-            launcher.running(program_input, agent.episode_id, key, agent.tools) as program,
-        ):
+        machine = None if scoring is None else scoring.machine
+        async with self._launcher.running(program_input, agent.episode_id, key, agent.tools, machine) as program:
             with waiting("agent", "program", lambda: describe_wait(sessions, agent.clock)):
                 sessions.fault = await wait_for_end(program, sessions, agent.clock)
         self.check(sessions, program.output_end())
-        answer = launcher.final_answer(program, sessions.last_message())
-        return await self.finish(sessions, agent, scoring, answer, {FOLDER: str(program.cwd)})
+        return program

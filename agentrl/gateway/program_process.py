@@ -42,8 +42,8 @@ OUTPUT_LINES = 20
 class RunningProgram(Protocol):
     """A program that has been started."""
 
-    cwd: Path
-    """Its folder on this machine, with its files once it has ended."""
+    cwd: Path | None
+    """Its folder on this machine, with its files once it has ended; None: they stay elsewhere."""
     ended: asyncio.Future[str]
     """What is wrong with how it ended, in words; empty if nothing is. Nothing of it runs any more then."""
 
@@ -58,6 +58,10 @@ class RunningProgram(Protocol):
     def output(self) -> str:
         """Return what it has written to its standard output, up to `ANSWER_BYTES`."""
         ...
+
+    def read_file(self, name: str) -> str:
+        """Return the text of a file in its folder, up to `ANSWER_BYTES`, once it has ended; empty if there is none."""
+        return "" if self.cwd is None else read_start(self.cwd / name)
 
     def output_end(self) -> str:
         """Return the last lines of its output, for messages."""

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -131,6 +132,17 @@ class Gateway:
                 server, self._server = self._server, None
                 server.should_exit = True
                 await asyncio.shield(self._serving)
+
+    @asynccontextmanager
+    async def serving_on(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Serve on a socket that listens elsewhere, too, such as in a container; it is closed at the end of the context."""
+        server = Server(uvicorn.Config(self.app, **UVICORN))
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway-elsewhere")
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await asyncio.shield(serving)
 
     def _start(self) -> None:
         """Listen; connections wait until the server accepts them."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from agentrl.algo.registry import make_estimator
 from agentrl.batch.groups import GroupFilters
 from agentrl.cluster.placement_layout import gpus_here
+from agentrl.config.agent import CONTAINER
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.obs import ObsConfig
@@ -57,6 +59,8 @@ def _check_episodes(config: Config) -> None:
             f"rollout.agent.reward=environment with env.name={config.env.name}, which has several agents: a final answer is that "
             "of one; set rollout.agent.reward=function or session"
         )
+    if agent.sandbox == CONTAINER:
+        _check_machine_program(config, cls)
     make_lineup(config)
     run_services(config)
     # The gateway's server takes a while to import.
@@ -77,6 +81,23 @@ def _check_episodes(config: Config) -> None:
     else:
         needs_reward = cls.needs_reward if is_scored else agent.reward == "function"
     check_reward(config, needs_reward=needs_reward and config.algo.needs_reward)
+
+
+def _check_machine_program(config: Config, cls: type[EnvBase]) -> None:
+    """Check that a program which works in machines of tasks has one, and that this process can be reached from there."""
+    setting = f"{config.rollout.agent.key}.sandbox={CONTAINER}"
+    if not cls.opens_machine:
+        raise ConfigError(
+            f"{setting} with env.name={config.env.name}, which opens no machine for a task; set env.name=terminal, or another "
+            f"{config.rollout.agent.key}.sandbox"
+        )
+    if config.containers.runtime is not None:
+        raise ConfigError(
+            f"{setting} with containers.runtime={config.containers.runtime}: a machine with its own kernel has its own loopback, "
+            "on which the gateway cannot listen; leave out one of them"
+        )
+    if os.geteuid() != 0:
+        raise MissingError(f"{setting} needs root, to enter the network namespaces of the machines")
 
 
 def check_roles(config: Config) -> None:

@@ -168,7 +168,7 @@ async def open_sampling(
         services.reserved += self_play.engines.fleets
         opponents = {group.position: group.opponent for group in records.journal.pending}
         self_play.restore(run.state["source"].get("self_play"), opponents)
-    _warn_of_lost_sessions(config, records.journal)
+    _log_lost_sessions(config, records.journal)
     splits = read_splits(config, tasks)
     batch_size = int(records.journal.first_keys["rollout.batch_size"])
     jobs = TaskJobs(config, make_order(config, splits), batch_size, count_epochs(config, splits))
@@ -201,13 +201,18 @@ def with_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
-def _warn_of_lost_sessions(config: Config, journal: Journal) -> None:
-    """Log that tasks which an application had brought are not sampled again, as their sessions have ended with the run."""
+def _log_lost_sessions(config: Config, journal: Journal) -> None:
+    """Log what becomes of groups whose agents lost their sessions with the run."""
     lost = sum(not group.finished for group in journal.pending)
     if lost and any(source.rollout.agent.brings_tasks for source in config.by_source().values()):
         _log.warning(
             "rollout.agent.tasks=application: %d groups had not ended when the run did. Tasks that the application had brought "
             "for them are given up, and are trained only if it starts their sessions again",
+            lost,
+        )
+    elif lost and any(source.rollout.agent.setting is not None for source in config.by_source().values()):
+        _log.info(
+            "%d groups had not ended when the run did. Conversations of agents end with it, so their episodes are sampled again",
             lost,
         )
 

@@ -29,8 +29,10 @@ from agentrl import (
 
 from .protocol import NEXT_STEP, STOP, TEXT_PROMPT, TOOLS_PROMPT, output_text, parse_command
 
-Protocol = Literal["tools", "text"]
-"""``tools``: calls of the tool `bash`; ``text``: commands between ``<bash>`` and ``</bash>``."""
+Protocol = Literal["tools", "text", "program"]
+"""``tools``: calls of the tool `bash`; ``text``: commands between ``<bash>`` and ``</bash>``; ``program``: none, since an agent
+program works in the machine (``rollout.agent.sandbox=container``)."""
+PROMPTS = {"tools": TOOLS_PROMPT, "text": TEXT_PROMPT, "program": "{instruction}"}
 NO_CALLS_LEFT = "no commands are left: say that you are done"
 """Answer to a command beyond the limit."""
 TERMINAL, BASH = "terminal", "bash"
@@ -49,6 +51,7 @@ class TerminalEnv(Env):
 
     tool_names: ClassVar[tuple[str, ...]] = ("terminal",)
     handles_tool_calls: ClassVar[bool] = True
+    opens_machine: ClassVar[bool] = True
 
     def __init__(self, *, protocol: Protocol = "tools", max_commands: int = 50, prompt: str | None = None) -> None:
         """Set protocol, limit and prompt.
@@ -69,13 +72,15 @@ class TerminalEnv(Env):
             raise ConfigError(f"env.options.prompt has no {{instruction}} in it: {prompt[:80]!r}")
         self.protocol = protocol
         self.max_commands = max_commands
-        self.prompt = prompt or (TOOLS_PROMPT if protocol == "tools" else TEXT_PROMPT)
+        self.prompt = prompt or PROMPTS[protocol]
         self.tools: Sequence[Tool] = served_tools("terminal") if protocol == "tools" else ()
         self.stop: tuple[str, ...] = STOP if protocol == "text" else ()  # type: ignore[misc]
         self._begin("")
 
     def _begin(self, machine: str) -> None:
         self._machine = machine
+        self._access: Mapping[str, Any] | None = None
+        """Of the agent program, as the tool server has given it."""
         self._calls = 0
         """Calls of `BASH` that reached the machine."""
         self._due = ""
@@ -126,6 +131,8 @@ class TerminalEnv(Env):
         return self._run_next()
 
     def _commands(self, message: Message) -> list[list[str]]:
+        if self.protocol == "program":
+            return []
         if self.protocol == "text":
             command = parse_command(message.content)
             return [] if command is None else [["", command, ""]]
@@ -168,6 +175,7 @@ class TerminalEnv(Env):
         self._due = ""
         if name == "open":
             self._is_open = True
+            self._access = _data(result)["machine"]
             text = self.prompt.replace("{instruction}", _data(result)["instruction"])
             return self._continue((Message("user", text),))
         if name.startswith("grade"):
@@ -208,11 +216,15 @@ class TerminalEnv(Env):
             return (), grade["reward"], True, False, self._info()
         self._step += 1
         self._is_told = False
-        return self._continue((Message("user", NEXT_STEP.replace("{instruction}", grade["instruction"])),))
+        self._access = grade["machine"]
+        # A program begins its own conversation for each step.
+        text = self.prompt if self.protocol == "program" else NEXT_STEP
+        return self._continue((Message("user", text.replace("{instruction}", grade["instruction"])),))
 
     def _info(self) -> Info:
         """Return the metrics so far: they must be correct at every point, since the runner may truncate the episode."""
-        return {"metrics": {**{name: float(count) for name, count in self._count.items()}, **self._metrics}}
+        counts = {} if self.protocol == "program" else {name: float(count) for name, count in self._count.items()}
+        return {"metrics": {**counts, **self._metrics}, "machine": self._access}
 
     @classmethod
     def example_task(cls) -> Task:

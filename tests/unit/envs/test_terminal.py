@@ -14,12 +14,13 @@ from agentrl.core.types import CallStatus, Message, ToolCall, ToolCalls, ToolRes
 
 TASK = Task("t", (Message("user", "Fix it."),), metadata={"task_folder": "/tasks/t"})
 DONE = Message("assistant", "Done.")
-OPEN = {"instruction": "Fix it.", "steps": 2}
+OPEN = {"instruction": "Fix it.", "steps": 2, "machine": {"container": "c"}}
 GRADE = {
     "rewards": {"reward": 1.0},
     "task_rewards": {"reward": 1.0},
     "reward": 1.0,
     "instruction": None,
+    "machine": None,
     "forgeable": False,
     "at_limit": False,
     "refused": {"/app/conftest.py": "tools load it by themselves"},

@@ -11,6 +11,7 @@ from agentrl_tools.terminal.bash import as_result
 
 from agentrl.config.toolserver import ServerConfig
 from agentrl.containers.machine import Command, CommandResult
+from agentrl.containers.machine_access import MachineAccess
 from agentrl.containers.machines import Machines
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.task_folder import TaskFolder
@@ -58,7 +59,10 @@ def play(tmp_path: Path, episode: Any) -> None:
 def test_a_machine_is_opened_used_graded_and_closed(tmp_path: Path) -> None:
     async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
         first = server()
-        assert (await first.begin(task)).data == {"instruction": "Write 42 to answer.txt.\n", "steps": 1}
+        data = (await first.begin(task)).data
+        assert (data["instruction"], data["steps"]) == ("Write 42 to answer.txt.\n", 1)
+        access = MachineAccess.model_validate(data["machine"])
+        assert (access.machine, access.user) == (machines[KEY].id, None)
         result = await first.call("bash", "1", {"command": "do it"})
         assert (result.status, result.content) == (ToolStatus.OK, "did do it")
         grade = await first.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 1})

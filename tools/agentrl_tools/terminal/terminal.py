@@ -8,9 +8,10 @@ from typing import Any
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
 from agentrl.containers.grading import single_reward
+from agentrl.containers.machine_access import MachineAccess
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
-from .episodes import Episodes
+from .episodes import Episode, Episodes
 
 TERMINAL = "terminal"
 PARAMETERS = {
@@ -38,9 +39,10 @@ PARAMETERS = {
 class TerminalTool(HostedTool):
     """Opens and grades. A call's id is the episode's key, a hyphen, and the call's name.
 
-    ``open`` returns the data ``{"instruction", "steps"}``. ``grade`` returns ``{"rewards", "task_rewards", "reward",
-    "instruction", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of the task so
-    far, and as one number; the next step's instruction, or None after the last.
+    ``open`` returns the data ``{"instruction", "steps", "machine"}``, the last one as `MachineAccess` for agent programs, which
+    work in the machine themselves. ``grade`` returns ``{"rewards", "task_rewards", "reward",
+    "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of
+    the task so far, and as one number; the next step's instruction and access, or None after the last.
     """
 
     def __init__(self, episodes: Episodes) -> None:
@@ -66,7 +68,11 @@ class TerminalTool(HostedTool):
         session.state[key] = self._episodes
         if call.arguments["action"] == "open":
             episode = await self._episodes.begin(key, Path(call.arguments["folder"]))
-            data: Mapping[str, Any] = {"instruction": episode.folder.instruction, "steps": len(episode.folder.steps)}
+            data: Mapping[str, Any] = {
+                "instruction": episode.folder.instruction,
+                "steps": len(episode.folder.steps),
+                "machine": _access(episode),
+            }
             return ToolResult(call.id, ToolStatus.OK, "open", data)
         return ToolResult(call.id, ToolStatus.OK, "graded", await self._grade(key, call.arguments))
 
@@ -91,6 +97,7 @@ class TerminalTool(HostedTool):
             "task_rewards": task_rewards,
             "reward": single_reward(task_rewards),
             "instruction": episode.folder.steps[step + 1].instruction if goes_on else None,
+            "machine": _access(episode) if goes_on else None,
             "forgeable": grade.forgeable,
             "at_limit": grade.at_limit,
             "refused": dict(grade.refused),
@@ -112,3 +119,7 @@ class TerminalTool(HostedTool):
     async def close(self) -> None:
         """Close the connections; machines of episodes that go on elsewhere stay."""
         await self._episodes.close()
+
+
+def _access(episode: Episode) -> dict[str, Any]:
+    return MachineAccess.from_machine(episode.machine, episode.user).model_dump(mode="json")
