@@ -116,7 +116,7 @@ class FakeMachines:
     async def start(self) -> None:
         pass
 
-    async def open(self, spec: MachineSpec, key: str) -> FakeMachine:
+    async def open(self, spec: MachineSpec, key: str, *, beside: FakeMachine | None = None) -> FakeMachine:
         machine = self.there.get(key)
         if machine is not None and not machine.is_closed:
             machine.is_adopted = True

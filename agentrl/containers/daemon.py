@@ -28,6 +28,10 @@ class HostLostError(SandboxFailure):
     """A Docker daemon that cannot be reached; machines on it are lost."""
 
 
+class NoDaemonError(MissingError):
+    """No Docker daemon answers at an address."""
+
+
 class DaemonClient:
     """One daemon.
 
@@ -56,7 +60,7 @@ class DaemonClient:
         """Connect, and read what the daemon is.
 
         Raises:
-            MissingError: no daemon answers.
+            NoDaemonError: no daemon answers.
         """
         try:
             self._api = await self._in_thread(
@@ -66,7 +70,7 @@ class DaemonClient:
             )
             self.info = await self.call(lambda api: api.info())
         except (*FAULTS, HostLostError) as error:
-            raise MissingError(
+            raise NoDaemonError(
                 f"no Docker daemon answers at {self.url} ({message(error)}): start it (Debian: apt install docker.io), or set "
                 "containers.hosts or DOCKER_HOST to those that run"
             ) from error

@@ -57,6 +57,8 @@ class ContainerDetails(TypedDict):
     """A container in full."""
 
     Id: str
+    Name: str
+    """With a slash before it."""
     Image: str
     State: CheckedState
 

@@ -1,7 +1,8 @@
 """One Docker daemon on which machines run: its places for them, what it can do, and how containers are made there.
 
 The name of a machine's container has a number below the bound of machines. The daemon gives a name to one container only, so the
-bound holds for all processes that use it, on whatever machine they are.
+bound holds for all processes that use it, on whatever machine they are. A machine that grades another one shares its place,
+by its name and `BESIDE`: it never waits for a place that others hold until they are graded.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 _log = logging.getLogger(__name__)
 
 NAME = "agentrl-machine-{}"
+BESIDE = "-tests"
 _NAME = re.compile(r"/agentrl-machine-(\d+)")
 SERVICE_LABEL = "agentrl.service"
 PUBLIC_NETWORK = "agentrl-public"
@@ -82,21 +84,29 @@ class Host:
         self.client = DaemonClient(url)
         self.images = Images(self.client, config, state)
         self.lease = Lease(self.client, owner, config.lease_s)
-        self.lost_until = 0.0
-        """Time of the loop until which the daemon is not used, since it did not answer."""
         self.has_quota: bool | None = None
         """Whether the storage driver limits the size of a machine's root; None: not known before the first machine."""
         self._config = config
         self._state = state
-        self._kernels: dict[str, str] = {}
-        """Release of the kernel inside, by runtime."""
+        self._starting, self._has_started = asyncio.Lock(), False
 
     async def start(self) -> None:
-        """Connect, write a lease, and see to it that a reaper runs.
+        """Connect, write a lease, and see to it that a reaper runs; again for a daemon that was lost.
 
         Raises:
-            MissingError: no daemon answers, or it cannot limit what machines use.
+            NoDaemonError: no daemon answers.
+            MissingError: it cannot limit what machines use, or lacks ``containers.runtime``.
+            HostLostError: it is lost again.
         """
+        async with self._starting:
+            if self._has_started:
+                await self.lease.write()
+            else:
+                await self._connect()
+            await asyncio.to_thread(ensure_reaper, self.client.url, self._state)
+            self._has_started = True
+
+    async def _connect(self) -> None:
         await self.client.connect()
         info = self.client.info
         unlimited = [name for key, name in LIMITS.items() if not info.get(key)]
@@ -105,8 +115,9 @@ class Host:
                 f"the Docker daemon at {self.client.url} cannot limit {', '.join(unlimited)}: it needs cgroups (a rootless one: "
                 "delegated ones)"
             )
+        if self._config.runtime is not None:
+            self._check_runtime(self._config.runtime)
         await self.lease.start()
-        await asyncio.to_thread(ensure_reaper, self.client.url, self._state)
 
     async def scan(self) -> HostScan:
         """Return the daemon's machines."""
@@ -120,8 +131,17 @@ class Host:
 
         return await self.client.call(read)
 
-    async def create(self, number: int, spec: MachineSpec, image: str, identity: LeaseLabels) -> str | None:
-        """Make a machine's container with its services, all started; return its id, or None if the place is taken.
+    async def name_beside(self, container: str) -> str:
+        """Return the name of the container that shares the place of a machine's container.
+
+        Raises:
+            NotFound: the container is gone.
+        """
+        details = await self.client.call(lambda api: api.inspect_container(container))
+        return f"{details['Name'].removeprefix('/')}{BESIDE}"
+
+    async def create(self, name: str, spec: MachineSpec, image: str, identity: LeaseLabels) -> str | None:
+        """Make a machine's container with its services, all started; return its id, or None if the name is taken.
 
         Raises:
             SandboxFailure: the daemon refuses.
@@ -132,7 +152,7 @@ class Host:
             service.name: await self.images.ensure(service.image, service.build) for service in spec.services
         }
         network = await self._network(spec, identity)
-        container = await self._create_machine(number, spec, image, identity, network)
+        container = await self._create_machine(name, spec, image, identity, network)
         if container is None:
             return None
         shares_namespace = "extra_hosts" in network
@@ -148,13 +168,13 @@ class Host:
         return container
 
     async def _create_machine(
-        self, number: int, spec: MachineSpec, image: str, identity: LeaseLabels, network: Options
+        self, name: str, spec: MachineSpec, image: str, identity: LeaseLabels, network: Options
     ) -> str | None:
         labels = identity.labels(MACHINE_ROLE)
         while True:
             with_quota = self.has_quota is not False
             options = machine_options(spec, image, labels, network, has_quota=with_quota)
-            create = methodcaller("create_container", name=NAME.format(number), **options)
+            create = methodcaller("create_container", name=name, **options)
             try:
                 created: CreatedObject = await self.client.call(create)
             except APIError as error:
@@ -271,12 +291,7 @@ class Host:
                 "own kernel, such as runsc (gVisor), or leave the key out"
             )
 
-    def check_runtime(self, runtime: str) -> None:
-        """Check that the daemon has a runtime.
-
-        Raises:
-            MissingError: it has not.
-        """
+    def _check_runtime(self, runtime: str) -> None:
         runtimes = self.client.info["Runtimes"]
         # A name with a dot is that of a shim, which the daemon finds by itself.
         if "." not in runtime and runtime not in runtimes:

@@ -25,9 +25,10 @@ from agentrl.core.errors import SandboxFailure
 
 _log = logging.getLogger(__name__)
 
-MACHINE_LABEL, ROLE_LABEL, OWNER_LABEL, KEY_LABEL, EXPIRES_LABEL, MACHINES_LABEL = (
-    f"agentrl.{name}" for name in ("machine", "role", "owner", "key", "expires", "machines")
+MACHINE_LABEL, ROLE_LABEL, OWNER_LABEL, KEY_LABEL, EXPIRES_LABEL, MACHINES_LABEL, LEFT_LABEL = (
+    f"agentrl.{name}" for name in ("machine", "role", "owner", "key", "expires", "machines", "left")
 )
+"""`LEFT_LABEL` is that of a lease whose process has ended and left its machines: it goes with the last of them."""
 MACHINE_ROLE, SERVICE_ROLE = "machine", "service"
 REFUSED_S = 2.0
 """Time until what the daemon did not remove is tried again."""
@@ -113,8 +114,8 @@ class Lease:
         """Renew a machine no more."""
         self._machines.pop(machine_id, None)
 
-    async def write(self) -> None:
-        """Write the lease: a new volume first, so that there always is one."""
+    async def write(self, *, is_last: bool = False) -> None:
+        """Write the lease: a new volume first, so that there always is one. The last one has `LEFT_LABEL`."""
         async with self._writing:
             name = f"agentrl-lease-{uuid.uuid4().hex[:12]}"
             labels = {
@@ -122,6 +123,7 @@ class Lease:
                 OWNER_LABEL: self._owner,
                 EXPIRES_LABEL: f"{self.expires:.3f}",
                 MACHINES_LABEL: json.dumps(self._machines),
+                **({LEFT_LABEL: ""} if is_last else {}),
             }
             await self._client.call(lambda api: api.create_volume(name, labels=labels))
             previous, self._volume = self._volume, name
@@ -144,7 +146,7 @@ class Lease:
         await asyncio.gather(self._heartbeat, return_exceptions=True)
         try:
             if keep and self._machines:
-                await self.write()
+                await self.write(is_last=True)
             elif self._volume is not None:
                 volume = self._volume
                 await self._client.call(lambda api: _remove_volume(api, volume))
@@ -245,9 +247,11 @@ def reap(api: DockerApi) -> Remains:
             if error.status_code != 409:  # 409: a snapshot, or a network, that a container still uses
                 refused.append(f"{identifier[:12]}: {error.explanation}")
             ends.append(daemon_now + REFUSED_S)
+    machine_ids = {labels[MACHINE_LABEL] for _, _, labels in objects}
     for volume in api.volumes(filters={"label": f"{ROLE_LABEL}=lease"})["Volumes"] or ():
-        end = float(volume["Labels"][EXPIRES_LABEL])
-        if end > daemon_now:
+        end, leased_ids = float(volume["Labels"][EXPIRES_LABEL]), json.loads(volume["Labels"][MACHINES_LABEL])
+        is_over = LEFT_LABEL in volume["Labels"] and machine_ids.isdisjoint(leased_ids)
+        if end > daemon_now and not is_over:
             ends.append(end)
         else:
             _remove_volume(api, volume["Name"])

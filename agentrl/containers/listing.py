@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,9 @@ from agentrl.containers.leases import (
     remove_machine,
 )
 from agentrl.core.errors import ConfigError, SandboxFailure
+
+SNAPSHOT = "snapshot"
+"""Role and state of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,11 @@ def list_objects(api: DockerApi, url: str) -> list[LeasedObject]:
             services[labels[MACHINE_LABEL]] = services.get(labels[MACHINE_LABEL], 0) + 1
     described = [
         *((container["Labels"], container["State"], container["Created"]) for container in containers),
-        *((image["Labels"], "snapshot", image["Created"]) for image in images),
+        *((image["Labels"], SNAPSHOT, image["Created"]) for image in images),
     ]
     rows = []
     for labels, state, created in described:
-        if labels[ROLE_LABEL] not in (MACHINE_ROLE, "snapshot"):
+        if labels[ROLE_LABEL] not in (MACHINE_ROLE, SNAPSHOT):
             continue
         machine_id = labels[MACHINE_LABEL]
         key, end = machine_key(labels, leases), end_of_life(labels, leases)
@@ -100,10 +104,11 @@ async def remove_objects(
     client: DaemonClient, rows: Sequence[LeasedObject], progress: Callable[[LeasedObject], None]
 ) -> list[str]:
     """Remove machines, then snapshots; return why some could not be removed."""
-    failures = []
-    for row in sorted(rows, key=lambda row: row.state == "snapshot"):
+    failures: list[str] = []
+
+    async def remove(row: LeasedObject) -> None:
         try:
-            if row.state == "snapshot":
+            if row.state == SNAPSHOT:
                 for image in await client.call(methodcaller("images", filters={"label": f"{MACHINE_LABEL}={row.id}"})):
                     await client.call(methodcaller("remove_image", image["Id"], force=True))
             else:
@@ -111,4 +116,7 @@ async def remove_objects(
             progress(row)
         except (SandboxFailure, APIError) as error:
             failures.append(f"{row.id}: {error}")
+
+    for is_snapshot in (False, True):
+        await asyncio.gather(*(remove(row) for row in rows if (row.state == SNAPSHOT) == is_snapshot))
     return failures

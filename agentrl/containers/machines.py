@@ -13,14 +13,14 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Self
 
-from docker.errors import APIError
+from docker.errors import APIError, NotFound
 
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.allowlist import AllowlistProxy, listen_inside
-from agentrl.containers.daemon import DaemonClient, HostLostError, daemon_urls, message
+from agentrl.containers.daemon import DaemonClient, HostLostError, NoDaemonError, daemon_urls, message
 from agentrl.containers.disk_watch import DiskWatch
-from agentrl.containers.host import Host, HostScan
-from agentrl.containers.leases import MACHINE_LABEL, LeaseLabels, remove_machine
+from agentrl.containers.host import NAME, Host, HostScan
+from agentrl.containers.leases import MACHINE_LABEL, LeaseLabels, remove_container, remove_machine
 from agentrl.containers.machine import Command, Machine, MachineEndedError
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.warm_pool import WarmPool
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 POLL_S = 0.5
 """Time between two looks at daemons that are full: other processes may have closed machines."""
 LOST_S = 30.0
-"""Time for which a daemon that did not answer is not used."""
+"""Time between two looks at a daemon that did not answer."""
 WAIT_LOG_S = 30.0
 """Time between two messages that say that a machine is waited for."""
 OLD_STATE_S = 14 * 86400.0
@@ -57,6 +57,8 @@ class Machines:
         self._keys: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._proxies: dict[str, tuple[int, AllowlistProxy]] = {}
         """By machine id, with the process whose network namespace each listens in."""
+        self._returns: dict[Host, asyncio.Task[None]] = {}
+        """Daemons that do not answer, with what waits until they do."""
         self._snapshots: list[tuple[Host, str, str]] = []
         """Host, id in the lease, and image label of each."""
         self._freed = asyncio.Event()
@@ -70,24 +72,20 @@ class Machines:
         """Connect to the daemons, and start what looks after machines.
 
         Raises:
-            MissingError: none answers, or one lacks what limits need.
+            MissingError: none answers, or one lacks what limits need, or ``containers.runtime``.
         """
         await asyncio.to_thread(_remove_old_results, self._state)
         outcomes = await asyncio.gather(*(host.start() for host in self.hosts), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for host, outcome in zip(self.hosts, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                if not isinstance(outcome, MissingError) or len(failures) == len(self.hosts):
-                    await self.leave()
-                    raise outcome
-                _log.warning("%s", outcome)
-                self.hosts = [usable for usable in self.hosts if usable is not host]
-        if self.config.runtime is not None:
-            for host in self.hosts:
-                host.check_runtime(self.config.runtime)
+            if isinstance(outcome, NoDaemonError) and len(failures) < len(self.hosts):
+                self._on_lost(host, outcome)
+            elif isinstance(outcome, BaseException):
+                await self.leave()
+                raise outcome
         self.disk_watch.start()
 
-    async def open(self, spec: MachineSpec, key: str) -> Machine:
+    async def open(self, spec: MachineSpec, key: str, *, beside: Machine | None = None) -> Machine:
         """Return a machine that is ready for commands: the one that the owner has under this key already, or a new one.
 
         `Machine.is_adopted` says which. A machine of this key that has ended is removed, and a new one is made.
@@ -95,6 +93,7 @@ class Machines:
         Args:
             spec: what a new one is made from.
             key: names the machine for its owner, such as the id of an episode; not empty.
+            beside: an open machine whose place a new one shares, at the same daemon, without being counted: it grades that one.
 
         Raises:
             ConfigError: the spec does not fit the daemon.
@@ -105,7 +104,9 @@ class Machines:
             spec = spec.model_copy(update={"runtime": self.config.runtime})
         async with self._keys[key]:
             machine = await self._adopt(spec, key) or await self._take_warm(spec, key)
-            if machine is None:
+            if machine is None and beside is not None:
+                machine = await self._make_beside(spec, key, beside)
+            elif machine is None:
                 self._waiting += 1
                 try:
                     machine = await self._make(spec, key)
@@ -177,6 +178,23 @@ class Machines:
             except TimeoutError:
                 continue
 
+    async def _make_beside(self, spec: MachineSpec, key: str, other: Machine) -> Machine:
+        """Return a new machine that shares the place of another one."""
+        host = self._host(other)
+        image = await host.images.ensure(spec.image, spec.build)
+        try:
+            name = await host.name_beside(other.container)
+        except NotFound as error:
+            raise MachineEndedError(f"machine {other.id} was removed", "removed") from error
+        try:
+            async with asyncio.timeout(self.config.start_s):
+                while (machine := await self._make_at(host, name, spec, image, key)) is None:
+                    # The place is this owner's: what has the name is left of a machine that had the place before.
+                    await host.client.call(lambda api: remove_container(api, name))
+        except TimeoutError as error:
+            raise SandboxFailure(f"{host.client.url} does not remove {name} (containers.start_s)") from error
+        return machine
+
     def _bound_text(self) -> str:
         return f"{self.config.machines} are in use at each of {', '.join(host.client.url for host in self.hosts)}"
 
@@ -198,7 +216,7 @@ class Machines:
             else:
                 image = await host.images.ensure(spec.image, spec.build)
             for number in scan.free_numbers:
-                machine = await self._make_at(host, number, spec, image, key)
+                machine = await self._make_at(host, NAME.format(number), spec, image, key)
                 if machine is not None:
                     return machine
             return None
@@ -206,13 +224,13 @@ class Machines:
             self._on_lost(host, error)
             return None
 
-    async def _make_at(self, host: Host, number: int, spec: MachineSpec, image: str, key: str) -> Machine | None:
+    async def _make_at(self, host: Host, name: str, spec: MachineSpec, image: str, key: str) -> Machine | None:
         identity = LeaseLabels(uuid.uuid4().hex[:12], self.owner, key, host.lease.expires)
         host.lease.add(identity.machine_id, key)  # its start may take longer than a lease
         machine: Machine | None = None
         try:
             async with asyncio.timeout(self.config.start_s):
-                container = await host.create(number, spec, image, identity)
+                container = await host.create(name, spec, image, identity)
             if container is not None:
                 machine = self._machine(host, container, identity.machine_id, spec)
                 await self._prepare(machine)
@@ -306,31 +324,54 @@ class Machines:
         return self._hosts_by_client[machine.client]
 
     async def _scan(self) -> list[tuple[Host, HostScan]]:
-        """Return the machines of all daemons that answer.
+        """Return the machines of all daemons that answer; those that were lost are tried if there is no other.
 
         Raises:
             HostLostError: none answers.
         """
-        loop_time = asyncio.get_running_loop().time()
-        hosts = [host for host in self.hosts if host.lost_until < loop_time] or self.hosts
-        scans = await asyncio.gather(*(host.scan() for host in hosts), return_exceptions=True)
+        hosts = [host for host in self.hosts if host not in self._returns] or self.hosts
+        scans = await asyncio.gather(*(self._scan_host(host) for host in hosts), return_exceptions=True)
         answers: list[tuple[Host, HostScan]] = []
         for host, scan in zip(hosts, scans, strict=True):
             if isinstance(scan, HostScan):
                 answers.append((host, scan))
-            elif isinstance(scan, HostLostError):
+            elif isinstance(scan, HostLostError | NoDaemonError):
                 self._on_lost(host, scan)
             else:
                 raise scan
         if not answers:
             raise HostLostError(
-                f"no Docker daemon of containers.hosts answers: {', '.join(host.client.url for host in hosts)}"
+                f"no Docker daemon of containers.hosts answers: {', '.join(host.client.url for host in self.hosts)}"
             )
         return answers
 
-    def _on_lost(self, host: Host, error: HostLostError) -> None:
-        host.lost_until = asyncio.get_running_loop().time() + LOST_S
-        _log.warning("%s; it is not used for %.0f s", error, LOST_S)
+    async def _scan_host(self, host: Host) -> HostScan:
+        if host in self._returns:
+            await host.start()
+        scan = await host.scan()
+        self._on_answer(host)
+        return scan
+
+    def _on_lost(self, host: Host, error: HostLostError | NoDaemonError) -> None:
+        if host not in self._returns and not self._has_ended:
+            _log.warning("%s; it is not used until it answers again", error)
+            self._returns[host] = asyncio.create_task(self._wait_for_return(host), name="lost-daemon")
+
+    async def _wait_for_return(self, host: Host) -> None:
+        while True:
+            await asyncio.sleep(LOST_S)
+            try:
+                await host.start()
+            except (MissingError, SandboxFailure, APIError) as error:
+                _log.info("%s", message(error))
+                continue
+            self._on_answer(host)
+
+    def _on_answer(self, host: Host) -> None:
+        if (task := self._returns.pop(host, None)) is not None:
+            _log.warning("the Docker daemon at %s answers again", host.client.url)
+            task.cancel()
+            self._freed.set()
 
     async def leave(self) -> None:
         """End the work of this process, and leave machines to their leases, for a process that opens them again by their keys."""
@@ -346,6 +387,9 @@ class Machines:
         self._has_ended = True
         await self.warm_pool.close()
         await self.disk_watch.stop()
+        for task in self._returns.values():
+            task.cancel()
+        await asyncio.gather(*self._returns.values(), return_exceptions=True)
         if keep:
             await asyncio.gather(*(self._close_proxy(machine) for machine in self._open.values()))
         else:

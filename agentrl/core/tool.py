@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -335,6 +335,23 @@ class ToolService(ABC):
         Raises:
             ConfigError: an option is missing; the message names its key.
         """
+
+    def remove_left(
+        self, options: Mapping[str, object], folder: Path, find_resumed: Callable[[Collection[str]], Collection[str]]
+    ) -> int:
+        """Remove what the server of an earlier process of the run has left for episodes that do not go on.
+
+        Called before the first episode of a run, whose server has started already.
+
+        Args:
+            options: of the run.
+            folder: the one that `launch_arguments` got.
+            find_resumed: returns those of some words that the states of resumed episodes have.
+
+        Returns:
+            how much was removed.
+        """
+        return 0
 
     @abstractmethod
     def client(self, url: str, options: Mapping[str, Any]) -> ToolClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -157,16 +157,29 @@ class ToolServers:
         if tool_url(self._config.tools, name) is not None:
             return
         tool, service = self._config.tools.get(name, ToolConfig()), self._services[name]
-        file_name = re.sub(r"[^\w.-]+", "_", name)  # the name may be path/to/file.py:name
         options = service_options(self._config, name, service)
-        arguments = service.launch_arguments(options, self._tasks_for(name), self._folder / "tools" / file_name)
-        log = self._logs / f"{file_name}.log"
+        arguments = service.launch_arguments(options, self._tasks_for(name), self._folder / "tools" / _file_name(name))
+        log = self._logs / f"{_file_name(name)}.log"
 
         def launch(port: int) -> ToolServerProcess:
             return launch_tool(name, arguments, log=log, port=port, host=self._host, timeout_s=tool.start_timeout_s)
 
         with waiting("start", f"of the tool server {name}"):
             self._started.append(StartedServer(name, launch(tool.port), launch, tool.max_restarts))
+
+    async def remove_left(self, find_resumed: Callable[[Collection[str]], Collection[str]]) -> None:
+        """Let services whose servers the run has started remove what an earlier process of it has left.
+
+        Args:
+            find_resumed: see `ToolService.remove_left`.
+        """
+        for server in self._started:
+            folder = self._folder / "tools" / _file_name(server.name)
+            service = self._services[server.name]
+            options = service_options(self._config, server.name, service)
+            count = await asyncio.to_thread(service.remove_left, options, folder, find_resumed)
+            if count:
+                _log.info("%s: removed %d machines of episodes that begin again or have ended", server.name, count)
 
     def source_clients(self, source: str) -> dict[str, ToolClient]:
         """Return the clients of the tools that a source needs, by registered name."""
@@ -189,3 +202,7 @@ class ToolServers:
         """Start servers again that have died; raise if one died too often: see `StartedServer.check`."""
         for server in self._started:
             server.check()
+
+
+def _file_name(tool: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", tool)  # the name may be path/to/file.py:name

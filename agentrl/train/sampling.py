@@ -268,9 +268,12 @@ class Sampling(RolloutSource):
         if self._scheduler is not None:
             self._scheduler.runner = self.services.runner()
 
-    def begin(self) -> None:
-        """Delete what an earlier process recorded of steps after the checkpoint: everything is checked and loaded."""
+    async def begin(self) -> None:
+        """Delete what an earlier process recorded of steps after the checkpoint, and what its tool servers have left of episodes
+        that do not go on: everything is checked and loaded.
+        """
         self.records.begin()
+        await self.services.tools.remove_left(self.records.journal.episodes.find_mentioned)
         if self.self_play is not None:
             self.self_play.log.begin()
 

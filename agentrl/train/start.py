@@ -73,7 +73,7 @@ async def open_parts(
     evaluator = _open_evaluator(sampling, tasks)
     learner, critic = await cluster.learner()
     sampling.add_critic(critic)
-    sampling.begin()
+    await sampling.begin()
     if run.config.rollout.runners == "auto" and (cores := cluster.runner_cores):
         print_message(console, f"episodes run {describe_runners(run.config, cores)}")
     if line := started.services.agents_line:

@@ -112,7 +112,7 @@ def test_episodes_go_on_with_their_machines_after_every_kill(dockerd: DockerHost
             "sampler.embedded.context=2048",
             f"containers.hosts=[{dockerd.url}]",
             f"containers.state={state}",
-            "containers.machines=200",
+            f"containers.machines={BATCH * SAMPLES}",
             "containers.lease_s=60",
             *ONE_THREAD,
         ),

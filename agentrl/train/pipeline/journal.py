@@ -193,6 +193,7 @@ class Journal:
         rollout.record = record = rollout.record or encode_record(rollout)
         start = append(self._file(position), record)
         self._ended[position][rollout.rollout_id] = slice(start, start + len(record))
+        self.episodes.group_states(position).discard(rollout.rollout_id)
 
     async def record_finished(self, position: int, rollouts: Sequence[Rollout]) -> None:
         """Record that all episodes of a group have ended, once its rollouts are on the disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -55,6 +55,19 @@ class SavedEpisodes:
             if int(path.name) not in positions:
                 shutil.rmtree(path)
 
+    def find_mentioned(self, words: Collection[str]) -> set[str]:
+        """Return those of some words that states have from which episodes can be resumed.
+
+        Raises:
+            ConfigError: a state is damaged.
+        """
+        mentioned: set[str] = set()
+        for path in self.folder.glob("*/*.json"):
+            if _read_state(path).version <= self.version:
+                text = path.read_text()
+                mentioned |= {word for word in words if word in text}
+        return mentioned
+
     def remove(self, position: int) -> None:
         """Remove the states of a group."""
         shutil.rmtree(self._group(position), ignore_errors=True)
@@ -76,6 +89,28 @@ class SavedEpisodes:
 
     def _group(self, position: int) -> Path:
         return self.folder / f"{position:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """What is in the file of an episode."""
+
+    task: str
+    state: dict[str, Any]
+    version: int
+    """The newest policy version that sampled one of its tokens; -1 without any."""
+
+
+def _read_state(path: Path) -> _SavedState:
+    """Return what the file of an episode has.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    with reading(path, "state of an episode"):
+        data = json.loads(without_checksum(path.read_bytes().removesuffix(b"\n")))
+        versions = [version for node in data["state"]["trajectory"]["nodes"] for version in node["versions"]]
+        return _SavedState(data["task"], data["state"], max(versions, default=-1))
 
 
 @cache
@@ -102,15 +137,11 @@ class GroupStates:
         path = self._file(rollout_id)
         if not path.exists():
             return None
-        with reading(path, "state of an episode"):
-            data: dict[str, Any] = json.loads(without_checksum(path.read_bytes().removesuffix(b"\n")))
-            state: dict[str, Any] = data["state"]
-            versions = [version for node in state["trajectory"]["nodes"] for version in node["versions"]]
-            fits = data["task"] == task_id and max(versions, default=-1) <= self.all.version
-        return state if fits else None
+        saved = _read_state(path)
+        return saved.state if saved.task == task_id and saved.version <= self.all.version else None
 
     def discard(self, rollout_id: str) -> None:
-        """Remove the state of an episode that begins again."""
+        """Remove the state of an episode that begins again, or has ended."""
         self._file(rollout_id).unlink(missing_ok=True)
 
     def is_due(self, rollout_id: str) -> bool:

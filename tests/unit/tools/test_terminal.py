@@ -2,21 +2,25 @@
 
 import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import pytest
 import yaml
 from agentrl_tools.terminal import BashTool, Episodes, TerminalOptions, TerminalService, TerminalTool
 from agentrl_tools.terminal.bash import as_result
+from agentrl_tools.terminal.episodes import Episode, Record, record_file
 
+from agentrl.config.containers import ContainersConfig
 from agentrl.config.toolserver import ServerConfig
 from agentrl.containers.machine import Command, CommandResult
 from agentrl.containers.machine_access import MachineAccess
 from agentrl.containers.machines import Machines
 from agentrl.containers.spec import MachineSpec
-from agentrl.containers.task_folder import TaskFolder
+from agentrl.containers.task_folder import TaskFolder, load_task_folder
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.server.sessions import Sessions
+from tests.fake_daemon import fake_daemon
 from tests.fake_machine import FakeMachine, FakeMachines, write_task
 
 KEY = "episode"
@@ -151,6 +155,42 @@ def test_a_server_that_stops_leaves_the_machines_of_its_episodes(tmp_path: Path)
         assert (await server().call("bash", "1", {"command": "do it"})).content == "did do it"
 
     play(tmp_path, episode)
+
+
+def test_machines_of_a_killed_run_that_no_episode_takes_up_are_removed(tmp_path: Path) -> None:
+    service, folder = TerminalService(), tmp_path / "tools"
+    with TemporaryDirectory(prefix="agentrl-fake-") as sockets, fake_daemon(Path(sockets) / "docker.sock") as daemon:
+        hosts = [daemon.url, f"unix://{sockets}/nobody.sock"]
+        options = {"containers": {"hosts": hosts, "state": str(tmp_path / "state")}}
+        service.launch_arguments(options, cast(Any, None), folder)
+        config = ContainersConfig(hosts=(daemon.url,), state=tmp_path / "state")
+        owner = (folder / "owner").read_text()
+        spec = MachineSpec(image="image", network="no-network")
+        task = write_task(tmp_path / "task", "image", "echo")
+
+        async def play_and_die() -> None:
+            for name, keys in {owner: ("a1", "b2"), "another-run": ("a1",)}.items():
+                machines = Machines(config, name)
+                await machines.start()
+                for key in keys:
+                    machine = await machines.open(spec, key)
+                    Episode(
+                        machine, load_task_folder(task), Record(str(task), machine.id), record_file(config, name, key)
+                    ).save()
+                await machines.open(spec, f"{machine.id}-tests-0", beside=machine)
+                await machines.leave()
+
+        asyncio.run(play_and_die())
+        assert len(daemon.containers) == 5
+        count = service.remove_left(options, folder, lambda keys: {key for key in keys if key == "b2"})
+        assert count == 2, "of a1, and of the tests of b2"
+        labels = [container["Labels"] for container in daemon.containers.values()]
+        held = [(entry["agentrl.owner"], entry["agentrl.key"]) for entry in labels]
+        assert held[0] == (owner, "b2")
+        assert [name for name, _ in held] == [owner, "another-run", "another-run"]
+        assert not record_file(config, owner, "a1").exists()
+        assert record_file(config, owner, "b2").exists()
+        daemon.containers.clear()
 
 
 @pytest.mark.parametrize(

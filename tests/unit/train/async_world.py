@@ -42,6 +42,7 @@ from agentrl.obs.progress import ProgressView, Stopwatch
 from agentrl.rewards.grader import Grader
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.time_shared_runner import TimeSharedRunner
+from agentrl.runtime.tool_servers import ToolServers
 from agentrl.self_play.training import SelfPlay
 from agentrl.testing import FakeLearner, ScriptedSampler
 from agentrl.testing.virtual_time import run_virtual
@@ -230,6 +231,7 @@ def make_source(
         check=lambda: None if time_sharing is None else time_sharing.check(),
         renderer=RENDERER,
         time_sharing=time_sharing,
+        tools=ToolServers(config, {}, Path(), Path()),
     )
     batch_size, epochs = int(records.journal.first_keys["rollout.batch_size"]), count_epochs(config, {"": TASKS})
     order = make_data_source(config.tasks.data_source, TASKS, config.run.seed)
@@ -275,7 +277,7 @@ def train(
             await time_sharing.start()
         if self_play is not None:
             source.self_play = self_play(records, state, inputs.resume_after)
-        source.begin()
+        await source.begin()
         source.weights.eval_engines = eval_engines
         await source.weights.open()
         if checkpoint:

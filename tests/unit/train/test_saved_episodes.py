@@ -122,6 +122,8 @@ def test_a_killed_group_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "whole/journal/episodes/00000000").exists(), "the group has finished"
     with pytest.raises(Killed):
         run(opened(tmp_path / "cut"), Resumable, kill=("1/0/2", 2))
+    states = sorted(path.name for path in (tmp_path / "cut/journal/episodes/00000000").iterdir())
+    assert states == ["1%2F0%2F2.json"], "of the episode that had not ended"
     rollouts, requests = run(opened(tmp_path / "cut"), Resumable, turns={"1/0/2": 2})
     assert requests == ["1/0/2/2", "1/0/2/3"], "two episodes had ended, two turns of the third were saved"
     assert list(map(compared, rollouts)) == list(map(compared, full_rollouts))
@@ -145,6 +147,8 @@ def test_states_of_a_newer_policy_or_another_task_are_not_used(tmp_path: Path) -
     for version, task, usable in ((0, "t", True), (-1, "t", False), (0, "other", False)):
         journal = opened(tmp_path, version)
         assert (journal.episodes.group_states(0).load("1/0/2", task) is not None) is usable
+        mentioned = journal.episodes.find_mentioned(["answer 1/0/2", "answer 1/0/1"])
+        assert mentioned == ({"answer 1/0/2"} if version == 0 else set())
         journal.close()
     path = tmp_path / "journal/episodes/00000000/1%2F0%2F2.json"
     path.write_bytes(path.read_bytes().replace(b"answer", b"Answer"))

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.containers import ContainersConfig
 from agentrl.containers.grading import Grade, GradingMode, grade
 from agentrl.containers.machine import Command, CommandResult, Machine, MachineEndedError
 from agentrl.containers.machines import Machines, state_folder
@@ -118,7 +119,6 @@ class Episodes:
         self._machines = machines
         self._open_spec = open_spec
         self._mode = mode
-        self._records = state_folder(machines.config) / "terminal" / machines.owner
         self._open: dict[str, asyncio.Task[Episode]] = {}
 
     async def start(self) -> None:
@@ -129,7 +129,7 @@ class Episodes:
         """
         await self._machines.start()
         oldest = time.time() - RECORD_S
-        for file in self._records.glob("*.json"):
+        for file in records_folder(self._machines.config, self._machines.owner).glob("*.json"):
             if file.stat().st_mtime < oldest:
                 file.unlink(missing_ok=True)
 
@@ -201,10 +201,10 @@ class Episodes:
 
         async def open_clean() -> Machine:
             spec, key = await self._open_spec(episode.folder, step), f"{episode.machine.id}-tests-{step}"
-            machine = await self._machines.open(spec, key)
+            machine = await self._machines.open(spec, key, beside=episode.machine)
             if machine.is_adopted:  # of a server that was killed while it graded
                 await machine.close()
-                machine = await self._machines.open(spec, key)
+                machine = await self._machines.open(spec, key, beside=episode.machine)
             return machine
 
         is_last = step == len(episode.folder.steps) - 1
@@ -240,4 +240,14 @@ class Episodes:
         await self._machines.leave()
 
     def _file(self, key: str) -> Path:
-        return self._records / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        return record_file(self._machines.config, self._machines.owner, key)
+
+
+def records_folder(config: ContainersConfig, owner: str) -> Path:
+    """Return the folder of the records of an owner's episodes."""
+    return state_folder(config) / "terminal" / owner
+
+
+def record_file(config: ContainersConfig, owner: str, key: str) -> Path:
+    """Return the file of the record of an episode."""
+    return records_folder(config, owner) / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

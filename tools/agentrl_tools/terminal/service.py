@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from agentrl.toolserver.service import HostedService
 
 from .bash import BASH, BashTool
 from .episodes import Episodes
+from .left_machines import remove_left_machines
 from .options import TerminalOptions
 from .terminal import TerminalTool
 
@@ -77,3 +78,12 @@ class TerminalService(HostedService):
         return self._write_config(
             replace(parsed, tool=parsed.tool.model_copy(update={"owner": file.read_text()})), folder
         )
+
+    def remove_left(
+        self, options: Mapping[str, object], folder: Path, find_resumed: Callable[[Collection[str]], Collection[str]]
+    ) -> int:
+        """Remove the machines of the folder's owner whose episodes do not go on."""
+        parsed = self._read(options).tool
+        assert isinstance(parsed, TerminalOptions)
+        owned = parsed.model_copy(update={"owner": (folder / _OWNER).read_text()})
+        return asyncio.run(remove_left_machines(owned, find_resumed))
