@@ -42,6 +42,10 @@ class JoinedWrites(asyncio.Transport):
         self._transport.close()
 
     @override
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self._transport.get_extra_info(name, default)
+
+    @override
     def is_closing(self) -> bool:
         return self._transport.is_closing()
 

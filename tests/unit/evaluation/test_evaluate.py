@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deadlines import run_ready_tasks, until
 
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.rollout import FailureConfig
@@ -87,9 +88,16 @@ def play(
     )
 
     async def main() -> list[SetResult]:
-        if gate is not None:
-            asyncio.get_running_loop().call_later(0.05, gate.set)
-        return await evaluate(sets, runner, on_done)
+        opening = None if gate is None else asyncio.create_task(open_once_full(gate))
+        results = await evaluate(sets, runner, on_done)
+        if opening is not None:
+            await opening
+        return results
+
+    async def open_once_full(gate: asyncio.Event) -> None:
+        await until(lambda: sampler.running == concurrency)
+        await run_ready_tasks()  # a request over the limit would come now
+        gate.set()
 
     return asyncio.run(main()), sampler
 

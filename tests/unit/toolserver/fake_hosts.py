@@ -22,6 +22,8 @@ from agentrl.toolserver.server.sessions import Sessions
 
 Schema = dict[str, Any]
 ANYTHING: Schema = {"type": "object"}
+HANGS_S = 120.0
+"""After which a test of seconds hangs, also on a machine with many other tests."""
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -30,7 +32,7 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANGS_S):
                 await test(*args, **kwargs)
 
         asyncio.run(bounded())
