@@ -131,14 +131,16 @@ _JOINED = ({"q_a_proj", "kv_a_proj_with_mqa", "g_proj"}, {"wq_a", "wkv", "wgate"
 The first are multi-head latent attention's (DeepSeek V3, Kimi K2, GLM-4.7-Flash, LongCat; with a gate dots3), the others
 DeepSeek V4's.
 """
+_SCALES = ("weight_scale_inv", "weight_scale", "input_scale")
+"""Last parts of the names of the scales of a float8 weight: loaders multiply by them when they have both (DeepSeek V3.2)."""
 
 
 def joined_name(name: str) -> str:
     """Return what is the same for all weights that an engine's loader joins: with them a weight travels in one bucket."""
     module, _, last = name.rpartition(".")
     parent, _, module_name = module.rpartition(".")
-    joined = next((names for names in _JOINED if module_name in names), None)
-    return name if joined is None else f"{parent}.{'+'.join(sorted(joined))}.{last}"
+    joined = next(("+".join(sorted(names)) for names in _JOINED if module_name in names), module_name)
+    return f"{parent}.{joined}.{'weight' if last in _SCALES else last}"
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:

@@ -26,6 +26,8 @@ _SKIP = 255
 _HELD = "_agentrl_weights_held"
 """Attribute of SGLang's model: name of the weights that it has, as far as the loader knows."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SYNCHRONOUS = "_sglang_runai_streamer_tensor"
+"""Attribute of tensors that SGLang's loaders copy at once. They copy others on a CPU in threads, where `_Masked` is not."""
 
 
 class WeightChangesError(ValueError):
@@ -190,7 +192,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     setattr(model, _HELD, received)
     changes, new_name = received.receive(named_tensors)
     with _Masked(model.parameters()):
-        model.load_weights((part.name, _fill_with_nan(part, indices, values)) for part, indices, values in changes)
+        model.load_weights((change[0].name, _fill_with_nan(*change)) for change in changes)
     broken = [torch.isnan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
     if bool(torch.stack(broken).any()):
         raise WeightChangesError(
@@ -202,10 +204,13 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 def _fill_with_nan(part: Part, indices: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
     """Return a weight with NaN in place of what was not sent."""
     if indices is None:
-        return values.view(part.shape)
-    weight = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
-    weight[indices] = values
-    return weight.view(part.shape)
+        weight = values
+    else:
+        weight = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
+        weight[indices] = values
+    weight = weight.view(part.shape)
+    setattr(weight, _SYNCHRONOUS, True)
+    return weight
 
 
 class _Masked(TorchDispatchMode):  # type: ignore[no-untyped-call]

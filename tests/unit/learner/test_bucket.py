@@ -115,6 +115,20 @@ def test_weights_that_an_engine_joins_are_in_one_bucket(module: str, last: str) 
     assert all(len({name.split(".")[2] for name in bucket}) == 1 for bucket in buckets)
 
 
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale", "input_scale"])
+def test_a_float8_weight_travels_with_its_scale(scale: str) -> None:
+    """The loader of DeepSeek V3.2 multiplies the indexer's weights when it has both, and keeps no half for the next call."""
+    modules = [
+        f"model.layers.0.self_attn.{name}" for name in ("indexer.wk", "kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    ]
+    names = [f"{module}.{last}" for last in ("weight", scale) for module in modules]
+    plans = plan_buckets([TensorSpec(name, "float32", (1,)) for name in names], 4)
+    assert [{spec.name for spec in plan.specs} for plan in plans] == [
+        {f"{module}.{last}" for module in unit for last in ("weight", scale)}
+        for unit in (modules[:1], modules[1:2], modules[2:])
+    ]
+
+
 def test_both_halves_are_sent_if_one_has_changed() -> None:
     """What has not changed is sent with no numbers, so that an engine's loader has both halves in one call."""
     names = [ATTENTION.format(0, name) for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]

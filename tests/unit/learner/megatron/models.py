@@ -98,7 +98,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def model_config(name: str, **options: object) -> Any:
     """The configuration of a model in transformers."""
-    return AutoConfig.for_model(FAMILIES.get(name, name), **SIZES | MODELS[name] | options)
+    return AutoConfig.for_model(FAMILIES.get(name, name), **SIZES | MODELS.get(name, {}) | options)
 
 
 def add_draft_layer(folder: Path) -> Path:
