@@ -30,6 +30,7 @@ class FakeMachine:
         self.files = dict(files)
         self.log: list[str] = []
         self.is_closed = self.is_adopted = False
+        self.services: dict[str, FakeMachine] = {}
         self._answer = answer
         self._results: dict[str, CommandResult] = {}
 
@@ -69,6 +70,9 @@ class FakeMachine:
         if not inner:
             raise DownloadError(f"no {path}") from NotFound("no such file")
         return check([pack(inner, posixpath.basename(path), (0, 0), None)], max_bytes)
+
+    async def service(self, name: str) -> FakeMachine:
+        return self.services[name]
 
     async def stop(self) -> None:
         self.log.append("stop")
@@ -129,12 +133,20 @@ class FakeMachines:
         pass
 
 
-def write_task(folder: Path, image: str, script: str, *, toml: str = "", tests: Mapping[str, str] = {}) -> Path:
+def write_task(
+    folder: Path,
+    image: str,
+    script: str,
+    *,
+    toml: str = "",
+    tests: Mapping[str, str] = {},
+    skills_dir: str | None = None,
+) -> Path:
     """Write a task of one step, whose working folder is ``/app``."""
     (folder / "tests").mkdir(parents=True)
     (folder / "task.toml").write_text(
         f'schema_version = "1.4"\n{toml}\n[environment]\ndocker_image = "{image}"\nworkdir = "/app"\n'
-        'network_mode = "no-network"\n'
+        'network_mode = "no-network"\n' + ("" if skills_dir is None else f'skills_dir = "{skills_dir}"\n')
     )
     (folder / "instruction.md").write_text("Write 42 to answer.txt.\n")
     for name, text in {**tests, "test.sh": script}.items():

@@ -10,10 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from agentrl.core.errors import UserError
 
 MOST_FILES = 100_000
 """Members of an archive from a machine."""
+MOST_DEPTH = 100
+"""Folders in the name of a member of such an archive."""
 
 
 class DownloadError(UserError):
@@ -73,39 +77,42 @@ def pack(files: Path | Mapping[str, bytes], name: str, ids: tuple[int, int], mod
 def check(chunks: Iterable[bytes], max_bytes: int) -> Download:
     """Return a daemon's archive of a machine's files without what could do harm elsewhere.
 
+    The archive is read as it arrives, and no further than to what is refused.
+
     Raises:
-        DownloadError: it is larger than ``max_bytes``, or has more than `MOST_FILES` members.
+        DownloadError: its files have more than ``max_bytes``, there are more than `MOST_FILES`, or folders are deeper than
+            `MOST_DEPTH`.
     """
-    raw = bytearray()
-    # Headers and padding of small files come on top of their content.
-    for chunk in chunks:
-        raw += chunk
-        if len(raw) > 2 * max_bytes + 2**20:
-            raise DownloadError(f"the files have more than {max_bytes} bytes")
     checked, left_out, size = io.BytesIO(), [], 0
+    # Headers and padding of small files come on top of their content.
+    stream = _Stream(chunks, 2 * max_bytes + 2**20, max_bytes)
     try:
         with (
-            tarfile.open(fileobj=io.BytesIO(bytes(raw))) as source,
+            tarfile.open(fileobj=stream, mode="r|") as source,
             tarfile.open(fileobj=checked, mode="w") as target,
         ):
-            regular: dict[str, bytes] = {}
+            regular: dict[str, tuple[int, int]] = {}
+            """Begin and end of files' contents in ``checked``."""
             for number, member in enumerate(source):
+                source.members = []  # type: ignore[attr-defined]  # it keeps all of them otherwise
                 name = posixpath.normpath(member.name)
                 if number >= MOST_FILES:
                     raise DownloadError(f"there are more than {MOST_FILES} files")
+                if name.count("/") > MOST_DEPTH:
+                    raise DownloadError(f"there are more than {MOST_DEPTH} folders one in the other")
                 if name.startswith(("/", "../")) or name == "..":
                     left_out.append(member.name)
                 elif member.isdir():
                     _add(target, name, None, member.mode & 0o777, (0, 0))
                 elif member.isreg() or (member.islnk() and posixpath.normpath(member.linkname) in regular):
-                    content = (
-                        _content(source, member) if member.isreg() else regular[posixpath.normpath(member.linkname)]
-                    )
-                    size += len(content)
+                    first = regular.get(posixpath.normpath(member.linkname)) if member.islnk() else None
+                    size += member.size if first is None else first[1] - first[0]
                     if size > max_bytes:
                         raise DownloadError(f"the files have more than {max_bytes} bytes")
-                    regular[name] = content
+                    content = _content(source, member) if first is None else bytes(checked.getbuffer()[slice(*first)])
                     _add(target, name, content, member.mode & 0o777, (0, 0))
+                    start = checked.tell() - -(-len(content) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    regular[name] = first or (start, start + len(content))
                 elif member.issym() and _is_inner_link(name, member.linkname):
                     link = tarfile.TarInfo(name)
                     link.type, link.linkname = tarfile.SYMTYPE, member.linkname
@@ -115,6 +122,27 @@ def check(chunks: Iterable[bytes], max_bytes: int) -> Download:
     except tarfile.TarError as error:
         raise DownloadError(f"the daemon's archive cannot be read: {error}") from error
     return Download(checked.getvalue(), tuple(left_out))
+
+
+class _Stream(io.RawIOBase):
+    """Chunks as a file to be read once, of at most ``limit`` bytes."""
+
+    def __init__(self, chunks: Iterable[bytes], limit: int, max_bytes: int) -> None:
+        self._chunks = iter(chunks)
+        self._buffer = bytearray()
+        self._left = limit
+        self._max_bytes = max_bytes
+
+    @override
+    def read(self, size: int = -1) -> bytes:
+        while len(self._buffer) < size and (chunk := next(self._chunks, None)) is not None:
+            self._left -= len(chunk)
+            if self._left < 0:
+                raise DownloadError(f"the files have more than {self._max_bytes} bytes")
+            self._buffer += chunk
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
 
 
 def _is_inner_link(name: str, target: str) -> bool:

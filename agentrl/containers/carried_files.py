@@ -18,7 +18,7 @@ import posixpath
 import sys
 import tarfile
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,10 @@ from agentrl.containers.archives import Download
 
 MOST_LINKS = 40
 """Symbolic links on a path, as in Linux."""
+MOST_LINK_STEPS = 1_000_000
+"""Folders that are passed to follow all links of an agent; links after that are refused."""
+SETTINGS_BYTES = 2**16
+"""Of a file with settings of pytest among others; larger ones are taken for changed settings."""
 _LOADED_FILES = """
 conftest.py sitecustomize.py usercustomize.py *.pth *.pyc *.pyo *.egg-link pytest.ini .pytest.ini tox.ini noxfile.py .coveragerc
 .pdbrc .pythonrc .pythonstartup pyvenv.cfg
@@ -158,59 +162,77 @@ def find_changes(
             refused[path] = reason
         else:
             entries[path] = entry
-    removed: list[str] = []
+    removed: dict[str, None] = {}
     for path in sorted(clean):
         if path in agent and (path not in entries or clean[path].kind == entries[path].kind != "link"):
             continue
-        if (path in agent or not rules.refusal(path)) and not _is_below(path, removed):
-            removed.append(path)
-    tree = {path: entry for path, entry in clean.items() if not _is_below(path, removed)} | entries
+        if (path in agent or not rules.refusal(path)) and _first_above(path, removed) is None:
+            removed[path] = None
+    links = _Links(
+        {path: entry for path, entry in clean.items() if _first_above(path, removed) is None} | entries, roots
+    )
     for path in [path for path, entry in entries.items() if entry.kind == "link"]:
-        if not _stays_below(path, tree, roots):
+        if not links.stay_below(path):
             refused[path] = "the link leads out of what is carried"
             del entries[path]
+    directly_refused = dict(refused)
     for path in list(entries):
-        if blocked := next((folder for folder in _parents(path) if folder in refused), None):
+        if (blocked := _first_above(path, directly_refused)) is not None:
             refused[path] = f"{blocked} is not carried"
             del entries[path]
     return Changes(entries, tuple(removed), refused)
 
 
-def _parents(path: str) -> list[str]:
-    pieces = path.split("/")
-    return ["/".join(pieces[:end]) for end in range(2, len(pieces))]
+def _first_above(path: str, folders: Container[str]) -> str | None:
+    """Return the path itself or the nearest folder above it that is one of ``folders``."""
+    while path:
+        if path in folders:
+            return path
+        path = path.rpartition("/")[0]
+    return None
 
 
 def _is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(f"{folder.rstrip('/')}/") for folder in folders)
 
 
-def _stays_below(path: str, tree: Tree, roots: Sequence[str]) -> bool:
-    """Return whether a link's path stays below ``roots``, whatever links it passes."""
-    links = 0
-    folder, pieces = posixpath.dirname(path), tree[path].target.split("/")
-    if tree[path].target.startswith("/"):
-        folder = ""
-    while pieces:
-        piece = pieces.pop(0)
-        if piece in ("", "."):
-            continue
-        folder = posixpath.dirname(folder) if piece == ".." else f"{folder}/{piece}"
-        entry = tree.get(folder)
-        if entry is not None and entry.kind == "link":
-            links += 1
-            if links > MOST_LINKS:
+class _Links:
+    """Follows an agent's links in the tree as it will be."""
+
+    def __init__(self, tree: Tree, roots: Sequence[str]) -> None:
+        self._tree = tree
+        self._roots = roots
+        self._steps_left = MOST_LINK_STEPS
+
+    def stay_below(self, path: str) -> bool:
+        """Return whether a link's path stays below the roots, whatever links it passes."""
+        links = 0
+        target = self._tree[path].target
+        folder, pieces = posixpath.dirname(path), target.split("/")[::-1]
+        if target.startswith("/"):
+            folder = ""
+        while pieces:
+            self._steps_left -= 1
+            if self._steps_left < 0:
                 return False
-            pieces = entry.target.split("/") + pieces
-            folder = "" if entry.target.startswith("/") else posixpath.dirname(folder)
-        if not _is_below(folder, roots) and not _is_above(folder, pieces, roots):
-            return False
-    return _is_below(folder, roots)
+            piece = pieces.pop()
+            if piece in ("", "."):
+                continue
+            folder = posixpath.dirname(folder) if piece == ".." else f"{folder}/{piece}"
+            entry = self._tree.get(folder)
+            if entry is not None and entry.kind == "link":
+                links += 1
+                if links > MOST_LINKS:
+                    return False
+                pieces += entry.target.split("/")[::-1]
+                folder = "" if entry.target.startswith("/") else posixpath.dirname(folder)
+            if not _is_below(folder, self._roots) and not self._is_above(folder, pieces):
+                return False
+        return _is_below(folder, self._roots)
 
-
-def _is_above(folder: str, pieces: Sequence[str], roots: Sequence[str]) -> bool:
-    """Return whether an absolute path is on its way down to a root."""
-    return ".." not in pieces and any(root.startswith(f"{folder}/") for root in roots)
+    def _is_above(self, folder: str, pieces: Sequence[str]) -> bool:
+        """Return whether an absolute path is on its way down to a root."""
+        return ".." not in pieces and any(root.startswith(f"{folder}/") for root in self._roots)
 
 
 class _Rules:
@@ -221,6 +243,20 @@ class _Rules:
         self._named, self._search_folders = named, search_folders
         self._modules = frozenset(sys.stdlib_module_names) | TEST_TOOLS
         self._environments = {posixpath.dirname(path) for path in clean if path.endswith("/pyvenv.cfg")}
+        self._bare_repositories = {
+            posixpath.dirname(path)
+            for path in (*agent, *clean)
+            if path.endswith("/HEAD")
+            and all(self._is_there(f"{posixpath.dirname(path)}/{part}") for part in ("objects", "refs"))
+        }
+        self._code_folders: set[str] = set()
+        """Folders with modules of Python, at any depth."""
+        for path in (*agent, *clean):
+            if path.endswith(_PYTHON_ENDINGS):
+                while (path := path.rpartition("/")[0]) and path not in self._code_folders:
+                    self._code_folders.add(path)
+        self._shadowing: dict[str, bool] = {"": False}
+        """Results of `_shadows` for folders."""
 
     def refusal(self, path: str) -> str:
         """Return why a path that differs is not carried; empty: it is."""
@@ -250,16 +286,15 @@ class _Rules:
             inner = pieces[pieces.index(".git") + 1 :]
             return "hooks" in inner[:-1] or (inner[-1] in _GIT_FILES if inner else self._is_file(path))
         # A bare repository in any folder is one for git.
-        tree = (self._agent, self._clean)
-        bare = next(
-            (
-                parent
-                for parent in _parents(path)
-                if all(any(f"{parent}/{part}" in entries for entries in tree) for part in ("HEAD", "objects", "refs"))
-            ),
-            None,
-        )
-        return bare is not None and (name in _GIT_FILES or path.startswith(f"{bare}/hooks/"))
+        folder = posixpath.dirname(path)
+        while (bare := _first_above(folder, self._bare_repositories)) is not None:
+            if name in _GIT_FILES or path.startswith(f"{bare}/hooks/"):
+                return True
+            folder = posixpath.dirname(bare)
+        return False
+
+    def _is_there(self, path: str) -> bool:
+        return path in self._agent or path in self._clean
 
     def _is_file(self, path: str) -> bool:
         entry = self._agent.get(path)
@@ -272,25 +307,34 @@ class _Rules:
 
     def _shadows(self, path: str) -> bool:
         """Return whether a path, or a folder above it, is a module with a name that tests import first."""
-        return any(self._is_shadow(prefix, is_folder=prefix != path) for prefix in (*_parents(path), path))
+        folders = []
+        folder = path.rpartition("/")[0]
+        while folder not in self._shadowing:
+            folders.append(folder)
+            folder = folder.rpartition("/")[0]
+        for inner in reversed(folders):
+            self._shadowing[inner] = self._shadowing[folder] or self._is_shadow(inner, is_folder=True)
+            folder = inner
+        return self._shadowing[folder] or self._is_shadow(path, is_folder=False)
 
     def _is_shadow(self, path: str, *, is_folder: bool) -> bool:
         folder, name = posixpath.split(path)
         if name.split(".")[0] not in self._modules:
             return False
         if is_folder or (self._agent.get(path) or self._clean[path]).kind == "folder":
-            inner = [member for member in (*self._agent, *self._clean) if member.startswith(f"{path}/")]
-            if not any(member.endswith(_PYTHON_ENDINGS) for member in inner):
+            if path not in self._code_folders:
                 return False
         elif not name.endswith(_PYTHON_ENDINGS):
             return False
-        return f"{folder}/__init__.py" not in self._clean and f"{folder}/__init__.py" not in self._agent
+        return not self._is_there(f"{folder}/__init__.py")
 
 
 def _pytest_settings(name: str, entry: Entry | None) -> object:
     """Return what a file says to pytest; a file that cannot be read says something else than any other."""
     if entry is None:
         return None
+    if len(entry.content) > SETTINGS_BYTES:
+        return entry
     try:
         text = entry.content.decode()
         if name == "pyproject.toml":
@@ -299,5 +343,5 @@ def _pytest_settings(name: str, entry: Entry | None) -> object:
         parser = configparser.ConfigParser(interpolation=None)
         parser.read_string(text)
         return dict(parser["tool:pytest"]) if "tool:pytest" in parser else None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, configparser.Error):
+    except (ValueError, RecursionError, configparser.Error):
         return None if b"pytest" not in entry.content else entry

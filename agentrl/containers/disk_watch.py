@@ -1,13 +1,16 @@
-"""Sizes of machines' roots, where the storage driver has no quotas: a machine that writes more than it may is ended."""
+"""Sizes of machines' roots and volumes, where the storage driver has no quotas: a machine that is too large is ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from docker.errors import APIError
 
 from agentrl.containers.daemon import DaemonClient
+from agentrl.containers.docker_api import ContainerSummary, MeasuredVolume
+from agentrl.containers.leases import MACHINE_LABEL
 from agentrl.containers.machine import Machine
 from agentrl.core.errors import SandboxFailure
 
@@ -62,12 +65,25 @@ class DiskWatch:
     async def look(self, client: DaemonClient) -> None:
         """End the machines of a daemon that are larger than they may be."""
         containers = [machine.container for machine in self._machines.values() if machine.client is client]
-        for summary in await client.call(lambda api: api.containers(size=True, filters={"id": containers})):
+        summaries = await client.call(lambda api: api.containers(size=True, filters={"id": containers}))
+        volumes: Sequence[MeasuredVolume] = ()
+        if any(_volume_names(summary) for summary in summaries):
+            volumes = (await client.call(lambda api: api.df()))["Volumes"] or ()
+        for summary in summaries:
             machine = self._machines.get(summary["Id"])
-            size = summary.get("SizeRw", 0)
+            names, machine_id = _volume_names(summary), summary["Labels"].get(MACHINE_LABEL)
+            size = summary.get("SizeRw", 0) + sum(
+                max(0, volume["UsageData"]["Size"])
+                for volume in volumes
+                if volume["Name"] in names or (volume["Labels"] or {}).get(MACHINE_LABEL) == machine_id
+            )
             if machine is None or size <= machine.spec.disk_mb * 2**20:
                 continue
             limit_mb = machine.spec.disk_mb
             _log.warning("machine %s wrote %d MiB, and may write %d: it is ended", machine.id, size >> 20, limit_mb)
             machine.ended_by = "disk"
             await machine.stop()
+
+
+def _volume_names(summary: ContainerSummary) -> set[str]:
+    return {mount["Name"] for mount in summary.get("Mounts", ()) if "Name" in mount}

@@ -63,6 +63,13 @@ class ContainerDetails(TypedDict):
     State: CheckedState
 
 
+class MountSummary(TypedDict):
+    """A mount of a container in a list."""
+
+    Name: NotRequired[str]
+    """Of a volume."""
+
+
 class ContainerSummary(TypedDict):
     """A container in a list."""
 
@@ -74,6 +81,8 @@ class ContainerSummary(TypedDict):
     Labels: dict[str, str]
     SizeRw: NotRequired[int]
     """Bytes that were written to its root, if sizes were requested."""
+    Mounts: NotRequired[list[MountSummary]]
+    """What is mounted in it."""
 
 
 class ImageDetails(TypedDict):
@@ -104,6 +113,25 @@ class VolumeSummary(TypedDict):
 
     Name: str
     Labels: dict[str, str]
+
+
+class VolumeUsage(TypedDict):
+    """How large a volume is."""
+
+    Size: int
+    """Bytes; -1: not known."""
+
+
+class MeasuredVolume(VolumeSummary):
+    """A volume with its size."""
+
+    UsageData: VolumeUsage
+
+
+class DiskUsage(TypedDict):
+    """What a daemon keeps on its disk."""
+
+    Volumes: list[MeasuredVolume] | None
 
 
 class VolumeList(TypedDict):
@@ -200,3 +228,6 @@ class DockerApi(ContainersApi, ObjectsApi, Protocol):
 
     def info(self) -> DaemonInfo:
         """Return what the daemon is."""
+
+    def df(self) -> DiskUsage:
+        """Return sizes of what the daemon keeps."""

@@ -11,6 +11,8 @@ marked as forgeable (docs/explanation/grading.md).
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import logging
 import math
@@ -45,6 +47,8 @@ CARRIED_BYTES = 2**28
 OUTPUT_BYTES = 2**16
 """Bytes of output of tests that are kept."""
 PATHS_AT_ONCE = 200
+MOST_REFUSED = 1000
+"""Paths of a grade that name what was not carried."""
 _PROTECTED = (TESTS, LOGS)
 
 
@@ -68,7 +72,7 @@ class Grade:
     at_limit: bool = False
     """Whether the tests were ended by their time limit, or for endless output."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Files of the agent that were not carried, with the reason."""
+    """Files of the agent that were not carried, with the reason; of very many the first `MOST_REFUSED`."""
     seconds: float = 0.0
     """Wall time of the tests."""
 
@@ -128,9 +132,20 @@ async def grade(
         rewards = {} if _at_limit(result) else await _read_rewards(clean, result)
     finally:
         await clean.close()
-    if changes.refused:
-        _log.info("%s: %d files of the agent were not carried: %s", folder.name, len(changes.refused), changes.refused)
-    return Grade(rewards, False, result.output, _at_limit(result), changes.refused, result.seconds)
+    refused = _printable(changes.refused)
+    if refused:
+        _log.info("%s: %d files of the agent were not carried: %s", folder.name, len(changes.refused), refused)
+    return Grade(rewards, False, result.output, _at_limit(result), refused, result.seconds)
+
+
+def _printable(refused: Mapping[str, str]) -> dict[str, str]:
+    """Return the first paths, which agents have named with whatever bytes, as texts that can be sent and written."""
+    paths = itertools.islice(refused, MOST_REFUSED)
+    return {_text(path): _text(refused[path]) for path in paths}
+
+
+def _text(path: str) -> str:
+    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *, is_last: bool) -> Grade:
@@ -146,13 +161,16 @@ async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *,
 
 
 def _check(folder: TaskFolder, step: TaskStep) -> None:
-    grading = step.grading
-    services = {artifact.service or MAIN for artifact in grading.artifacts} | {hook.service for hook in grading.collect}
-    if strange := services - {MAIN}:
-        names = ", ".join(sorted(strange))
-        raise TaskError(f"task {folder.name}: artifacts and commands of services are not supported: {names}")
+    services: dict[str, str] = {}
+    """Of artifacts, by path."""
     for artifact in step.grading.artifacts:
         source = posixpath.normpath(artifact.source)
+        for path, service in services.items():
+            is_inside = f"{source}/".startswith(f"{path}/") or path.startswith(f"{source}/")
+            if is_inside and service != (artifact.service or MAIN):
+                both = f"{path} of {service} and {source} of {artifact.service or MAIN}"
+                raise TaskError(f"task {folder.name}: tests would have the artifacts {both} one in the other")
+        services[source] = artifact.service or MAIN
         if any(f"{path}/".startswith(f"{source.rstrip('/')}/") or source.startswith(f"{path}/") for path in _PROTECTED):
             raise TaskError(
                 f"task {folder.name}: the artifact {artifact.source} would bring files into {' or '.join(_PROTECTED)}"
@@ -160,12 +178,17 @@ def _check(folder: TaskFolder, step: TaskStep) -> None:
 
 
 async def _collect(step: TaskStep, machine: Machine) -> None:
-    """Run the commands that prepare artifacts in the agent's machine; as in Harbor, their failures are only logged."""
+    """Run the commands that prepare artifacts; as in Harbor, their failures are only logged."""
     for hook in step.grading.collect:
-        result = await machine.run(Command(hook.command, user=hook.user, wall_s=hook.timeout_sec))
+        container = await _container(machine, hook.service)
+        result = await container.run(Command(hook.command, user=hook.user, wall_s=hook.timeout_sec))
         if result.exit_code != 0:
             end = result.output[-500:]
             _log.warning("the collecting command %r ended with %s: %s", hook.command, result.exit_code, end)
+
+
+async def _container(machine: Machine, service: str | None) -> Machine:
+    return machine if service in (None, MAIN) else await machine.service(str(service))
 
 
 async def _run_tests(folder: TaskFolder, step: TaskStep, machine: Machine, owner: str) -> CommandResult:
@@ -217,7 +240,7 @@ async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Ma
         root = posixpath.normpath(artifact.source)
         before = await _tree(clean, artifact)
         try:
-            agent_tree |= await _tree(machine, artifact)
+            agent_tree |= await _tree(await _container(machine, artifact.service), artifact)
         except DownloadError as error:
             too_large[root] = str(error)
         else:
@@ -226,7 +249,8 @@ async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Ma
     search = await clean.run(Command('printf "%s:" "$PATH" "$LD_LIBRARY_PATH" "$NODE_PATH" "$PERL5LIB" "$RUBYLIB"'))
     folders = {posixpath.normpath(path) for path in search.output.split(":") if path.startswith("/")}
     named = {path for path in roots if agent_tree.get(path, Entry("folder")).kind != "folder"}
-    changes = find_changes(
+    changes = await asyncio.to_thread(
+        find_changes,
         agent_tree,
         clean_tree,
         roots,
@@ -237,7 +261,7 @@ async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Ma
         await _run_as_root(clean, ("rm", "-rf", "--", *changes.removed[start : start + PATHS_AT_ONCE]))
     user, group = (await _owner(clean, step.user)).split(":")
     await _make_parents(clean, changes.entries)
-    await clean.upload_tar(changes.archive(int(user), int(group)), "/")
+    await clean.upload_tar(await asyncio.to_thread(changes.archive, int(user), int(group)), "/")
     return Changes(changes.entries, changes.removed, {**changes.refused, **too_large})
 
 
@@ -271,7 +295,7 @@ async def _tree(machine: Machine, artifact: ArtifactToml) -> dict[str, Entry]:
         if isinstance(error.__cause__, NotFound):
             return {}
         raise
-    return without(read_tree(download, root), root, artifact.exclude)
+    return without(await asyncio.to_thread(read_tree, download, root), root, artifact.exclude)
 
 
 async def _read_rewards(machine: Machine, result: CommandResult) -> dict[str, float]:

@@ -26,6 +26,7 @@ from agentrl.containers.leases import (
     MACHINE_ROLE,
     OWNER_LABEL,
     ROLE_LABEL,
+    SERVICE_LABEL,
     Lease,
     LeasedMachine,
     LeaseLabels,
@@ -33,7 +34,7 @@ from agentrl.containers.leases import (
     machine_key,
     read_leases,
 )
-from agentrl.containers.options import machine_options, service_options, shared_hosts
+from agentrl.containers.options import machine_options, service_options, shared_hosts, volume_name
 from agentrl.containers.reaper import ensure_reaper, wake_reaper
 from agentrl.containers.spec import MachineSpec, ServiceSpec, services_in_order
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
@@ -43,7 +44,6 @@ _log = logging.getLogger(__name__)
 NAME = "agentrl-machine-{}"
 BESIDE = "-tests"
 _NAME = re.compile(r"/agentrl-machine-(\d+)")
-SERVICE_LABEL = "agentrl.service"
 PUBLIC_NETWORK = "agentrl-public"
 HEALTH_POLL_S = 0.2
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes", "CpuCfsQuota": "CPU time"}
@@ -152,6 +152,12 @@ class Host:
             service.name: await self.images.ensure(service.image, service.build) for service in spec.services
         }
         network = await self._network(spec, identity)
+        for volume in spec.volume_names:
+            await self.client.call(
+                methodcaller(
+                    "create_volume", volume_name(identity.machine_id, volume), labels=identity.labels("volume")
+                )
+            )
         container = await self._create_machine(name, spec, image, identity, network)
         if container is None:
             return None

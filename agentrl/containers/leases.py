@@ -30,6 +30,8 @@ MACHINE_LABEL, ROLE_LABEL, OWNER_LABEL, KEY_LABEL, EXPIRES_LABEL, MACHINES_LABEL
 )
 """`LEFT_LABEL` is that of a lease whose process has ended and left its machines: it goes with the last of them."""
 MACHINE_ROLE, SERVICE_ROLE = "machine", "service"
+SERVICE_LABEL = "agentrl.service"
+"""The name of a service, at its container."""
 REFUSED_S = 2.0
 """Time until what the daemon did not remove is tried again."""
 RENEWALS = 3
@@ -191,13 +193,15 @@ def leased_containers(api: DockerApi, *extra_labels: str) -> list[ContainerSumma
 
 
 def remove_machine(api: DockerApi, machine_id: str) -> None:
-    """Remove a machine's containers, the machine's last so that it counts as long as there are others, and its network."""
+    """Remove a machine's containers, itself last so that it counts as long as there are others, its network and its volumes."""
     selected = f"{MACHINE_LABEL}={machine_id}"
     containers = leased_containers(api, selected)
     for container in sorted(containers, key=lambda container: container["Labels"][ROLE_LABEL] == MACHINE_ROLE):
         remove_container(api, container["Id"])
     for network in api.networks(filters={"label": selected}):
         _remove_network(api, network["Id"])
+    for volume in api.volumes(filters={"label": selected})["Volumes"] or ():
+        _remove_volume(api, volume["Name"])
 
 
 def remove_container(api: DockerApi, container: str) -> None:
@@ -228,12 +232,14 @@ def reap(api: DockerApi) -> Remains:
     removed, refused, ends = [], [], []
     containers, networks = leased_containers(api), api.networks(filters={"label": MACHINE_LABEL})
     images = api.images(filters={"label": MACHINE_LABEL})
+    volumes = api.volumes(filters={"label": MACHINE_LABEL})["Volumes"] or ()
     # After the lists: a machine that is taken up now has its new lease already.
     leases, daemon_now = read_leases(api), daemon_time(api.info())
     objects = [
         *((remove_container, container["Id"], container["Labels"]) for container in containers),
         *((_remove_network, network["Id"], network["Labels"]) for network in networks),
         *((_remove_image, image["Id"], image["Labels"]) for image in images),
+        *((_remove_volume, volume["Name"], volume["Labels"]) for volume in volumes),
     ]
     for remove, identifier, labels in objects:
         end = end_of_life(labels, leases)
@@ -244,7 +250,7 @@ def reap(api: DockerApi) -> Remains:
             remove(api, identifier)
             removed.append(identifier.removeprefix("sha256:")[:12])
         except APIError as error:
-            if error.status_code != 409:  # 409: a snapshot, or a network, that a container still uses
+            if error.status_code != 409:  # 409: a container still uses it
                 refused.append(f"{identifier[:12]}: {error.explanation}")
             ends.append(daemon_now + REFUSED_S)
     machine_ids = {labels[MACHINE_LABEL] for _, _, labels in objects}

@@ -22,6 +22,7 @@ from docker.errors import APIError, NotFound
 from agentrl.containers import archives, exec_process
 from agentrl.containers.daemon import DaemonClient, message
 from agentrl.containers.docker_api import DockerApi
+from agentrl.containers.leases import MACHINE_LABEL, SERVICE_LABEL, leased_containers
 from agentrl.containers.spec import Healthcheck, MachineSpec
 from agentrl.core.errors import SandboxFailure
 
@@ -342,6 +343,20 @@ class Machine:
         labels = await self._lifecycle.on_snapshot(self)
         image = await self.client.call(lambda api: api.commit(self.container, conf={"Labels": labels}))
         return str(image["Id"])
+
+    async def service(self, name: str) -> Machine:
+        """Return a service of this machine, to run commands in it and to copy its files; it is closed with the machine.
+
+        Raises:
+            SandboxFailure: there is no such service.
+        """
+        selected = (f"{MACHINE_LABEL}={self.id}", f"{SERVICE_LABEL}={name}")
+        containers = await self.client.call(lambda api: leased_containers(api, *selected))
+        if not containers:
+            raise SandboxFailure(f"machine {self.id} has no service {name}")
+        # Its network is the machine's: nothing of agentrl listens in the service.
+        spec = self.spec.model_copy(update={"network": "no-network", "allowed_hosts": ()})
+        return Machine(self.client, containers[0]["Id"], f"service-{name}", spec, self._folder, self._lifecycle)
 
     async def wait_healthy(self, check: Healthcheck) -> None:
         """Wait until a health check passes.

@@ -246,7 +246,7 @@ class Machines:
             raise
         if container is None:
             host.lease.release(identity.machine_id)
-            if spec.services:
+            if spec.services or spec.volumes:
                 await self._discard(host, identity.machine_id, None)
         return machine
 
@@ -263,7 +263,7 @@ class Machines:
     def _machine(self, host: Host, container: str, machine_id: str, spec: MachineSpec) -> Machine:
         machine = Machine(host.client, container, machine_id, spec, self._state, self)
         self._open[machine_id] = machine
-        if not host.has_quota:
+        if not host.has_quota or spec.volume_names:
             self.disk_watch.add(machine)
         return machine
 

@@ -8,7 +8,8 @@ from functools import cache
 import docker
 
 from agentrl.containers.docker_api import Options
-from agentrl.containers.spec import Healthcheck, MachineSpec, ServiceSpec
+from agentrl.containers.leases import MACHINE_LABEL
+from agentrl.containers.spec import Healthcheck, MachineSpec, ServiceSpec, VolumeMount
 from agentrl.sandbox.cgroup import PERIOD_US
 from agentrl.sandbox.egress import proxy_environment
 from agentrl.sandbox.seccomp import machine_profile
@@ -35,6 +36,7 @@ def machine_options(
         has_quota: whether the storage driver limits the size of the root.
     """
     host = _limits(spec.memory_mb, spec.cpus, spec.processes, spec.disk_mb) | network
+    host["mounts"] = _mounts(spec.volumes, labels[MACHINE_LABEL])
     if has_quota:
         host["storage_opt"] = {"size": f"{spec.disk_mb}m"}
     if spec.runtime is not None:
@@ -70,6 +72,7 @@ def service_options(
         )
         | network
     )
+    host["mounts"] = _mounts(service.volumes, labels[MACHINE_LABEL])
     if machine.runtime is not None:
         host["runtime"] = machine.runtime
     return {
@@ -100,6 +103,24 @@ def _limits(memory_mb: int, cpus: float, processes: int, disk_mb: int) -> Option
         # One file of the whole quota ends at once; many are counted from time to time, without a quota of the storage driver.
         "ulimits": [docker.types.Ulimit(name="fsize", soft=disk_mb * 2**20, hard=disk_mb * 2**20)],
     }
+
+
+def volume_name(machine_id: str, name: str) -> str:
+    """Return what a volume of a machine is called at the daemon."""
+    return f"agentrl-{machine_id}-{name}"
+
+
+def _mounts(volumes: Sequence[VolumeMount], machine_id: str) -> list[docker.types.Mount]:
+    # Volumes of the daemon alone: there is no way to name a path of its host.
+    return [
+        docker.types.Mount(
+            target=volume.path,
+            source=None if volume.name is None else volume_name(machine_id, volume.name),
+            type="volume",
+            read_only=volume.read_only,
+        )
+        for volume in volumes
+    ]
 
 
 def _healthcheck(check: Healthcheck) -> Options:

@@ -53,6 +53,24 @@ class BuildSpec(Section):
     """Limit of the build; None: ``containers.build_s``."""
 
 
+class VolumeMount(Section):
+    """A volume in a machine or a service. It begins with what the image has at its path, and ends with the machine."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: str
+    """Where it is."""
+    name: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")
+    """Of a volume that several of a machine's containers share; None: no other one has it."""
+    read_only: bool = False
+    """Whether it cannot be written here."""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        return _absolute_path(path)
+
+
 class ServiceSpec(Section):
     """A container beside the machine, such as a database, that the machine reaches by its name."""
 
@@ -78,6 +96,8 @@ class ServiceSpec(Section):
     """Memory of all its processes, MiB; None: as the machine."""
     cpus: PositiveFloat | None = None
     """Cores; None: as the machine."""
+    volumes: tuple[VolumeMount, ...] = ()
+    """Volumes."""
 
     @model_validator(mode="after")
     def _has_image(self) -> ServiceSpec:
@@ -114,6 +134,8 @@ class MachineSpec(Section):
     """With ``allowlist``: host names, ``*.name``, addresses and networks such as ``10.0.0.0/8``."""
     services: tuple[ServiceSpec, ...] = ()
     """Containers beside it, started first."""
+    volumes: tuple[VolumeMount, ...] = ()
+    """Volumes; what is written there counts for ``disk_mb``."""
     healthcheck: Healthcheck | None = None
     """When the machine is ready; None: once it has started."""
     runtime: str | None = None
@@ -127,9 +149,7 @@ class MachineSpec(Section):
     @field_validator("workdir")
     @classmethod
     def _absolute(cls, workdir: str | None) -> str | None:
-        if workdir is not None and not PurePosixPath(workdir).is_absolute():
-            raise ValueError(f"{workdir!r} is no absolute path")
-        return workdir
+        return workdir if workdir is None else _absolute_path(workdir)
 
     @model_validator(mode="after")
     def _fits(self) -> MachineSpec:
@@ -145,9 +165,21 @@ class MachineSpec(Section):
         return self
 
     @property
+    def volume_names(self) -> tuple[str, ...]:
+        """Names of volumes of the machine and its services."""
+        mounts = [*self.volumes, *(volume for service in self.services for volume in service.volumes)]
+        return tuple(dict.fromkeys(mount.name for mount in mounts if mount.name is not None))
+
+    @property
     def digest(self) -> str:
         """Hash of everything in it: 16 hexadecimal digits."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+def _absolute_path(path: str) -> str:
+    if not PurePosixPath(path).is_absolute():
+        raise ValueError(f"{path!r} is no absolute path")
+    return path
 
 
 def check_image(owner: str, image: str | None, build: BuildSpec | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from agentrl.containers.spec import BuildSpec, Healthcheck, ServiceSpec
+from agentrl.containers.spec import BuildSpec, Healthcheck, ServiceSpec, VolumeMount
 from agentrl.containers.task_toml import MAIN
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import flatten_message, reading
@@ -33,10 +33,13 @@ _SERVICE_KEYS = {
     "deploy",
     "cpus",
     "mem_limit",
+    "volumes",
 }
 _SILENT_KEYS = {"expose", "hostname", "container_name", "restart", "init", "stdin_open", "tty", "pull_policy"}
 """Keys that change nothing for a task."""
 _MAIN_KEYS = {"image", "build", "command", "environment", "depends_on", "deploy", "volumes"}
+_FILE_KEYS = {"services", "volumes", "version", "name"}
+_VOLUME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZES = {"": 1, "b": 1, "k": 2**10, "kb": 2**10, "m": 2**20, "mb": 2**20, "g": 2**30, "gb": 2**30}
@@ -50,6 +53,8 @@ class ComposeFile:
     """Containers beside the agent's."""
     env: Mapping[str, str]
     """Variables of the agent's container."""
+    volumes: tuple[VolumeMount, ...]
+    """Volumes of the agent's container."""
     faults: tuple[str, ...]
     """What machines do not have, with file and key."""
 
@@ -66,13 +71,24 @@ def read_compose(context: Path, environ: Mapping[str, str]) -> ComposeFile:
     """
     path = context / COMPOSE
     if not path.is_file():
-        return ComposeFile((), {}, ())
+        return ComposeFile((), {}, (), ())
     with reading(path, "YAML file"):
         tree = yaml.safe_load(path.read_text())
     if not isinstance(tree, Mapping) or not isinstance(tree.get("services"), Mapping):
         raise ConfigError(f"{path}: services must be a mapping")
-    faults = [f"{path}: {key}: machines have none" for key in tree if key not in ("services", "version", "name")]
-    services, env = [], {}
+    faults = [f"{path}: {key}: machines have none" for key in tree if key not in _FILE_KEYS]
+    declared = tree.get("volumes") or {}
+    if not isinstance(declared, Mapping):
+        raise ConfigError(f"{path}: volumes must be a mapping")
+    faults += [
+        f"{path}: volumes.{name}.{key}: a volume of a machine is made for it, and has no settings"
+        for name, section in declared.items()
+        for key in section or ()
+        if key != "name"
+    ]
+    services: list[ServiceSpec] = []
+    env: Mapping[str, str] = {}
+    volumes: tuple[VolumeMount, ...] = ()
     for name, section in tree["services"].items():
         key = f"{path}: services.{name}"
         if not isinstance(section, Mapping):
@@ -82,27 +98,64 @@ def read_compose(context: Path, environ: Mapping[str, str]) -> ComposeFile:
             f"{key}.{other_key}: machines have none" for other_key in section if other_key not in keys | _SILENT_KEYS
         ]
         try:
+            mounts, volume_faults = _volumes(section, key, declared, environ)
+            faults += volume_faults
             if name == MAIN:
-                env = _environment(section.get("environment"), environ)
+                env, volumes = _environment(section.get("environment"), environ), mounts
                 faults += _main_faults(section, key)
             else:
-                services.append(_service(str(name), section, context, environ))
+                services.append(_service(str(name), section, context, environ, mounts))
         except ValidationError as error:
             fault = error.errors()[0]
             raise ConfigError(f"{key}.{'.'.join(map(str, fault['loc']))}: {flatten_message(fault['msg'])}") from None
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{key}: {flatten_message(error)}") from None
-    return ComposeFile(tuple(services), env, tuple(faults))
+    return ComposeFile(tuple(services), env, volumes, tuple(faults))
 
 
 def _main_faults(section: Mapping[str, object], key: str) -> list[str]:
-    """Return what the agent's service says and its machine does not have: volumes and images that are not Harbor's own."""
-    volumes = section.get("volumes") or ()
-    assert isinstance(volumes, Iterable)
-    faults = [f"{key}.volumes: machines have none" for volume in volumes if not _names_harbor(str(volume))]
+    """Return what the agent's service says and its machine does not have: images that are not Harbor's own."""
     if "image" in section and "build" not in section and not _names_harbor(str(section["image"])):
-        faults.append(f"{key}.image: set environment.docker_image in task.toml")
-    return faults[:1]
+        return [f"{key}.image: set environment.docker_image in task.toml"]
+    return []
+
+
+def _volumes(
+    section: Mapping[str, object], key: str, declared: Mapping[str, object], environ: Mapping[str, str]
+) -> tuple[tuple[VolumeMount, ...], list[str]]:
+    """Return the volumes of a service, and what is no volume: above all paths of the host, which no machine sees."""
+    mounts, faults = [], []
+    for volume in _list(section.get("volumes") or []):
+        if _names_harbor(str(volume)):  # folders of logs, which machines have
+            continue
+        values = _long_volume(volume, environ)
+        source, kind = values.get("source"), values.get("type", "volume")
+        if strange := sorted(set(values) - {"type", "source", "target", "read_only"}):
+            faults.append(f"{key}.volumes: {strange[0]} is not supported")
+        elif kind == "bind" or (source is not None and not _VOLUME.fullmatch(str(source))):
+            faults.append(f"{key}.volumes: {source} is a path of the host, which machines never see")
+        elif kind != "volume":
+            faults.append(f"{key}.volumes: type={kind}: machines have none")
+        elif source is not None and source not in declared:
+            faults.append(f"{key}.volumes: {source} is not declared in volumes")
+        else:
+            values = {"name": source, "path": values.get("target"), "read_only": values.get("read_only", False)}
+            mounts.append(VolumeMount.model_validate(values))
+    return tuple(mounts), faults
+
+
+def _long_volume(volume: object, environ: Mapping[str, str]) -> Mapping[str, object]:
+    """Return a volume as Compose's long form has it."""
+    if isinstance(volume, Mapping):
+        return {
+            str(name): _expand(value, environ) if isinstance(value, str) else value for name, value in volume.items()
+        }
+    pieces = _expand(volume, environ).split(":")
+    options = pieces.pop() if len(pieces) > 2 else "rw"
+    if options not in ("ro", "rw") or len(pieces) > 2:
+        raise ValueError(f"volumes: {volume!r} is no volume such as data:/data:ro")
+    source = pieces[0] if len(pieces) == 2 else None
+    return {"source": source, "target": pieces[-1], "read_only": options == "ro"}
 
 
 def _names_harbor(text: str) -> bool:
@@ -143,7 +196,13 @@ def _list(section: object) -> list[object]:
     return section
 
 
-def _service(name: str, section: Mapping[str, object], context: Path, environ: Mapping[str, str]) -> ServiceSpec:
+def _service(
+    name: str,
+    section: Mapping[str, object],
+    context: Path,
+    environ: Mapping[str, str],
+    volumes: tuple[VolumeMount, ...],
+) -> ServiceSpec:
     command, build, check = section.get("command"), section.get("build"), section.get("healthcheck")
     depends = section.get("depends_on") or ()
     limits = _limits(section)
@@ -167,6 +226,7 @@ def _service(name: str, section: Mapping[str, object], context: Path, environ: M
         healthcheck=None if not isinstance(check, Mapping) or check.get("disable") else _healthcheck(check, environ),
         memory_mb=None if "memory" not in limits else max(1, _size(_expand(limits["memory"], environ)) // 2**20),
         cpus=None if "cpus" not in limits else float(_expand(limits["cpus"], environ)),
+        volumes=volumes,
     )
 
 

@@ -70,6 +70,7 @@ def _spec(folder: TaskFolder, environment: EnvironmentToml, context: Path, netwo
         workdir=environment.workdir,
         env={**compose.env, **env},
         services=compose.services,
+        volumes=compose.volumes,
         network=network.mode,
         allowed_hosts=tuple(network.allowed_hosts),
         healthcheck=None

@@ -110,8 +110,6 @@ def _environment_needs(
     if environment.mcp_servers:
         names = ", ".join(server.name for server in environment.mcp_servers)
         yield f"{key}.mcp_servers ({names}): agents in machines are not given MCP servers"
-    if environment.skills_dir is not None:
-        yield f"{key}.skills_dir={environment.skills_dir}: agents in machines are not given skills"
     if environment.os != "linux":
         yield f"{key}.os={environment.os}: machines are Linux containers"
     elif host is not None and host.os != "linux":
@@ -144,8 +142,8 @@ def _step_needs(task: TaskFolder, step: TaskStep, environ: Mapping[str, str]) ->
     if not grading.is_separate and grading.network != step.network:
         yield f"verifier.network_mode={grading.network.mode}: tests in the agent's machine have its network"
     services = {hook.service for hook in grading.collect} | {artifact.service for artifact in grading.artifacts}
-    services -= {None, MAIN}
+    services -= {None, MAIN, *(service.name for service in read_compose(task.context, environ).services)}
     if services:
         names = ", ".join(sorted(str(service) for service in services))
-        yield f"artifacts and verifier.collect of other services ({names}) are not supported"
+        yield f"artifacts and verifier.collect name {names}, which environment/docker-compose.yaml does not have"
     yield from _variable_needs(grading.env, environ, "verifier.env")

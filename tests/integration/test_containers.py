@@ -19,7 +19,7 @@ from agentrl.containers.images import Images
 from agentrl.containers.leases import MACHINE_LABEL
 from agentrl.containers.machine import Command, Machine, MachineEndedError
 from agentrl.containers.machines import Machines, state_folder
-from agentrl.containers.spec import BuildSpec, Healthcheck, MachineSpec, ServiceSpec
+from agentrl.containers.spec import BuildSpec, Healthcheck, MachineSpec, ServiceSpec, VolumeMount
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 
 SCRIPT = "exec_process.py"
@@ -200,19 +200,29 @@ def test_services_are_reached_by_name(config: ContainersConfig, spec: MachineSpe
     serve = ServiceSpec(
         name="web",
         image=dockerd.image,
-        command=("python3", "-m", "http.server", "80"),
+        command=("sh", "-c", "echo shared > /data/a; exec python3 -m http.server 80"),
         healthcheck=Healthcheck(
             command="python3 -c 'import socket; socket.create_connection((\"web\", 80))'", interval_s=0.2
         ),
+        volumes=(VolumeMount(name="data", path="/data"),),
     )
-    with_service = spec.model_copy(update={"services": (serve,)})
+    with_service = spec.model_copy(
+        update={"services": (serve,), "volumes": (VolumeMount(name="data", path="/app/data", read_only=True),)}
+    )
 
     async def main(key: str) -> None:
         async with Machines(config, "test") as machines:
             machine = await machines.open(with_service, key)
             assert "Directory listing" in (await machine.run(fetch("http://web/"))).output
+            written = await machine.run(Command("cat /app/data/a; echo 2 > /app/data/a"))
+            assert written.output == "shared\n/bin/sh: 1: cannot create /app/data/a: Read-only file system\n"
+            service = await machine.service("web")
+            assert (await service.download("/data/a")).files() == {"a": b"shared\n"}
+            assert (await service.run(Command("echo > /data/b; ls /data"))).output == "a\nb\n"
             await machine.close()
             assert not (await machines.hosts[0].scan()).machines
+            label = {"label": MACHINE_LABEL}
+            assert not (await machine.client.call(lambda api: api.volumes(filters=label)))["Volumes"]
 
     asyncio.run(main("with a network"))
 

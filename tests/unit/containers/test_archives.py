@@ -2,10 +2,12 @@
 
 import io
 import tarfile
+from collections.abc import Iterator
 
 import pytest
 
-from agentrl.containers.archives import DownloadError, check, pack
+from agentrl.containers import archives
+from agentrl.containers.archives import MOST_DEPTH, DownloadError, check, pack
 from agentrl.containers.spec import MachineSpec, ServiceSpec
 
 
@@ -54,6 +56,31 @@ def test_size_counts_linked_files_each_time() -> None:
     with pytest.raises(DownloadError, match="more than 150 bytes"):
         check(files, 150)
     assert len(check(files, 180).files()) == 3
+
+
+def test_what_is_too_large_is_refused_before_it_is_read() -> None:
+    def chunks() -> Iterator[bytes]:
+        member = tarfile.TarInfo("out/sparse")
+        member.size = 2**40
+        yield member.tobuf() + bytes(tarfile.RECORDSIZE)
+        raise AssertionError("the content is read")
+
+    with pytest.raises(DownloadError, match="more than 100 bytes"):
+        check(chunks(), 100)
+    with pytest.raises(DownloadError, match="more than 100 bytes"):
+        check(archive(*((f"out/{number}", tarfile.REGTYPE, b"") for number in range(2100))), 100)
+    with pytest.raises(DownloadError, match="cannot be read"):
+        check([b"no archive" * 60], 100)
+
+
+def test_folders_are_not_deeper_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = "/".join(["out", *"a" * MOST_DEPTH])
+    assert len(check(archive((deep, tarfile.REGTYPE, b"")), 100).files()) == 1
+    with pytest.raises(DownloadError, match="more than 100 folders"):
+        check(archive((f"{deep}/b", tarfile.REGTYPE, b"")), 100)
+    monkeypatch.setattr(archives, "MOST_FILES", 2)
+    with pytest.raises(DownloadError, match="more than 2 files"):
+        check(archive(*((f"out/{number}", tarfile.REGTYPE, b"") for number in range(3))), 100)
 
 
 def test_packed_names_stay_below_the_folder() -> None:

@@ -5,6 +5,7 @@ import tarfile
 
 import pytest
 
+from agentrl.containers import carried_files
 from agentrl.containers.archives import check
 from agentrl.containers.carried_files import LEADS_OUT, Entry, find_changes, read_tree, without
 
@@ -100,6 +101,41 @@ def test_a_bare_repository_has_no_settings_of_the_agent() -> None:
     folders = {f"/app/data/{name}": FOLDER for name in ("objects", "refs")}
     changes = find_changes({**CLEAN, **folders, **bare}, CLEAN, ["/app"])
     assert set(changes.refused) == {"/app/data/config", "/app/data/hooks/update"}
+
+
+def test_a_bare_repository_in_another_ones_hooks_hides_nothing() -> None:
+    outer = {f"/app/r/{part}": text("") for part in ("HEAD", "objects", "refs")}
+    inner = {f"/app/r/hooks/{part}": text("") for part in ("HEAD", "objects", "refs", "pre-commit")}
+    changes = find_changes(CLEAN | outer | inner, CLEAN, ["/app"])
+    assert set(changes.refused) == set(inner)
+
+
+def test_many_files_in_a_folder_with_the_name_of_a_module_are_looked_at_once() -> None:
+    names = [f"/app/json/{number}.txt" for number in range(20_000)]
+    agent = CLEAN | {"/app/json": FOLDER, "/app/json/a.py": text("")} | dict.fromkeys(names, text(""))
+    assert len(find_changes(agent, CLEAN, ["/app"]).refused) == 20_002
+
+
+def test_links_are_not_followed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = CLEAN | {f"/app/{number}": link("./" * 20 + "a.txt") for number in range(4)}
+    assert len(find_changes(agent, CLEAN, ["/app"]).entries) == 4
+    monkeypatch.setattr(carried_files, "MOST_LINK_STEPS", 2 * 21)
+    assert len(find_changes(agent, CLEAN, ["/app"]).entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "is_carried"),
+    [
+        ("x = " + "[" * 9999, True),
+        ("pytest = " + "[" * 9999, False),
+        ("x = " + "1" * 9999, True),
+        ("pytest = " + "1" * 9999, False),
+        ("#" * 2**16 + "\n", False),
+    ],
+)
+def test_settings_that_cannot_be_read_are_no_failure(content: str, is_carried: bool) -> None:
+    agent = CLEAN | {"/app/sub/pyproject.toml": text(content)}
+    assert ("/app/sub/pyproject.toml" in find_changes(agent, CLEAN, ["/app"]).entries) == is_carried
 
 
 def test_files_that_tools_load_are_neither_changed_nor_removed() -> None:

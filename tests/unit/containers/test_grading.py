@@ -1,6 +1,7 @@
 """Grading on machines without a daemon: what is done in which order, and what becomes of trouble."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,10 +38,18 @@ def answer_tests(files: dict[str, bytes], result: CommandResult | None = None) -
 
 
 def run_grade(
-    folder: Path, answer: Answer, *, mode: GradingMode = "task", is_last: bool = True
+    folder: Path,
+    answer: Answer,
+    *,
+    mode: GradingMode = "task",
+    is_last: bool = True,
+    more_work: Mapping[str, bytes] = {},
+    services: Mapping[str, FakeMachine] = {},
 ) -> tuple[Grade | Exception, FakeMachine, FakeMachine]:
     spec = MachineSpec(image="image")
-    agent, clean = FakeMachine("agent", spec, WORK, answer), FakeMachine("clean", spec, IMAGE, answer)
+    agent, clean = FakeMachine("agent", spec, {**WORK, **more_work}, answer), FakeMachine("clean", spec, IMAGE, answer)
+
+    agent.services |= services
 
     async def open_clean() -> Machine:
         return cast(Machine, clean)
@@ -79,6 +88,13 @@ def test_tests_run_in_a_clean_machine_after_the_agent_has_ended(tmp_path: Path) 
     assert order == sorted(order)
     assert clean.is_closed
     assert not agent.is_closed
+
+
+def test_names_of_an_agent_that_are_no_text_can_be_sent(tmp_path: Path) -> None:
+    name = b"/app/\xff/a.pth".decode(errors="surrogateescape")
+    result, _, _ = run_grade(write_task(tmp_path / "task", "image", "echo"), REWARDED, more_work={name: b""})
+    assert isinstance(result, Grade)
+    assert set(result.refused) == {"/app/conftest.py", "/app/\\xff/a.pth"}
 
 
 def test_before_the_last_step_the_agents_processes_run_on(tmp_path: Path) -> None:
@@ -147,6 +163,30 @@ def test_artifacts_are_carried_in_place_of_the_working_folder(tmp_path: Path) ->
     assert not graded.refused
     assert clean.files["/app/old.txt"] == b"old"
     assert clean.files["/app/answer.txt"] == b"42"
+
+
+SERVICES = """artifacts = ["/app", { source = "/var/dump", service = "db" }]
+[[verifier.collect]]
+command = "dump"
+service = "db"
+"""
+
+
+def test_artifacts_and_commands_of_a_service_are_those_of_its_container(tmp_path: Path) -> None:
+    database = FakeMachine("db", MachineSpec(image="image"), {"/var/dump/a.sql": b"1"}, REWARDED)
+    task = write_task(tmp_path / "task", "image", "echo", toml=SERVICES)
+    result, agent, clean = run_grade(task, REWARDED, services={"db": database})
+    assert isinstance(result, Grade)
+    assert database.log == ["run dump", "download /var/dump"]
+    assert "run dump" not in agent.log
+    assert clean.files["/var/dump/a.sql"] == b"1"
+
+
+def test_artifacts_of_two_services_are_not_one_in_the_other(tmp_path: Path) -> None:
+    toml = 'artifacts = ["/app", { source = "/app/dump", service = "db" }]'
+    result, _, _ = run_grade(write_task(tmp_path / "task", "image", "echo", toml=toml), REWARDED)
+    assert isinstance(result, TaskError)
+    assert "the artifacts /app of main and /app/dump of db one in the other" in str(result)
 
 
 @pytest.mark.parametrize("artifact", ["/", "/tests", "/tests/x", "/logs", "/logs/verifier"])

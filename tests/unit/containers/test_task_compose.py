@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.containers import ContainersConfig
-from agentrl.containers.spec import Healthcheck
+from agentrl.containers.spec import Healthcheck, VolumeMount
 from agentrl.containers.task_compose import ComposeFile, read_compose
 from agentrl.containers.task_folder import FOLDER_KEY, TaskFolder, load_task_folder
 from agentrl.containers.task_machines import machine_spec
@@ -21,7 +21,7 @@ services:
     image: ${MAIN_IMAGE_NAME}
     command: ["sh", "-c", "sleep infinity"]
     environment: ["DB=db:5432", "TEST_DIR=${TEST_DIR}"]
-    volumes: ["${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}"]
+    volumes: ["${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}", "data:/data:ro"]
     depends_on: {db: {condition: service_healthy}}
   db:
     image: postgres:${PG:-16}
@@ -36,6 +36,8 @@ services:
     depends_on: [db, main]
     healthcheck: {test: "curl localhost", start_period: 500ms}
     mem_limit: 1g
+    volumes: [{type: volume, source: data, target: /srv/data}, /cache]
+volumes: {data: null}
 """
 
 
@@ -70,16 +72,67 @@ def test_services_of_a_compose_file(tmp_path: Path) -> None:
     assert (web.build.context, web.build.dockerfile, web.build.args) == (tmp_path / "web", "Web", {"LEVEL": "3"})
     assert (web.command, web.depends_on, web.memory_mb) == (("serve", "--port", "80 80"), ("db",), 1024)
     assert web.healthcheck == Healthcheck(command="curl localhost", start_period_s=0.5)
-    assert read_compose(tmp_path / "none", {}) == ComposeFile((), {}, ())
+    assert compose.volumes == (VolumeMount(name="data", path="/data", read_only=True),)
+    assert web.volumes == (VolumeMount(name="data", path="/srv/data"), VolumeMount(path="/cache"))
+    assert read_compose(tmp_path / "none", {}) == ComposeFile((), {}, (), ())
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("services: {db: {image: a, volumes: [b:/b]}}", "services.db.volumes: machines have none"),
+        ("services: {db: {image: a, volumes: [b:/b]}}", "services.db.volumes: b is not declared in volumes"),
+        *(
+            (
+                f"services: {{{service}: {{image: a, build: ., volumes: [{volume}]}}}}\nvolumes: {{b: null}}",
+                f"services.{service}.volumes: {source} is a path of the host, which machines never see",
+            )
+            for service in ("main", "db")
+            for volume, source in (
+                ("/var/run/docker.sock:/var/run/docker.sock", "/var/run/docker.sock"),
+                ("./a:/a:ro", "./a"),
+                ("~/.docker:/a", "~/.docker"),
+                ("'${SOCKET:-/run/a.sock}:/a'", "/run/a.sock"),
+                ("a/b:/a", "a/b"),
+                ("..:/a", ".."),
+                ("{type: bind, source: b, target: /a}", "b"),
+                ("{type: bind, source: /run/containerd, target: /a}", "/run/containerd"),
+                ("{source: /run, target: /a}", "/run"),
+            )
+        ),
+        *(
+            (f"services: {{main: {{build: ., {key}: {value}}}}}", f"services.main.{key}: machines have none")
+            for key, value in (
+                ("use_api_socket", "true"),
+                ("volumes_from", "[db]"),
+                ("devices", "[/dev/kvm]"),
+                ("pid", "host"),
+                ("ipc", "host"),
+                ("cap_add", "[ALL]"),
+                ("security_opt", "[a]"),
+                ("secrets", "[a]"),
+                ("configs", "[a]"),
+                ("env_file", "a"),
+                ("extends", "{file: a}"),
+                ("privileged", "true"),
+                ("userns_mode", "host"),
+            )
+        ),
+        (
+            "services: {main: {build: ., volumes: ['b:/b']}}\nvolumes: {b: {driver_opts: {type: none, o: bind, device: /}}}",
+            "volumes.b.driver_opts: a volume of a machine is made for it, and has no settings",
+        ),
+        (
+            "services: {main: {build: ., volumes: ['b:/b']}}\nvolumes: {b: {external: true}}",
+            "volumes.b.external: a volume of a machine is made for it, and has no settings",
+        ),
+        ("include: [a.yaml]\nservices: {}", "include: machines have none"),
+        (
+            "services: {db: {image: a, volumes: [{type: tmpfs, target: /a}]}}",
+            "services.db.volumes: type=tmpfs: machines have none",
+        ),
+        ("services: {db: {image: a, volumes: [{target: /a, bind: {}}]}}", "services.db.volumes: bind is not supported"),
         ("services: {db: {image: a, privileged: true}}", "services.db.privileged: machines have none"),
         ("services: {main: {network_mode: host}}", "services.main.network_mode: machines have none"),
-        ("services: {main: {volumes: [/a:/b]}}", "services.main.volumes: machines have none"),
         ("services: {main: {image: a}}", "services.main.image: set environment.docker_image in task.toml"),
         ("services: {}\nnetworks: {a: {}}", "networks: machines have none"),
     ],
@@ -101,6 +154,9 @@ def test_what_machines_do_not_have_is_named(tmp_path: Path, text: str, fault: st
         ("services: {db: {image: a, healthcheck: {test: b, interval: soon}}}", "'soon' is no time such as 1m30s"),
         ("services: {db: {image: a, mem_limit: much}}", "'much' is no size such as 512m"),
         ("services: {db: {image: a, environment: 3}}", "3 must be a list"),
+        ("services: {db: {image: a, volumes: [a:/b:rw:c]}}", "is no volume such as data:/data:ro"),
+        ("services: {db: {image: a, volumes: [b]}}", "'b' is no absolute path"),
+        ("services: {}\nvolumes: [a]", "volumes must be a mapping"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -115,6 +171,8 @@ def test_the_machine_of_a_task_has_its_services(tmp_path: Path, monkeypatch: pyt
     spec = asyncio.run(machine_spec(task))
     assert [service.name for service in spec.services] == ["db", "web"]
     assert spec.env == {"DB": "mine", "TEST_DIR": "/tests", "LEVEL": "3"}
+    assert [volume.path for volume in spec.volumes] == ["/data"]
+    assert spec.volume_names == ("data",)
     assert spec.build is not None
     assert (spec.build.context, spec.memory_mb) == (task.context, 512)
     task = write_task(tmp_path / "b", "", "services: {db: {image: a, privileged: true}}")
@@ -129,7 +187,6 @@ gpus = 2
 tpu = { type = "v6e", topology = "2x4" }
 cpus = 64
 memory_mb = 999999
-skills_dir = "/skills"
 env = { A = "${AWAY}" }
 [[environment.mcp_servers]]
 name = "docs"
@@ -144,13 +201,16 @@ env = { B = "${AWAY}" }
 [[verifier.collect]]
 command = "true"
 service = "db"
+[[verifier.collect]]
+command = "true"
+service = "cache"
 [solution]
 env = { C = "${AWAY}" }
 """
 
 
 def test_what_a_task_needs_and_does_not_get(tmp_path: Path) -> None:
-    task = write_task(tmp_path / "a", NEEDS, "services: {db: {image: a, volumes: [b]}}")
+    task = write_task(tmp_path / "a", NEEDS, "services: {db: {image: a, volumes: ['/b:/b']}}")
     lines = unmet_needs(task, HostFacts(cpus=2, memory_mb=1000), {})
     away = "the environment variable AWAY is not set on this machine, and has no default"
     token = "the environment variable TOKEN is not set on this machine, and has no default"
@@ -158,7 +218,6 @@ def test_what_a_task_needs_and_does_not_get(tmp_path: Path) -> None:
         "environment.gpus=2: machines have no GPUs",
         "environment.tpu: machines have no TPUs",
         "environment.mcp_servers (docs): agents in machines are not given MCP servers",
-        "environment.skills_dir=/skills: agents in machines are not given skills",
         "environment.os=windows: machines are Linux containers",
         "environment.cpus=64: the daemon's host has 2",
         "environment.memory_mb=999999: the daemon's host has 1000",
@@ -166,10 +225,10 @@ def test_what_a_task_needs_and_does_not_get(tmp_path: Path) -> None:
         f"environment.mcp_servers.docs.headers.Authorization: {token}",
         f"solution.env.C: {away}",
         "verifier.network_mode=public: tests in the agent's machine have its network",
-        "artifacts and verifier.collect of other services (db) are not supported",
+        "artifacts and verifier.collect name cache, which environment/docker-compose.yaml does not have",
         f"verifier.env.B: {away}",
     ]
-    compose = f"{task.context / 'docker-compose.yaml'}: services.db.volumes: machines have none"
+    compose = f"{task.context / 'docker-compose.yaml'}: services.db.volumes: /b is a path of the host, which machines never see"
     assert lines == [f"{task.path / 'task.toml'}: {line}" for line in toml] + [compose]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus
 from agentrl.containers.grading import single_reward
 from agentrl.containers.machine_access import MachineAccess
+from agentrl.containers.task_skills import agent_instruction
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
 
 from .episodes import Episode, Episodes
@@ -69,7 +70,7 @@ class TerminalTool(HostedTool):
         if call.arguments["action"] == "open":
             episode = await self._episodes.begin(key, Path(call.arguments["folder"]))
             data: Mapping[str, Any] = {
-                "instruction": episode.folder.instruction,
+                "instruction": await agent_instruction(episode.folder, episode.machine),
                 "steps": len(episode.folder.steps),
                 "machine": _access(episode),
             }
