@@ -18,7 +18,7 @@ from agentrl.core.types import Failure, FinishReason, MaskReason, Message, Rollo
 from agentrl.episode.chat import Agent, Chat
 from agentrl.gateway.answers import Answers
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Finish, Ignored, Reply, assistant_message
-from agentrl.gateway.joining import ConversationTree, History, JoinPoint, Root, shown_calls
+from agentrl.gateway.joining import ConversationTree, JoinPoint, Root, shown_calls
 
 _log = logging.getLogger(__name__)
 _logged = set[tuple[str, str]]()
@@ -126,6 +126,8 @@ class Session(ABC):
 
     def ignored_fields(self, request: ChatRequest) -> tuple[Ignored, ...]:
         """Return what a request sets that has no effect, such as sampling parameters other than the run's; logged once a run."""
+        if not request.sampling and not request.unsupported:
+            return ()
         sampling = self.agent.sampling
         values: Mapping[str, object] = {
             "temperature": sampling.temperature,
@@ -232,7 +234,7 @@ class PolicySession(Session):
     @override
     async def _answer(self, request: ChatRequest) -> Reply:
         self._check_open()
-        history = History(request.messages, request.tools)
+        history = self._tree.history(request.messages, request.tools)
         point = self._tree.join(history, request.max_tokens)
         root, chat = self._open_chat(point, request)
         reply, step = self._new_reply(request), self.progress.next_step()
@@ -276,22 +278,26 @@ class PolicySession(Session):
         return node.root, chat
 
     def _show(self, chat: Chat, message: Message, reply: Reply, request: ChatRequest) -> Reply:
-        """Return a reply with the turn that a chat has sampled."""
+        """Return the reply that ``reply`` begins, with the turn that a chat has sampled."""
         end = chat.last_turn
         assert end is not None, "it has sampled"
         reasoning, text = self.agent.split_turn(end)
-        stop = min((stop for stop in request.stop if stop in text), key=text.index, default=None)
+        stops = [stop for stop in request.stop if stop in text]
+        stop = min(stops, key=text.index) if stops else None
         calls = shown_calls(message.tool_calls, reply.turn)
         finish: Finish = "stop" if stop is None else "stop_sequence"
         if end.generation.finish_reason is FinishReason.LENGTH:
             finish = "length"
-        return replace(
-            reply,
-            reasoning=reasoning,
-            text=text if stop is None else text[: text.index(stop)],
-            calls=calls,
-            finish="tool_calls" if calls else finish,
-            stop=stop,
+        return Reply(
+            reply.turn,
+            reply.session,
+            reply.created,
+            reply.model,
+            reasoning,
+            text if stop is None else text[: text.index(stop)],
+            calls,
+            "tool_calls" if calls else finish,
+            stop,
             prompt_tokens=end.prompt_tokens,
             completion_tokens=len(end.generation.token_ids),
             cached_tokens=end.generation.cached_tokens,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from agentrl.gateway.dialects.base import Reply
 
 ANSWERS = 64
 """Answers that a session keeps for retries."""
+
+
+Client = Callable[[], bool]
+"""Returns whether the client of a request has closed the connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,15 +26,15 @@ class Answer:
     """The header ``Idempotency-Key``; empty without one."""
     task: asyncio.Task[Reply]
     """Returns the reply."""
-    waiting: int = 0
-    """Clients that wait for it."""
+    clients: list[Client] = field(default_factory=list)
+    """Those that wait for it, or have waited until they closed the connection."""
     delivered: bool = False
     """Whether a client has got it."""
 
     @property
     def is_abandoned(self) -> bool:
         """Whether no client waits for it or has got it."""
-        return not self.waiting and not self.delivered
+        return not self.delivered and all(has_disconnected() for has_disconnected in self.clients)
 
 
 class Answers:
@@ -51,6 +56,8 @@ class Answers:
             retry: the header ``x-stainless-retry-count``; None without one.
         """
         equal = [answer for answer in self._answers if answer.digest == digest]
+        if not equal:
+            return None
         if key:
             return next((answer for answer in equal if answer.key == key), None)
         if retry:
@@ -61,8 +68,10 @@ class Answers:
     def add(self, answer: Answer) -> None:
         """Keep an answer; the oldest finished ones are dropped."""
         self._answers.append(answer)
-        for old in [old for old in self._answers if old.task.done()][: max(0, len(self._answers) - ANSWERS)]:
-            self._answers.remove(old)
+        surplus = len(self._answers) - ANSWERS
+        if surplus > 0:
+            for old in [old for old in self._answers if old.task.done()][:surplus]:
+                self._answers.remove(old)
 
     def drop(self, answer: Answer) -> None:
         """Forget an answer, which is an error: the request may be sent again."""

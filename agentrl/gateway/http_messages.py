@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
 
-import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 
-from agentrl.gateway.dialects.base import BadRequestError, Json, read_json
+from agentrl.gateway.dialects.base import BadRequestError, Json, encode_json, read_json
 
 BODY_BYTES = 64 * 2**20
 """Bytes of the largest request."""
+_TOO_LONG = f"a request may have {BODY_BYTES} bytes"
+_HEADERS = "agentrl.headers"
+"""Key of the scope of a request; see `read_headers`."""
 CLOSED_REQUEST = 499
 """The status for a request whose client has disconnected, which never reads it."""
+
+
+def read_headers(http: Request) -> Mapping[str, str]:
+    """Return the headers of a request by their names in small letters; the first of several with one name."""
+    headers: Mapping[str, str] | None = http.scope.get(_HEADERS)
+    if headers is None:
+        lines = reversed(http.scope["headers"])
+        headers = http.scope[_HEADERS] = {name.decode("latin-1"): value.decode("latin-1") for name, value in lines}
+    return headers
 
 
 async def read_body(http: Request) -> bytes:
@@ -23,20 +34,26 @@ async def read_body(http: Request) -> bytes:
 
     Raises:
         BadRequestError: it is too long, or compressed.
+        ClientDisconnect: the client has closed the connection.
     """
-    too_long = BadRequestError(f"a request may have {BODY_BYTES} bytes", 413)
-    encoding = http.headers.get("content-encoding", "identity")
+    headers = read_headers(http)
+    encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequestError(f"content-encoding: {encoding:.100} is not supported; send the body as it is", 415)
-    length = http.headers.get("content-length", "0")
+    length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > 20 or int(length) > BODY_BYTES:
-        raise too_long
-    chunks, size = list[bytes](), 0
-    async for chunk in http.stream():
-        size += len(chunk)
+        raise BadRequestError(_TOO_LONG, 413)
+    chunks, size, is_over = list[bytes](), 0, False
+    while not is_over:
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunks.append(message.get("body", b""))
+        size, is_over = size + len(chunks[-1]), not message.get("more_body", False)
         if size > BODY_BYTES:
-            raise too_long
-        chunks.append(chunk)
+            raise BadRequestError(_TOO_LONG, 413)
+    if size > HIGH_WATER_LIMIT:
+        has_disconnected(http)  # the server goes on to read the connection, so that it sees its end
     return b"".join(chunks)
 
 
@@ -68,11 +85,27 @@ def named_agent(http: Request) -> str | None:
     Raises:
         BadRequestError: it names two.
     """
-    names = (http.path_params.get("agent"), http.headers.get("x-agentrl-agent"))
+    names = (http.path_params.get("agent"), read_headers(http).get("x-agentrl-agent"))
     agents = {name for name in names if name is not None}
     if len(agents) > 1:
         raise BadRequestError(f"the address names the agent {names[0]!r:.200}, and x-agentrl-agent {names[1]!r:.200}")
     return agents.pop() if agents else None
+
+
+def has_disconnected(http: Request) -> bool:
+    """Return whether the client of a request, whose body has been read, has closed the connection, or has the whole reply.
+
+    A task that waits for it would cost more than the rest of a request.
+    """
+    receiving = http.receive()
+    assert isinstance(receiving, Coroutine), "servers receive in a coroutine"
+    try:
+        receiving.send(None)
+    except StopIteration as end:
+        return bool(end.value["type"] == "http.disconnect")
+    finally:
+        receiving.close()
+    return False
 
 
 async def wait_for_disconnect(http: Request) -> None:
@@ -83,6 +116,4 @@ async def wait_for_disconnect(http: Request) -> None:
 
 def json_reply(content: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with a JSON object."""
-    with suppress(TypeError, ValueError):
-        return Response(orjson.dumps(content), status, headers, media_type="application/json")
-    raise AssertionError(f"a reply that is no JSON: {content!r:.1000}")
+    return Response(encode_json(content), status, headers, media_type="application/json")

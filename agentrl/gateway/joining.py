@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from agentrl.render.formats.base import split_thinking
 
 _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 """As ``json.dumps``, which makes an encoder each time."""
+_RECENT = 8
+"""Histories of a session whose digests the next request takes: of conversations that take turns, such as subagents'."""
 _PROBE_TOKENS = 1
 """A request for so many tokens asks whether the endpoint works."""
 
@@ -87,7 +90,7 @@ class JoinPoint:
     """Where the turn that answers a request belongs."""
 
     history: History
-    """Of the request."""
+    """Of the request; with its reply once the turn is added."""
     node: Node | None
     """The turn that it continues; None: it begins a conversation."""
     messages: tuple[Message, ...]
@@ -99,12 +102,22 @@ class JoinPoint:
 
 
 class History:
-    """The messages of a request, with a digest of each beginning of them."""
+    """The messages of a request, with a digest of each beginning of them.
 
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        described = [[tool.name, tool.description, tool.parameters] for tool in tools]
-        self.messages = messages
-        self.tools = _digest(b"", _json(described))
+    Args:
+        messages: of the request.
+        tools: that it offers.
+        earlier: a history whose digests are taken as far as its messages have the same meaning; None: all are computed.
+    """
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool], earlier: History | None = None) -> None:
+        self.offered = tuple(tools)
+        """The tools."""
+        if earlier is not None and not _are_same(self.offered, earlier.offered):
+            earlier = None
+        self.messages: list[Message] = []
+        """All of them; those that are equal in ``earlier`` are its objects."""
+        self.tools: bytes = _tools_digest(self.offered) if earlier is None else earlier.tools
         self.meanings: list[bytes] = []
         """Of each message."""
         self.whole = [self.tools]
@@ -112,17 +125,40 @@ class History:
         self.unthought = [self.tools]
         """The same without reasoning."""
         numbers: dict[str, int] = {}
-        for message in messages:
+        known = () if earlier is None else earlier.messages
+        same_ids = True  # of all calls so far: results name them
+        for index, message in enumerate(messages):
+            before = known[index] if index < len(known) else None
+            # Arguments of calls are not compared as Python values, of which True equals 1.
+            is_plain = not message.tool_calls and (message.role != "tool" or same_ids)
+            if earlier is not None and before is not None and is_plain and message == before:
+                self._take(earlier, before)
+                continue
             thought, spoken = _meaning(message, numbers)
-            self.meanings.append(thought + spoken)
-            self.whole.append(_digest(self.whole[-1], thought + spoken))
-            self.unthought.append(_digest(self.unthought[-1], spoken))
+            if before is None or earlier is None or thought + spoken != earlier.meanings[index]:
+                known = ()
+                self._add(message, thought, spoken)
+                continue
+            same_ids = same_ids and [call.id for call in message.tool_calls] == [call.id for call in before.tool_calls]
+            self._take(earlier, message)
 
-    def followed_by(self, reply: Message) -> tuple[bytes, bytes, bytes]:
-        """Return the meaning of a reply, and the digests of the whole with it, with and without reasoning."""
-        thought, spoken = _meaning(reply, {})
-        digests = _digest(self.whole[-1], thought + spoken), _digest(self.unthought[-1], spoken)
-        return thought + spoken, *digests
+    def add_reply(self, reply: Message) -> None:
+        """Add the reply to the request."""
+        self._add(reply, *_meaning(reply, {}))
+
+    def _add(self, message: Message, thought: bytes, spoken: bytes) -> None:
+        self.messages.append(message)
+        self.meanings.append(thought + spoken)
+        self.whole.append(_digest(self.whole[-1], thought + spoken))
+        self.unthought.append(_digest(self.unthought[-1], spoken))
+
+    def _take(self, earlier: History, message: Message) -> None:
+        """Add a message that an earlier history has at the same place."""
+        index = len(self.messages)
+        self.messages.append(message)
+        self.meanings.append(earlier.meanings[index])
+        self.whole.append(earlier.whole[index + 1])
+        self.unthought.append(earlier.unthought[index + 1])
 
     @property
     def system(self) -> bytes:
@@ -142,11 +178,22 @@ class ConversationTree:
         self._replies: dict[bytes, list[Node]] = {}  # by their meaning
         self._heads: dict[bytes, list[tuple[Root, bytes]]] = {}  # conversations and their tools by system prompt
         self._prompts = set[bytes]()  # of conversations
+        self._recent: list[History] = []  # up to the last replies, the newest first
 
     @property
     def has_turns(self) -> bool:
         """Whether there are any."""
         return bool(self._nodes)
+
+    def history(self, messages: Sequence[Message], tools: Sequence[Tool]) -> History:
+        """Return the history of a request, most of which is that of an earlier one."""
+        earlier = self._recent[0] if self._recent else None
+        for recent in self._recent:
+            size = len(recent.messages)
+            if size <= len(messages) and messages[size - 1] == recent.messages[-1]:
+                earlier = recent
+                break
+        return History(messages, tools, earlier)
 
     def join(self, history: History, max_tokens: int | None) -> JoinPoint:
         """Return where a request belongs; nothing changes."""
@@ -156,7 +203,7 @@ class ConversationTree:
         size = next((size for size in range(len(history.messages), 0, -1) if history.whole[size] in self._nodes), 0)
         unthought = any(digest in self._unthought for digest in history.unthought[size + 1 :])
         candidates = _same_ids(self._nodes.get(history.whole[size], []), history.messages)
-        if len({(id(node.parent), node.end.generation.token_ids) for node in candidates}) > 1:
+        if len(candidates) > 1 and len({(id(node.parent), node.end.generation.token_ids) for node in candidates}) > 1:
             mask, candidates = MaskReason.AMBIGUOUS, []
         node = next((node for node in candidates if not node.is_continued), candidates[0] if candidates else None)
         messages, has_replies = self._own_messages(history, node)
@@ -189,12 +236,15 @@ class ConversationTree:
     def add(self, point: JoinPoint, root: Root, chat: Chat, shown: Message) -> None:
         """Add the turn that ``chat`` has sampled at a point."""
         assert chat.last_turn is not None, "it has sampled"
-        meaning, digest, unthought = point.history.followed_by(shown)
-        length = len(point.history.messages) + 1
-        node = Node(root, point.node, length, chat, chat.last_turn, shown)
-        self._nodes.setdefault(digest, []).append(node)
-        self._unthought.add(unthought)
-        self._replies.setdefault(meaning, []).append(node)
+        history = point.history
+        history.add_reply(shown)
+        node = Node(root, point.node, len(history.messages), chat, chat.last_turn, shown)
+        self._nodes.setdefault(history.whole[-1], []).append(node)
+        self._unthought.add(history.unthought[-1])
+        self._replies.setdefault(history.meanings[-1], []).append(node)
+        end = None if point.node is None else history.whole[point.node.length]
+        others = [recent for recent in self._recent if recent.whole[-1] != end]
+        self._recent = [history, *others[: _RECENT - 1]]
 
     def mask_auxiliary(self) -> None:
         """Mask conversations without tools that are related to none with tools, if there are such."""
@@ -208,8 +258,10 @@ class ConversationTree:
 
     def _own_messages(self, history: History, node: Node | None) -> tuple[tuple[Message, ...], bool]:
         """Return what follows a turn with the policy's own turns and ids, and whether such turns are in it."""
-        path = {} if node is None else node.path()
         start = 0 if node is None else node.length
+        if all(message.role not in ("assistant", "tool") for message in history.messages[start:]):
+            return tuple(history.messages[start:]), False
+        path = {} if node is None else node.path()
         ids: dict[str | None, str] = {}
         messages, has_replies = list[Message](), False
         for index, message in enumerate(history.messages):
@@ -281,6 +333,15 @@ def _json(value: Any) -> bytes:
         return _encode(value).encode()
     except RecursionError:
         raise BadRequestError("the arguments of a call are nested too deeply") from None
+
+
+def _are_same(tools: Sequence[Tool], others: Sequence[Tool]) -> bool:
+    """Return whether tools are the same objects, which those of equal descriptions are (`make_tool`)."""
+    return len(tools) == len(others) and all(map(operator.is_, tools, others))
+
+
+def _tools_digest(tools: Sequence[Tool]) -> bytes:
+    return _digest(b"", _json([[tool.name, tool.description, tool.parameters] for tool in tools]))
 
 
 def _digest(first: bytes, second: bytes) -> bytes:

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,18 +27,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentrl.core.child_process import LOOPBACK
 from agentrl.gateway.agent_session import Session, SessionOverError
 from agentrl.gateway.agent_sessions import AgentSessions
-from agentrl.gateway.answers import Answer
+from agentrl.gateway.answers import Answer, Client
 from agentrl.gateway.dialects.base import BadRequestError, ChatRequest, Dialect, Ignored, Json
 from agentrl.gateway.dialects.chat_completions import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.http_messages import (
     CLOSED_REQUEST,
+    has_disconnected,
     json_reply,
     named_agent,
     read_body,
+    read_headers,
     read_object,
-    wait_for_disconnect,
 )
 from agentrl.gateway.session_routes import END_PATH, Handler, end_session, move, observe, set_reward
 from agentrl.toolserver.server.server import UVICORN, Server, listen
@@ -202,11 +202,12 @@ class Gateway:
         Raises:
             BadRequestError: it has no key, or that of no session, or of one that is over.
         """
-        scheme, _, token = http.headers.get("authorization", "").partition(" ")
+        headers = read_headers(http)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
         keys = (
             http.path_params.get("key"),
             token.strip() if scheme.lower() == "bearer" else None,
-            http.headers.get("x-api-key"),
+            headers.get("x-api-key"),
         )
         for key in keys:
             if key and (sessions := self._sessions.get(key)) is not None:
@@ -250,36 +251,35 @@ class Gateway:
         except BadRequestError as error:
             sessions.refused = error.message
             raise
-        answer.waiting += 1
-        disconnect = asyncio.create_task(wait_for_disconnect(http))
+        client = partial(has_disconnected, http)
+        answer.clients.append(client)
         try:
-            timeout_s = self._keep_alive_s if request.stream else None
-            ends: set[asyncio.Task[Any]] = {answer.task, disconnect}
-            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.task.done():
+                await asyncio.wait((answer.task,), timeout=self._keep_alive_s if request.stream else None)
             if answer.task.cancelled():
                 raise SessionOverError(_OVER)
             if answer.task.done():
                 reply = answer.task.result()
-                answer.delivered |= not disconnect.done()
+                if client():
+                    return Response(status_code=CLOSED_REQUEST)
+                answer.delivered = True
                 if not request.stream:
                     return json_reply(dialect.reply(reply), headers=headers)
                 # Whole: each event alone would be a write to the socket.
                 content = b"".join(dialect.events(reply, usage=request.stream_usage))
                 return Response(content, headers=headers | _STREAM_HEADERS, media_type=_STREAM)
-            if disconnect.done():
-                return Response(status_code=CLOSED_REQUEST)
         except BadRequestError as error:
             sessions.refused = error.message
             raise
         finally:
-            answer.waiting -= 1
-            disconnect.cancel()
-        events = self._events(dialect, request, answer)
+            answer.clients.remove(client)
+        events = self._events(dialect, request, answer, client)
         return StreamingResponse(events, headers=headers | _STREAM_HEADERS, media_type=_STREAM)
 
     def _answer(self, session: Session, request: ChatRequest, http: Request, digest: bytes) -> Answer:
         """Return the answer to a request: that of the request which it repeats, or a new one."""
-        key, count = http.headers.get("idempotency-key", ""), http.headers.get("x-stainless-retry-count", "")
+        headers = read_headers(http)
+        key, count = headers.get("idempotency-key", ""), headers.get("x-stainless-retry-count", "")
         answer = session.answers.find(digest, key, int(count) if count.isdecimal() else None)
         if answer is None:
             answer = Answer(digest, key, session.submit(request))
@@ -287,12 +287,14 @@ class Gateway:
             answer.task.add_done_callback(lambda task: session.answers.drop(answer) if _has_failed(task) else None)
         return answer
 
-    async def _events(self, dialect: Dialect, request: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
-        answer.waiting += 1
+    async def _events(
+        self, dialect: Dialect, request: ChatRequest, answer: Answer, client: Client
+    ) -> AsyncIterator[bytes]:
+        answer.clients.append(client)
         try:
             while not answer.task.done():
                 yield _KEEP_ALIVE
-                await asyncio.wait({answer.task}, timeout=self._keep_alive_s)
+                await asyncio.wait((answer.task,), timeout=self._keep_alive_s)
             try:
                 reply = answer.task.result()
             except BadRequestError as error:
@@ -303,7 +305,7 @@ class Gateway:
                 yield b"".join(dialect.events(reply, usage=request.stream_usage))
                 answer.delivered = True
         finally:
-            answer.waiting -= 1
+            answer.clients.remove(client)
 
 
 class _DirectRoutes:
@@ -363,7 +365,9 @@ def _has_failed(task: asyncio.Task[object]) -> bool:
 
 def _ignored_header(ignored: Sequence[Ignored]) -> dict[str, str]:
     """Return a header that says what of a request has no effect, and why."""
+    if not ignored:
+        return {}
     text = (
         "; ".join(map(str, ignored)).encode("ascii", "backslashreplace").decode().replace("\n", " ").replace("\r", " ")
     )
-    return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]} if text else {}
+    return {"x-agentrl-ignored": text[:_HEADER_CHARACTERS]}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -24,10 +24,13 @@ Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """As ``json.dumps``, which makes an encoder each time."""
+_HALF_CHARACTER = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""A surrogate in JSON that is not one of a pair."""
+_decode = msgspec.json.Decoder().decode
 _MESSAGE_CHARACTERS = 1000
 _CALL_ID = re.compile(r"call_(\d{1,9})_\d{1,9}")
-_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-"""A surrogate in JSON, which is valid only in pairs."""
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
@@ -154,27 +157,20 @@ class Dialect(Protocol):
 def read_json(text: str | bytes, subject: str) -> Any:
     """Return the value of a JSON text; ``subject`` names it in messages.
 
-    Whole numbers keep all their digits, which faster parsers make floats of.
+    Whole numbers keep all their digits.
 
     Raises:
         BadRequestError: it is not JSON, is nested too deeply, or has text that is not Unicode.
     """
     try:
-        decoded = text if isinstance(text, str) else text.decode()
-        value = json.loads(decoded, parse_constant=_no_number)
-        if _HALF_CHARACTER.search(decoded):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
+        return _decode(text)
     except RecursionError:
         raise BadRequestError(f"{subject} is nested too deeply") from None
-    except UnicodeEncodeError as error:
-        raise BadRequestError(f"{subject} has half a character, which no Unicode text has: {error.reason}") from None
-    except ValueError as error:
-        raise BadRequestError(f"{subject} is not JSON: {error}") from None
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        content = text.encode(errors="replace") if isinstance(text, str) else text
+        half = _HALF_CHARACTER.search(content)
+        fault = f"{half[0].decode()} is half a character, which no Unicode text has" if half else error
+        raise BadRequestError(f"{subject} is not JSON: {fault}") from None
 
 
 def convert(value: Any, kind: type[S]) -> S:
@@ -266,7 +262,8 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
             raise BadRequestError(
                 f"a tool message answers the call {message.tool_call_id!r:.100}, which no message makes"
             )
-        call_ids.update(call.id for call in message.tool_calls)
+        if message.tool_calls:
+            call_ids.update(call.id for call in message.tool_calls)
     return tuple(messages)
 
 
@@ -351,12 +348,14 @@ def call_turn(id: str) -> int | None:
 
 def event(data: Json | str, name: str | None = None) -> bytes:
     """Return a server-sent event."""
-    content = data.encode() if isinstance(data, str) else _encode_json(data)
-    head = b"" if name is None else b"event: %b\n" % name.encode()
-    return b"%bdata: %b\n\n" % (head, content)
+    content = data.encode() if isinstance(data, str) else encode_json(data)
+    if name is None:
+        return b"data: %b\n\n" % content
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), content)
 
 
-def _encode_json(data: Json) -> bytes:
+def encode_json(data: Json) -> bytes:
+    """Return a JSON object as a JSON text."""
     try:
         return orjson.dumps(data)
     except TypeError:  # whole numbers above 64 bits

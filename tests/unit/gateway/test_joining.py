@@ -2,10 +2,15 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 from gateway_episodes import ADD, CALL, Play, Program, answer, sampled, user
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from agentrl.core.types import ForkReason, MaskReason
+from agentrl.core.types import ForkReason, MaskReason, Message, ToolCall
+from agentrl.gateway.dialects.base import make_tool
+from agentrl.gateway.joining import History
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -151,3 +156,35 @@ def test_a_stop_string_is_sampled_and_not_shown(play: Play) -> None:
 
     played = play(["one </end>", "two"], talk)
     assert played.trained() == ["one </end>two<|im_end|>"]
+
+
+TEXTS = st.sampled_from(["", "a", " a ", "<think>\nhm\n</think>\n\na"])
+IDS = st.sampled_from(["x", "y"])
+ARGUMENTS = st.sampled_from([{"a": 1}, {"a": True}, {"a": 1.0}])
+CALLS = st.lists(st.builds(ToolCall, IDS, st.just("add"), ARGUMENTS), max_size=2, unique_by=lambda call: call.id)
+REPLIES = st.builds(Message, st.just("assistant"), TEXTS, CALLS.map(tuple))
+RESULTS = st.builds(Message, st.just("tool"), TEXTS, tool_call_id=IDS)
+MESSAGES = st.lists(st.one_of(st.builds(Message, st.just("user"), TEXTS), REPLIES, RESULTS), min_size=1, max_size=5)
+
+TWO_CALLS = (ToolCall("x", "add", {"a": 1}), ToolCall("y", "add", {"a": 1}))
+RESULT = Message("tool", "a", tool_call_id="x")
+
+
+@example(
+    [Message("assistant", "", TWO_CALLS), RESULT], RESULT, 0, [Message("assistant", "", TWO_CALLS[::-1]), RESULT], True
+)
+@given(earlier=MESSAGES, reply=REPLIES, begin=st.integers(0, 6), end=MESSAGES, same_tools=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_history_has_the_same_digests_with_and_without_an_earlier_one(
+    earlier: list[Message], reply: Message, begin: int, end: list[Message], same_tools: bool
+) -> None:
+    """Arguments that Python takes for equal are not, and results belong to calls by the order of these."""
+    tools, others = [make_tool("add", "", {"default": 1})], [make_tool("add", "", {"default": True})]
+    known = History(earlier, tools)
+    known.add_reply(reply)
+    messages = [*(replace(message) for message in [*earlier, reply][:begin]), *end]
+    offered = tools if same_tools else others
+    history, alone = History(messages, offered, known), History(messages, offered)
+    assert (history.meanings, history.whole, history.unthought) == (alone.meanings, alone.whole, alone.unthought)
+    ids = [[call.id for call in message.tool_calls] for message in messages]
+    assert [[call.id for call in message.tool_calls] for message in history.messages] == ids

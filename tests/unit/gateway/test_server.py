@@ -314,6 +314,22 @@ def test_calls_that_cannot_be_read_are_text_and_others_are_the_programs(play: Pl
     assert play(script, talk).trained() == [sampled(script)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "history"), [(CHAT, "messages"), ("/v1/responses", "input"), ("/v1/messages", "messages")]
+)
+def test_whole_numbers_of_arguments_have_all_their_digits(play: Play, path: str, history: str, stream: bool) -> None:
+    number = "123456789012345678901234567890"
+
+    async def talk(program: Program) -> None:
+        body = {history: [user("a")], "max_tokens": 100, "stream": stream}
+        response = await program.post(path, body)
+        assert response.status_code == 200
+        assert number in response.text
+
+    play([f'<tool_call>{{"name": "add", "arguments": {{"a": {number}}}}}</tool_call>'], talk)
+
+
 def test_the_program_sets_the_reward_only_if_it_may(play: Play) -> None:
     async def talk(program: Program) -> None:
         await program.chat(user("a"))
