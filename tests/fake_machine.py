@@ -15,6 +15,7 @@ from docker.errors import NotFound
 
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.archives import Download, DownloadError, check, pack
+from agentrl.containers.grading import FACTS
 from agentrl.containers.machine import Command, CommandResult
 from agentrl.containers.spec import MachineSpec
 
@@ -102,6 +103,8 @@ def _answer_tools(machine: FakeMachine, command: Command) -> CommandResult:
             for path, content in machine.files.items()
             if not any(path == word or path.startswith(f"{word}/") for word in words[3:])
         }
+    if words[:3] == ("/bin/sh", "-c", FACTS):
+        return CommandResult(0, "/bin:::::\n" + "0\n0\n" * len(words[4:]))
     outputs = {"pwd -P": "/app\n", "pwd": "/app\n", "id -u && id -g": "0\n0\n"}
     return CommandResult(0, outputs.get(words, "") if isinstance(words, str) else "")
 

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import posixpath
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,7 +50,15 @@ OUTPUT_BYTES = 2**16
 PATHS_AT_ONCE = 200
 MOST_REFUSED = 1000
 """Paths of a grade that name what was not carried."""
+FACTS = (
+    'printf "%s:" "$PATH" "$LD_LIBRARY_PATH" "$NODE_PATH" "$PERL5LIB" "$RUBYLIB"; echo; '
+    'for user; do id -u ${user:+"$user"} && id -g ${user:+"$user"} || exit; done'
+)
+"""Prints folders in which programs look for others, then the ids of user and group of each argument, empty: the machine's."""
+CLOSE_TO_AGENT = 'mkdir -p "$3" && chmod +x "$1" && chmod 700 "$2" "$3" && chown "$4" "$3"'
+"""Makes tests ready. The agent's programs, if tests run them as another user, read no test and write no reward."""
 _PROTECTED = (TESTS, LOGS)
+_USER_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 class GradingFailure(ToolFailure):
@@ -125,9 +134,9 @@ async def grade(
         await machine.kill_all()
     clean = await open_clean()
     try:
-        changes = await _carry(folder, task_step, machine, clean)
-        await clean.upload({}, LOGS)
-        result = await _run_tests(folder, task_step, clean, await _owner(clean, task_step.grading.user))
+        facts = await _facts(clean, task_step.user, task_step.grading.user)
+        changes = await _carry(folder, task_step, machine, clean, facts)
+        result = await _run_tests(folder, task_step, clean, facts.owners[task_step.grading.user])
         await clean.stop()
         rewards = {} if _at_limit(result) else await _read_rewards(clean, result)
     finally:
@@ -151,7 +160,8 @@ def _text(path: str) -> str:
 async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *, is_last: bool) -> Grade:
     await machine.upload({}, LOGS)
     await _run_as_root(machine, ("rm", "-rf", "--", *REWARD_FILES))
-    result = await _run_tests(folder, step, machine, await _owner(machine, step.grading.user))
+    owners = (await _facts(machine, step.grading.user)).owners
+    result = await _run_tests(folder, step, machine, owners[step.grading.user])
     if is_last:
         await machine.stop()
     rewards = {} if _at_limit(result) else await _read_rewards(machine, result)
@@ -196,10 +206,7 @@ async def _run_tests(folder: TaskFolder, step: TaskStep, machine: Machine, owner
     grading = step.grading
     for tests in grading.tests:
         await machine.upload(tests, TESTS, owner=owner)
-    await _run_as_root(machine, ("chmod", "+x", TEST_SCRIPT))
-    # The agent's programs, if tests run them as another user, read no test and write no reward.
-    await _run_as_root(machine, ("chmod", "700", TESTS, LOGS))
-    await _run_as_root(machine, ("chown", owner, LOGS))
+    await _run_as_root(machine, ("/bin/sh", "-c", CLOSE_TO_AGENT, "sh", TEST_SCRIPT, TESTS, LOGS, owner))
     try:
         env = expand_variables(grading.env, os.environ, "verifier.env")
     except ValueError as error:
@@ -219,16 +226,39 @@ def _at_limit(result: CommandResult) -> bool:
     return result.timed_out or result.flooded
 
 
-async def _owner(machine: Machine, user: str | None) -> str:
-    """Return ``UID:GID`` of a user in a machine; None: the machine's."""
-    result = await machine.run(Command("id -u && id -g", user=user))
-    numbers = result.output.split()
-    if result.exit_code != 0 or len(numbers) != 2:
-        raise GradingFailure(f"user {user} has no ids in machine {machine.id}: {result.output[-500:]}")
-    return ":".join(numbers)
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of a machine."""
+
+    search_folders: frozenset[str]
+    """Folders in which programs look for others."""
+    owners: Mapping[str | None, str]
+    """``UID:GID`` by user; None: the machine's."""
 
 
-async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Machine) -> Changes:
+async def _facts(machine: Machine, *users: str | None) -> _Facts:
+    """Return the facts of a machine and its users, by one command if they have names: each costs more than what it does."""
+    names = [user for user in dict.fromkeys(users) if user is None or _USER_NAME.fullmatch(user)]
+    words = ("/bin/sh", "-c", FACTS, "sh", *(name or "" for name in names))
+    search_path, *ids = await _lines(machine, Command(words), 1 + 2 * len(names))
+    owners = {name: ":".join(ids[2 * number : 2 * number + 2]) for number, name in enumerate(names)}
+    for user in users:
+        if user not in owners:  # a number, which the daemon reads
+            owners[user] = ":".join(await _lines(machine, Command("id -u && id -g", user=user), 2))
+    folders = {posixpath.normpath(path) for path in search_path.split(":") if path.startswith("/")}
+    return _Facts(frozenset(folders), owners)
+
+
+async def _lines(machine: Machine, command: Command, count: int) -> list[str]:
+    result = await machine.run(command)
+    lines = result.output.splitlines()
+    if result.exit_code != 0 or len(lines) != count:
+        user = "" if command.user is None else f" of user {command.user}"
+        raise GradingFailure(f"the ids{user} are unknown in machine {machine.id}: {result.output[-500:]}")
+    return lines
+
+
+async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Machine, facts: _Facts) -> Changes:
     """Write what the agent has changed to the clean machine."""
     artifacts = list(step.grading.artifacts)
     if all(posixpath.normpath(artifact.source) == ARTIFACTS for artifact in artifacts):
@@ -246,8 +276,6 @@ async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Ma
         else:
             clean_tree |= before
             roots.append(root)
-    search = await clean.run(Command('printf "%s:" "$PATH" "$LD_LIBRARY_PATH" "$NODE_PATH" "$PERL5LIB" "$RUBYLIB"'))
-    folders = {posixpath.normpath(path) for path in search.output.split(":") if path.startswith("/")}
     named = {path for path in roots if agent_tree.get(path, Entry("folder")).kind != "folder"}
     changes = await asyncio.to_thread(
         find_changes,
@@ -255,18 +283,24 @@ async def _carry(folder: TaskFolder, step: TaskStep, machine: Machine, clean: Ma
         clean_tree,
         roots,
         named=named,
-        search_folders={folder for folder in folders if not any(f"{root}/".startswith(f"{folder}/") for root in roots)},
+        search_folders={
+            folder for folder in facts.search_folders if not any(f"{root}/".startswith(f"{folder}/") for root in roots)
+        },
     )
     for start in range(0, len(changes.removed), PATHS_AT_ONCE):
         await _run_as_root(clean, ("rm", "-rf", "--", *changes.removed[start : start + PATHS_AT_ONCE]))
-    user, group = (await _owner(clean, step.user)).split(":")
-    await _make_parents(clean, changes.entries)
+    user, group = facts.owners[step.user].split(":")
+    await _make_parents(clean, changes, clean_tree)
     await clean.upload_tar(await asyncio.to_thread(changes.archive, int(user), int(group)), "/")
     return Changes(changes.entries, changes.removed, {**changes.refused, **too_large})
 
 
-async def _make_parents(clean: Machine, entries: Tree) -> None:
-    parents = {posixpath.dirname(path) for path in entries} - set(entries)
+async def _make_parents(clean: Machine, changes: Changes, clean_tree: Tree) -> None:
+    removed = tuple(f"{path}/" for path in changes.removed)
+    folders = {
+        path for path, entry in clean_tree.items() if entry.kind == "folder" and not f"{path}/".startswith(removed)
+    }
+    parents = {posixpath.dirname(path) for path in changes.entries} - set(changes.entries) - folders
     if parents:
         await _run_as_root(clean, ("mkdir", "-p", "--", *sorted(parents)))
 

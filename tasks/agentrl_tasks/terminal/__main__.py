@@ -1,17 +1,25 @@
-"""Make the image of the exercises, or write exercises: ``python -m agentrl_tasks.terminal``."""
+"""Make the image of the exercises, write exercises, or demonstrations: ``python -m agentrl_tasks.terminal``."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl import ConfigError, UserError
 
 from .base_image import bootstrap, build
 from .data import make_exercise
+from .demonstrations import Chats
 from .exercise import IMAGE
 from .kinds import KINDS
+
+FAULTS = {"idle": 0.12, "forgotten": 0.08, "name": 0.2, "place": 0.12, "option": 0.12}
+"""Share of demonstrations with each mistake: two in three have one."""
+PROGRESS_EVERY = 1000
 
 
 def main() -> None:
@@ -28,11 +36,20 @@ def main() -> None:
     write.add_argument("--count", type=int, default=1, metavar="N", help="of each kind; default 1")
     write.add_argument("--split", choices=("train", "eval"), default="train")
     write.add_argument("--seed", type=int, default=0)
+    demonstrate = actions.add_parser(
+        "demonstrate", help="write conversations to fine-tune on, for agentrl sft data.path=FILE"
+    )
+    demonstrate.add_argument("file", type=Path, metavar="FILE", help="new file of JSON lines")
+    demonstrate.add_argument("--count", type=int, default=12_000, metavar="N", help="conversations; default 12000")
+    demonstrate.add_argument("--seed", type=int, default=1, help="must differ from the seed of training; default 1")
     arguments = parser.parse_args()
     try:
         if arguments.action == "base":
             bootstrap(arguments.debootstrap) if arguments.debootstrap else build(arguments.source)
             print(f"made {IMAGE}")
+        elif arguments.action == "demonstrate":
+            _demonstrate(arguments.file, arguments.count, arguments.seed)
+            print(f"wrote {arguments.count} conversations to {arguments.file}")
         else:
             print(f"wrote {_write(arguments)} exercises to {arguments.folder}")
     except UserError as error:
@@ -50,6 +67,18 @@ def _write(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{arguments.folder / name} is there already; name another folder")
         exercise.write(arguments.folder / name)
     return len(exercises)
+
+
+def _demonstrate(file: Path, count: int, seed: int) -> None:
+    """Write conversations as they are made; what is there of an interrupted call stays."""
+    if file.exists():
+        raise ConfigError(f"{file} is there already; name another file")
+    chats = Chats(FAULTS, seed)
+    with file.open("w") as lines, ThreadPoolExecutor(os.cpu_count()) as threads:
+        for number, chat in enumerate(threads.map(chats.__getitem__, range(count)), 1):
+            lines.write(f"{json.dumps(chat)}\n")
+            if number % PROGRESS_EVERY == 0:
+                print(f"{number}/{count}", file=sys.stderr)
 
 
 if __name__ == "__main__":

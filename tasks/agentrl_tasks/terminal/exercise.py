@@ -128,6 +128,8 @@ class Exercise:
     """Python source of ``solved()``, which may call ``text``, ``output``, ``start`` and ``stop``."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Text of the files in the working folder at the start, by path."""
+    looks: tuple[str, ...] = ()
+    """Commands that show what the solution needs and the instruction does not say; no part of the task's folder."""
 
     def contents(self) -> dict[str, str]:
         """Return the text of every file of the task's folder, by path."""

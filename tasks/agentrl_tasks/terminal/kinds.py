@@ -119,6 +119,7 @@ def sum_column(rng: Random) -> Exercise:
         commands=(f"awk -F, 'NR > 1 {{ s += ${column + 2} }} END {{ print s }}' {WORK}/{name} > {WORK}/answer.txt",),
         check=_answer(str(sum(row[column] for row in rows))),
         files={name: "\n".join([*lines, ""])},
+        looks=(f"head -n 1 {WORK}/{name}",),
     )
 
 
@@ -194,6 +195,7 @@ def mend_script(rng: Random) -> Exercise:
                 return output("{WORK}/report.sh") == {f"state: {color} {number}" + chr(10)!r}
             """),
         files={"report.sh": script, f"{folder}/{data}": f"{color} {number}\n"},
+        looks=(f"cat {WORK}/report.sh", f"find {WORK} -name {data}"),
     )
 
 
@@ -270,6 +272,7 @@ def fix_test(rng: Random) -> Exercise:
                     return False
             """),
         files={f"{module}.py": source, f"test_{module}.py": test},
+        looks=(f"cat {WORK}/{module}.py",),
     )
 
 
@@ -350,6 +353,7 @@ def mend_service(rng: Random) -> Exercise:
                     stop(server)
             """),
         files={"server.py": source, "config.json": json.dumps({"name": name, "port": port}) + "\n"},
+        looks=(f"cat {WORK}/server.py",),
     )
 
 

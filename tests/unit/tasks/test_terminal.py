@@ -1,7 +1,6 @@
 """Exercises for a shell: their solutions solve them, nothing else does, and no exercise is in both splits."""
 
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 from agentrl_tasks.terminal import TerminalExercises
 from agentrl_tasks.terminal.data import SHIPPED, Exercises, make_exercise
-from agentrl_tasks.terminal.exercise import WORK, Exercise
+from agentrl_tasks.terminal.demonstrations import move, put_files
+from agentrl_tasks.terminal.exercise import Exercise
 from agentrl_tasks.terminal.kinds import FUNCTIONS, KINDS
 
 from agentrl import ConfigError
@@ -31,19 +31,6 @@ def work() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def move(text: str, work: Path) -> str:
-    """Return a text with the folder in place of `WORK`."""
-    return re.sub(rf"{WORK}\b", str(work), text)
-
-
-def put_files(exercise: Exercise, work: Path) -> None:
-    """Make the working folder as the image has it."""
-    for name, text in exercise.files.items():
-        path = work / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(move(text, work))
 
 
 def run(source: str, work: Path, *program: str) -> int:
