@@ -305,6 +305,79 @@ class GroupedLinear(nn.Module):
         return F.grouped_mm(rows_S_I, self.weight.transpose(-2, -1), offs=ends_E)
 
 
+class BiasedGroupedLinear(nn.Module):
+    """The weights and biases of a rank's experts, stacked, inputs before outputs as in gpt-oss.
+
+    Args:
+        config: of Megatron-Core.
+        shape: ``[E, I, O]`` on this rank.
+    """
+
+    def __init__(self, config: Any, *shape: int) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = nn.Parameter(torch.empty(shape, **options))
+        self.bias = nn.Parameter(torch.empty(shape[0], shape[2], **options))
+
+    def forward(self, rows_S_I: torch.Tensor, ends_E: torch.Tensor, expert_S: torch.Tensor) -> torch.Tensor:
+        """Return ``[S, O]``, from rows in the order of their experts, the int32 end of each expert's rows, and their experts."""
+        bias_S_O = F.embedding(expert_S, self.bias)
+        if not len(rows_S_I):
+            return rows_S_I @ self.weight[0] + bias_S_O  # has gradients, of zeros
+        return F.grouped_mm(rows_S_I, self.weight, offs=ends_E) + bias_S_O
+
+
+class BiasedExperts(MegatronModule):  # type: ignore[misc]
+    """The experts of gpt-oss on a rank: biases, limits of the gated products, gate and up projection in alternate columns.
+
+    Ranks divide the experts, and no expert (`Layout.check`).
+    """
+
+    def __init__(self, count: int, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config)
+        self._expert, self._data = pg_collection.ep, pg_collection.expt_dp
+        hidden, middle = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = BiasedGroupedLinear(config, count, hidden, 2 * middle)
+        self.linear_fc2 = BiasedGroupedLinear(config, count, middle, hidden)
+        for weight in self.parameters():
+            weight.allreduce = False  # see `GroupedExperts`
+
+    def forward(
+        self, rows_S_H: torch.Tensor, counts_E: torch.Tensor, weights_S: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the experts; see `GroupedExperts.forward`."""
+        counts_E = counts_E.to(rows_S_H.device)
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        expert_S = torch.arange(len(counts_E), device=rows_S_H.device)
+        expert_S = expert_S.repeat_interleave(counts_E, output_size=len(rows_S_H))
+        gate_up = self.linear_fc1(rows_S_H, ends_E, expert_S)
+        limit = self.config.activation_func_clamp_value
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+        middle = (up + self.config.glu_linear_offset) * self.config.activation_func(gate)
+        output = self.linear_fc2(middle, ends_E, expert_S)
+        return (output * weights_S[:, None]).to(output.dtype), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the weights for distributed checkpoints, divided among ranks of expert parallelism."""
+        first = len(sharded_offsets)
+        offsets = (*sharded_offsets, (first, self._expert.rank(), self._expert.size()))
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{name}",
+                weight,
+                *offsets,
+                replica_id=(0, 0, self._data.rank()),
+                prepend_axis_num=first,
+            )
+            for name, weight in self.named_parameters()
+        }
+
+    def backward_dw(self) -> None:
+        """Do nothing: the backward pass computes the weights' gradients."""
+
+
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
     """The gated MLPs of a rank's experts. Replaces Megatron-Core's ``SequentialMLP``."""
 

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from agentrl.config.learner import Recompute
@@ -82,12 +83,42 @@ class LatentNorm(RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Attention within packed rows; see `agentrl.learner.attention`. Megatron-Core's core attention."""
+    """Attention within packed rows; see `agentrl.learner.attention`. Megatron-Core's core attention.
 
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, **options: Any) -> None:
+    Args:
+        config: of Megatron-Core.
+        softmax_scale: factor of the scores; None is that of the head's size.
+        window: size of the layer's sliding window.
+        has_sinks: whether each head has an attention sink.
+        options: not used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        has_sinks: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window
         self.interleaved = config.rotary_interleaved
+        self.sinks: nn.Parameter | None = None
+        if has_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = torch.cuda.current_device()
+            self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks for distributed checkpoints, divided among tensor-parallel ranks by heads."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"sinks": 0}, sharded_offsets
+        )
+        return state
 
     def forward(
         self,
@@ -104,7 +135,8 @@ class PackedAttention(nn.Module):
             cos, sin = packed_seq_params.rotary_cos_sin
             query, key = (_rotate(states, cos, sin, self.interleaved) for states in (query, key))
         q, k, v = (s.reshape(1, len(s), -1, s.shape[-1]).transpose(1, 2) for s in (query, key, value))
-        attended, _ = packed_attention(self, q, k, v, None, packed=packed_seq_params.rows, scaling=self.scale)
+        options = {"scaling": self.scale, "sliding_window": self.window, "s_aux": self.sinks}
+        attended, _ = packed_attention(self, q, k, v, None, packed=packed_seq_params.rows, **options)
         return attended.reshape(len(query), 1, -1)
 
 

@@ -103,6 +103,10 @@ class Layout:
             name = f"{_KEY}.expert_model_parallel_size"
             _check_divisible(model["num_moe_experts"], "the model's experts", self.expert_model_parallel_size, name)
             name = f"{_KEY}.expert_tensor_parallel_size"
+            if model.get("add_bias_linear") and self.expert_tensor_size > 1:
+                raise ConfigError(
+                    f"{name}={self.expert_tensor_size}: experts with biases are not divided; set {name}=1"
+                )
             _check_divisible(
                 model["moe_ffn_hidden_size"], "the model's moe_intermediate_size", self.expert_tensor_size, name
             )

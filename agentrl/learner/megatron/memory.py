@@ -158,6 +158,9 @@ def _numbers(weights: Iterable[Weight], ranks: int) -> int:
 
 def _experts(family: Family, hf: Any, model: Options, layout: Layout, layer: int) -> int:
     """Return how many numbers of a layer's experts a rank has."""
+    if family.stacked is not None:
+        numbers = sum(math.prod(weight.tensor.shape) for weight in family.stacked(hf, layer))
+        return numbers // layout.expert_model_parallel_size
     assert family.expert is not None
     expert_numbers = _numbers(family.expert(hf, layer, 0), layout.expert_tensor_size)
     return expert_numbers * int(model["num_moe_experts"]) // layout.expert_model_parallel_size

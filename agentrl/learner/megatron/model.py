@@ -23,7 +23,7 @@ from agentrl.batch.microbatch import to_device
 from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.megatron.experts import GroupedExperts, PairDispatcher, RoutedLayer, prepare_routing
+from agentrl.learner.megatron.experts import BiasedExperts, GroupedExperts, PairDispatcher, RoutedLayer, prepare_routing
 from agentrl.learner.megatron.families.base import Family, head_size
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import apply_fixes
@@ -99,7 +99,7 @@ def build_model(
         number = stage if layout.virtual_pipeline_model_parallel_size else None
         chunk = GPTModel(
             config,
-            _decoder_spec(config, family, number),
+            _decoder_spec(config, family, hf, number),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
@@ -145,7 +145,8 @@ def packed_tokens(
         loss_weight: see `PackedTokens`.
     """
     dtype = model.config.params_dtype
-    rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16)
+    sinks = _windows(model) if model.family.sinks else None
+    rows = packed_rows(position_ids_L, row_L, device, flash=dtype is torch.bfloat16, sinks=sinks)
     local = local_tokens(len(position_ids_L))
     positions = to_device(position_ids_L[local], device)
     context = rank_context()
@@ -164,6 +165,12 @@ def packed_tokens(
         to_device(padding_L[routed], device),
         tokens / (max(1, all_tokens) * replicas),
     )
+
+
+def _windows(model: MegatronModel) -> set[int]:
+    """Return the sizes of the layers' sliding windows."""
+    windows = (model.family.window(model.hf, layer) for layer in range(model.config.num_layers))
+    return {window for window in windows if window is not None}
 
 
 def _routed_tokens(local: slice, sequence_parallel: bool) -> slice:
@@ -187,14 +194,17 @@ def rank_context() -> Context | None:
     return Context(group.group_name, group.size(), group.rank()) if group.size() > 1 else None
 
 
-def _decoder_spec(config: TransformerConfig, family: Family, stage: int | None) -> TransformerBlockSubmodules:
+def _decoder_spec(config: TransformerConfig, family: Family, hf: Any, stage: int | None) -> TransformerBlockSubmodules:
     if config.pipeline_model_parallel_layout is not None:
         layers = config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=stage)
     else:
         first = get_transformer_layer_offset(config, vp_stage=stage)
         layers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, family, has_experts(config, layer)) for layer in layers], layer_norm=RMSNorm
+        layer_specs=[
+            _layer_spec(config, family, has_experts(config, layer), family.window(hf, layer)) for layer in layers
+        ],
+        layer_norm=RMSNorm,
     )
 
 
@@ -212,7 +222,7 @@ def _sends_pairs(config: TransformerConfig) -> bool:
     )
 
 
-def _layer_spec(config: TransformerConfig, family: Family, experts: bool) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, family: Family, experts: bool, window: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
         qk_layernorm=config.qk_layernorm,
@@ -221,10 +231,10 @@ def _layer_spec(config: TransformerConfig, family: Family, experts: bool) -> Mod
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if experts:
-        layer.mlp.submodules.experts = GroupedExperts
+        layer.mlp.submodules.experts = GroupedExperts if family.stacked is None else BiasedExperts
         spec.module = RoutedLayer
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"window": window, "has_sinks": family.sinks})
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     elif config.qk_layernorm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,15 @@ from agentrl.core.errors import ModelError
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import views
 from agentrl.learner.export import BucketPlan, plan_buckets
-from agentrl.learner.megatron.families.base import EMBEDDING, HEAD, VALUE_HEAD, Weight, WeightSlice, model_weights
+from agentrl.learner.megatron.families.base import (
+    EMBEDDING,
+    HEAD,
+    VALUE_HEAD,
+    StackedWeight,
+    Weight,
+    WeightSlice,
+    model_weights,
+)
 from agentrl.learner.megatron.model import MegatronModel, has_experts
 from agentrl.models.weight_files import WeightFiles
 
@@ -143,13 +151,16 @@ class ModelWeights:
             full_tensor[weight_slice.hf_slices].copy_(readable(tensor)[weight_slice.local_index])
 
 
-def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight, bool]]:
+def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight | StackedWeight, bool]]:
     """Iterate over the weights of the whole model, and whether each is of an expert."""
     embedding, *norm_and_head = model_weights(model.hf, values=model.values)
     yield embedding, False
     for layer in range(model.config.num_layers):
         yield from ((weight, False) for weight in model.family.layer(model.hf, layer))
         if has_experts(model.config, layer):
+            if model.family.stacked is not None:
+                yield from ((weight, True) for weight in model.family.stacked(model.hf, layer))
+                continue
             assert model.family.expert is not None
             for expert in range(model.config.num_moe_experts):
                 yield from ((weight, True) for weight in model.family.expert(model.hf, layer, expert))
@@ -186,23 +197,30 @@ def _expert_weights(
     model: MegatronModel, layer: int, prefix: str, tensors: dict[str, torch.Tensor]
 ) -> Iterator[RankWeight]:
     """Iterate over the stacked weights of this rank's experts."""
+    count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * count
+    if model.family.stacked is not None:
+        for stacked in model.family.stacked(model.hf, layer):
+            yield _make_expert_weight(tensors.pop(prefix + stacked.name), [stacked.slice(first, count)])
+        return
     assert model.family.expert is not None
     rank, size = (
         parallel_state.get_expert_tensor_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * count
     experts = [model.family.expert(model.hf, layer, first + index) for index in range(count)]
     for weights in zip(*experts, strict=True):
-        tensor = tensors.pop(prefix + weights[0].name)
-        tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
         slices = (
             weight_slice.stacked_at(index)
             for index, weight in enumerate(weights)
             for weight_slice in weight.slices(rank, size)
         )
-        yield RankWeight(tensor, tuple(slices), sends=True)
+        yield _make_expert_weight(tensors.pop(prefix + weights[0].name), slices)
+
+
+def _make_expert_weight(tensor: torch.Tensor, slices: Iterable[WeightSlice]) -> RankWeight:
+    tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return RankWeight(tensor, tuple(slices), sends=True)
 
 
 @torch.no_grad()

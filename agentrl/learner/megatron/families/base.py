@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.nn.functional as F
 
 from agentrl.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class HfTensor(NamedTuple):
@@ -125,6 +128,24 @@ def grouped_qkv(name: str, query: HfTensor, key: HfTensor, value: HfTensor, grou
     return Weight(name, (tuple(rows),))
 
 
+class StackedWeight(NamedTuple):
+    """The weights of all experts of a layer in one Hugging Face tensor, with the expert's index first."""
+
+    name: str
+    """In the experts of a layer."""
+    tensor: HfTensor
+    dtype: None = None
+
+    def tensors(self) -> Iterator[HfTensor]:
+        """Iterate over the one Hugging Face tensor."""
+        yield self.tensor
+
+    def slice(self, first: int, count: int) -> WeightSlice:
+        """Return the slice of some experts, which a rank has as they are."""
+        hf_slices = (slice(first, first + count), *map(slice, self.tensor.shape[1:]))
+        return WeightSlice(self.tensor, hf_slices, (slice(0, count),))
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of Hugging Face."""
 VALUE_HEAD = ("score.weight", "score.bias")
@@ -133,23 +154,40 @@ Options = dict[str, Any]
 """Fields of Megatron-Core's ``TransformerConfig``."""
 
 
+def no_window(hf: PreTrainedConfig, layer: int) -> None:
+    """Return None: attention of all layers is over whole rows."""
+    return None
+
+
+def layer_window(hf: PreTrainedConfig, layer: int) -> int | None:
+    """Return the size of the sliding window of a layer, by ``layer_types`` in its configuration."""
+    is_sliding = hf.layer_types[layer] == "sliding_attention"
+    return int(hf.sliding_window) if is_sliding and hf.sliding_window else None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """An architecture of Hugging Face. In its functions ``hf`` is a configuration of transformers."""
 
     hf_type: str
     """``model_type`` in transformers."""
-    options: Callable[[Any], Options]
+    options: Callable[[PreTrainedConfig], Options]
     """Fields of ``TransformerConfig`` (of ``MLATransformerConfig`` with ``multi_latent_attention``)."""
-    layer: Callable[[Any, int], Sequence[Weight]]
+    layer: Callable[[PreTrainedConfig, int], Sequence[Weight]]
     """The weights of the decoder layer with this index, by names in the layer, without experts."""
-    expert: Callable[[Any, int, int], Sequence[Weight]] | None = None
+    expert: Callable[[PreTrainedConfig, int, int], Sequence[Weight]] | None = None
     """The weights of an expert of a layer, by names in the expert."""
+    stacked: Callable[[PreTrainedConfig, int], Sequence[StackedWeight]] | None = None
+    """Those of all experts of a layer, if Hugging Face has them in one tensor. Ranks divide the experts, and no expert."""
+    window: Callable[[PreTrainedConfig, int], int | None] = no_window
+    """The size of the sliding window of a layer's attention; None if it has none."""
+    sinks: bool = False
+    """Whether attention has sinks: a weight ``self_attention.core_attention.sinks`` of each layer."""
     post_norms: bool = False
     """Whether the outputs of attention and MLP have norms."""
 
 
-def model_weights(hf: Any, *, values: bool = False) -> list[Weight]:
+def model_weights(hf: PreTrainedConfig, *, values: bool = False) -> list[Weight]:
     """Return the weights outside of layers; with tied embeddings the language head's is that of the embedding.
 
     Args:
@@ -168,12 +206,12 @@ def model_weights(hf: Any, *, values: bool = False) -> list[Weight]:
     return [*body, same("output_layer.weight", weight), same("output_layer.bias", bias)]
 
 
-def head_size(hf: Any) -> int:
+def head_size(hf: PreTrainedConfig) -> int:
     """Return the size of an attention head."""
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def refuse(hf: Any, *names: str) -> None:
+def refuse(hf: PreTrainedConfig, *names: str) -> None:
     """Refuse a model whose configuration sets one of these fields.
 
     Raises:
@@ -184,7 +222,7 @@ def refuse(hf: Any, *names: str) -> None:
             raise ModelError(f"{name}=true in config.json: the megatron learner lacks it; set learner.backend=fsdp")
 
 
-def dense_options(hf: Any, **options: Any) -> Options:
+def dense_options(hf: PreTrainedConfig, **options: Any) -> Options:
     """Return the options of a decoder with grouped-query attention and gated MLPs, with ``options`` over them.
 
     Raises:
@@ -192,7 +230,6 @@ def dense_options(hf: Any, **options: Any) -> Options:
     """
     if hf.hidden_act != "silu":
         raise ModelError(f"hidden_act={hf.hidden_act!r} in config.json: the megatron learner has only silu")
-    refuse(hf, "use_sliding_window")
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -214,8 +251,18 @@ def at_layer(layer: int) -> Callable[..., HfTensor]:
     return make
 
 
-def attention(hf: Any, layer: int, *, bias: bool = False, qk_norm: bool = False) -> list[Weight]:
-    """Return the weights of grouped-query attention, with biases of queries, keys and values, or norms of the first two."""
+def attention(
+    hf: PreTrainedConfig, layer: int, *, bias: bool = False, output_bias: bool = False, qk_norm: bool = False
+) -> list[Weight]:
+    """Return the weights of grouped-query attention.
+
+    Args:
+        hf: configuration.
+        layer: index.
+        bias: whether queries, keys and values have biases.
+        output_bias: whether the output has one.
+        qk_norm: whether queries and keys have norms.
+    """
     at, size, heads, groups = at_layer(layer), head_size(hf), hf.num_attention_heads, hf.num_key_value_heads
     rows = {"q": heads * size, "k": groups * size, "v": groups * size}
     shapes = {"weight": (hf.hidden_size,)} | ({"bias": ()} if bias else {})
@@ -230,10 +277,12 @@ def attention(hf: Any, layer: int, *, bias: bool = False, qk_norm: bool = False)
             same(f"self_attention.{name}_layernorm.weight", at(f"self_attn.{name}_norm.weight", size)) for name in "qk"
         ]
     output = at("self_attn.o_proj.weight", hf.hidden_size, heads * size)
+    if output_bias:
+        weights.append(same("self_attention.linear_proj.bias", at("self_attn.o_proj.bias", hf.hidden_size)))
     return [*weights, same("self_attention.linear_proj.weight", output, "columns")]
 
 
-def norms(hf: Any, layer: int) -> list[Weight]:
+def norms(hf: PreTrainedConfig, layer: int) -> list[Weight]:
     """Return the norms before attention and MLP."""
     at = at_layer(layer)
     return [
@@ -242,7 +291,7 @@ def norms(hf: Any, layer: int) -> list[Weight]:
     ]
 
 
-def mlp(hf: Any, layer: int, size: int, hf_prefix: str = "mlp", prefix: str = "mlp.") -> list[Weight]:
+def mlp(hf: PreTrainedConfig, layer: int, size: int, hf_prefix: str = "mlp", prefix: str = "mlp.") -> list[Weight]:
     """Return the weights of a gated MLP.
 
     Args:

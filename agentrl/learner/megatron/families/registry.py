@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import ModelError
 from agentrl.learner.megatron.families.base import (
@@ -15,29 +16,40 @@ from agentrl.learner.megatron.families.base import (
     attention,
     dense_options,
     fused_gate_up,
+    layer_window,
     mlp,
+    no_window,
     norms,
     refuse,
     same,
 )
-from agentrl.learner.megatron.families.experts import DEEPSEEK_V3, GLM4_MOE, QWEN3_MOE
+from agentrl.learner.megatron.families.experts import DEEPSEEK_V3, GLM4_MOE, GPT_OSS, MIXTRAL, QWEN3_MOE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-def _dense(hf_type: str, *refused: str, bias: bool = False, qk_norm: bool = False) -> Family:
+def _dense(
+    hf_type: str,
+    *refused: str,
+    bias: bool = False,
+    qk_norm: bool = False,
+    window: Callable[[PreTrainedConfig, int], int | None] = no_window,
+) -> Family:
     """Return a family of plain decoders; its configurations may not set the fields ``refused``."""
 
-    def options(hf: Any) -> Options:
+    def options(hf: PreTrainedConfig) -> Options:
         refuse(hf, *refused)
         return dense_options(hf, add_qkv_bias=bias, qk_layernorm=qk_norm)
 
-    def weights(hf: Any, layer: int) -> list[Weight]:
+    def weights(hf: PreTrainedConfig, layer: int) -> list[Weight]:
         heads = attention(hf, layer, bias=bias, qk_norm=qk_norm)
         return [*norms(hf, layer), *heads, *mlp(hf, layer, hf.intermediate_size)]
 
-    return Family(hf_type, options, weights)
+    return Family(hf_type, options, weights, window=window)
 
 
-def _glm4_layer(hf: Any, layer: int) -> list[Weight]:
+def _glm4_layer(hf: PreTrainedConfig, layer: int) -> list[Weight]:
     at, hidden, size = at_layer(layer), hf.hidden_size, hf.intermediate_size
     post_norms = ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
     return [
@@ -49,7 +61,7 @@ def _glm4_layer(hf: Any, layer: int) -> list[Weight]:
     ]
 
 
-def _glm4_options(hf: Any) -> Options:
+def _glm4_options(hf: PreTrainedConfig) -> Options:
     return dense_options(hf, add_qkv_bias=hf.attention_bias, rotary_interleaved=True)
 
 
@@ -58,13 +70,25 @@ FAMILIES: dict[str, Family] = {
     # GLM-4-0414 and GLM-Z1: norms after attention and MLP, rotary embedding of half of each head, in neighbouring pairs
     "glm4": Family("glm4", _glm4_options, _glm4_layer, post_norms=True),
     "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
     "kimi_k2": DEEPSEEK_V3,  # another name, no other model
     "llama": _dense("llama", "attention_bias", "mlp_bias"),  # Llama 2 and 3, SmolLM2 and the like
-    "qwen2": _dense("qwen2", bias=True),  # and Qwen2.5
-    "qwen3": _dense("qwen3", "attention_bias", qk_norm=True),
+    "mixtral": MIXTRAL,
+    "qwen2": _dense("qwen2", bias=True, window=layer_window),  # and Qwen2.5
+    "qwen3": _dense("qwen3", "attention_bias", qk_norm=True, window=layer_window),
     "qwen3_moe": QWEN3_MOE,
 }
 """By ``model_type`` in ``config.json``."""
+_REASONS = {
+    "deepseek_v32": "its layers attend to keys that an indexer selects",
+    "glm_moe_dsa": "its layers attend to keys that an indexer selects",
+    "kimi_linear": "its layers have linear attention, which would mix packed rows",
+    "mistral3": "its weights are those of a model of pictures and texts",
+    "qwen3_5": "its layers have linear attention, which would mix packed rows",
+    "qwen3_5_moe": "its layers have linear attention, which would mix packed rows",
+    "qwen3_next": "its layers have linear attention, which would mix packed rows",
+}
+"""Why the learner lacks families for which users look, by ``model_type``."""
 
 
 def read_family(folder: Path, key: str) -> tuple[Family, Any]:
@@ -87,8 +111,9 @@ def read_family(folder: Path, key: str) -> tuple[Family, Any]:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{key}={folder}: {path.name} is no configuration of a model: {error!r}") from error
     if kind not in FAMILIES:
+        reason = f", as {_REASONS[kind]}" if kind in _REASONS else ""
         raise ModelError(
-            f"{key}={folder}: the megatron learner has no models with model_type={kind!r}, only "
+            f"{key}={folder}: the megatron learner has no models with model_type={kind!r}{reason}, only "
             f"{', '.join(sorted(FAMILIES))}; set learner.backend=fsdp"
         )
     family = FAMILIES[kind]

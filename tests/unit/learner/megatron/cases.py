@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file, save_file
 
@@ -21,8 +21,10 @@ from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles, is_dis
 from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, local_tokens, packed_tokens
+from agentrl.learner.megatron.policies import Training
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
-from tests.unit.learner.megatron.models import LAYOUTS, MODELS, SP, TP, rows
+from tests.unit.learner.megatron.models import EP, LAYOUTS, MODELS, SP, TP, rows, weighted
+from tests.unit.learner.megatron.rank_work import learner_config
 
 CPU = torch.device("cpu")
 
@@ -54,6 +56,26 @@ def compiled(folder: Path) -> dict[str, Any]:
     with torch.compiler.set_stance("default"):
         error = (_logits(built) - plain).abs().max()
     return {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"], "error": float(error)}
+
+
+def gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """The gradient of weighted logits of gpt-oss by the weights' names, with ranks of tensor and expert parallelism."""
+    options = TP | SP | EP | {"expert_tensor_parallel_size": 1}
+    Layout.from_options(options).start(0)
+    built = build_model(folder / "gpt_oss", options, device=CPU, dtype=torch.float32)
+    weights = ModelWeights(built)
+    load_weights(weights, folder / "gpt_oss")
+    [chunk] = Training(built, learner_config("megatron", options, 2), options).chunks
+    chunk.zero_grad_buffer()
+    token_ids_L, positions_L, row_L = rows()
+    packed = packed_tokens(built, positions_L, row_L, CPU)
+    inputs = token_ids_L[None], positions_L[None], None
+    logits = chunk(*inputs, packed_seq_params=packed, runtime_gather_output=True)
+    weighted(logits).backward()
+    finalize_model_grads([chunk], None)
+    named = [(spec.name, torch.empty(spec.shape)) for spec in weights.specs()]
+    weights.gather(named, GatherGroups.model_parallel(), lambda weight: weight.main_grad)
+    return dict(named)
 
 
 def refused_options(folder: Path) -> dict[str, str]:

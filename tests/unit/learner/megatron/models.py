@@ -31,7 +31,17 @@ MODELS: dict[str, dict[str, object]] = {
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
         },
     },
-    "qwen2": {"tie_word_embeddings": True},
+    "qwen2": {
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "gpt_oss": {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3_moe": {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "mlp_only_layers": [1], "norm_topk_prob": True,
@@ -79,6 +89,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2, SP, experts": ("glm4_moe", TP | SP),
     "TP2, SP, EP2, ETP1": ("deepseek_v3", TP | SP | EP | {"expert_tensor_parallel_size": 1}),
     "EP2": ("qwen3_moe", EP),
+    "TP2, SP, EP2, ETP1, sinks": ("gpt_oss", TP | SP | EP | {"expert_tensor_parallel_size": 1}),
+    "CP2, sinks": ("gpt_oss", CP),
+    "PP2, w1 and w3": ("mixtral", PP),
     "CP2": ("qwen3", CP),
     "CP2, latent attention": ("deepseek_v3", CP),
     "PP2, tied": ("qwen2", PP),
@@ -94,6 +107,11 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     token_ids_L = torch.randint(96, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_L = torch.cat([torch.arange(length) for length in LENGTHS])
     return token_ids_L, positions_L, torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+
+
+def weighted(logits: torch.Tensor) -> torch.Tensor:
+    """Return the sum of logits with different weights: a loss."""
+    return (logits.flatten() * torch.arange(logits.numel()).cos()).sum()
 
 
 def model_config(name: str, **options: object) -> Any:

@@ -20,6 +20,14 @@ def test_models_of_other_families_are_refused_with_a_list(tmp_path: Path) -> Non
         read_family(tmp_path, "model.path")
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe"])
+def test_families_that_the_layers_lack_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    reason = "keys that an indexer selects" if "d" in name[0] or "dsa" in name else "linear attention"
+    with pytest.raises(ModelError, match=rf"model_type='{name}', as its layers .*{reason}.*learner\.backend=fsdp"):
+        read_family(tmp_path, "model.path")
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.path=.*config\.json is no configuration of a model"):
         read_family(tmp_path, "model.path")
@@ -36,7 +44,8 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     ("name", "changed", "message"),
     [
         ("qwen3", {"attention_bias": True}, "attention_bias=true"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=false"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("deepseek_v3", {"num_experts_per_tok": 6}, "topk_group=2"),

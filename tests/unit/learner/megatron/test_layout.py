@@ -41,6 +41,12 @@ TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
         (EXPERTS, {EP: 3}, 3, f"{EP}=3 does not divide the model's experts=8"),
         (EXPERTS, {TP: 2}, 2, f"{TP}=2 with experts needs learner.megatron.sequence_parallel=true"),
         (EXPERTS, {EP: 4}, 6, "=4 does not divide learner.ranks=6"),
+        (
+            EXPERTS | {"add_bias_linear": True},
+            {TP: 2, "sequence_parallel": True},
+            2,
+            "expert_tensor_parallel_size=2: experts with biases are not divided; set .*=1",
+        ),
         (LATENT, {TP: 2}, 2, r"does not divide the model's kv_lora_rank \+ qk_rope_head_dim=25"),
     ],
 )

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agentrl.learner.megatron.families.base import EMBEDDING
 from agentrl.models.load import load_model
 from tests.unit.learner.megatron.forked import Found, run_ranks
-from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows
+from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows, weighted
 from tests.unit.models.float8_folders import FORMS, quantize
 
 
@@ -32,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path, preloaded_children: str) -> Found:
     alone = {"one_rank": 1, "refused_options": 1, "router_losses": 1, "refused_folders": 1}
-    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, compiled=2, resumed=2, converted=0)
+    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, gradients=2, compiled=2, resumed=2, converted=0)
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
-    model = load_model(folder)
+    model = load_model(folder, attn_implementation="eager")
     with torch.no_grad():
         return torch.cat([model(ids[None]).logits[0] for ids in rows()[0].split(LENGTHS)])
 
@@ -54,6 +55,18 @@ def test_two_ranks_hold_the_same_model(folder: Path, found: Found, name: str) ->
     assert wrong == []
     if logits is not None:
         assert torch.allclose(logits, expected_logits(folder / LAYOUTS[name][0]), atol=1e-5, rtol=0)
+
+
+def test_ranks_together_have_the_gradient_of_transformers(folder: Path, found: Found) -> None:
+    """Of gpt-oss: of sinks, of biases that ranks divide or have alike, and of stacked experts."""
+    model = load_model(folder / "gpt_oss", attn_implementation="eager")
+    weighted(torch.cat([model(ids[None]).logits[0] for ids in rows()[0].split(LENGTHS)])).backward()
+    gradients = found["gradients"]
+    gradients[EMBEDDING][0] = 0  # transformers gives padding's embedding no gradient
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        assert torch.allclose(gradients.pop(name), weight.grad, atol=1e-4 * float(weight.grad.abs().max())), name
+    assert not gradients
 
 
 def test_all_layers_are_compiled_as_the_same_graph(found: Found) -> None:
