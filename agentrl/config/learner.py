@@ -125,6 +125,10 @@ class LearnerConfig(Section):
     context_parallel: PositiveInt = 1
     """Ranks that compute each micro-batch together, each a part of its tokens and, in attention, of the heads (Ulysses). For
     rows whose activations are too large for one GPU. Divides ``ranks``."""
+    replicas: PositiveInt = 1
+    """Copies of the sharded weights (HSDP): ``ranks / replicas`` adjacent ranks hold one together. Weights are gathered inside of
+    a copy, such as the GPUs of one machine; between copies only gradients are added up. More memory, less communication between
+    machines. Divides ``ranks``; not for ``backend=megatron``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)

@@ -44,7 +44,7 @@ class MemoryOptions:
     """What the memory of a rank depends on besides model and configuration."""
 
     ranks: int
-    """Ranks that the weights are sharded over."""
+    """Of the learner."""
     tokens: int
     """Tokens of a micro-batch that this rank computes: with ``learner.context_parallel`` a part."""
     bfloat16: bool
@@ -57,6 +57,13 @@ class MemoryOptions:
     """Whether there is a reference policy."""
     accumulates: bool = True
     """Whether an optimizer step has several micro-batches, so that one has the gradients of those before."""
+    replicas: int = 1
+    """Copies of the sharded weights."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a copy of the weights is sharded over."""
+        return self.ranks // self.replicas
 
     @property
     def size(self) -> int:

@@ -101,11 +101,15 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
     last_error, has_layout = ConfigError(f"learner.ranks={request.ranks}: no layout of FSDP2 divides the model"), False
     sizes = tuple(1 << power for power in range(min(MACHINE, request.ranks).bit_length()))
     combinations = product(
-        request.keep("context_parallel", sizes), request.keep("cpu_offload", ("none", "optimizer")), _pairs(request)
+        request.keep("context_parallel", sizes),
+        request.keep("cpu_offload", ("none", "optimizer")),
+        _pairs(request),
+        request.keep("replicas", _replicas(request.ranks)),
     )
-    for context, offload, (recompute, reshard) in combinations:
+    for context, offload, (recompute, reshard), replicas in combinations:
         settings: Tree = {"ranks": request.ranks, "recompute": recompute, "reshard_after_forward": reshard}
         settings |= {"context_parallel": context} if context > 1 else {}
+        settings |= {"replicas": replicas} if replicas > 1 else {}
         settings |= {"cpu_offload": offload} if offload != "none" else {}
         config = request.config({"backend": "fsdp", **settings})
         try:
@@ -120,6 +124,11 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
         yield _candidate(request, "fsdp", settings, policy, critic)
     if not has_layout:
         raise NoLayoutError(str(last_error))
+
+
+def _replicas(ranks: int) -> tuple[int, ...]:
+    """Return the numbers of copies of the weights, from the one with the least communication between machines on."""
+    return (ranks // MACHINE, 1) if ranks > MACHINE and ranks % MACHINE == 0 else (1,)
 
 
 def _pairs(request: Request) -> tuple[tuple[str, bool], ...]:

@@ -333,6 +333,7 @@ def memory_options(config: Config, folder: Path, *, accumulates: bool = True) ->
         compiled=on_gpu if learner.compile == "auto" else learner.compile,
         reference=_has_second_model(config, folder),
         accumulates=accumulates,
+        replicas=learner.replicas,
     )
 
 

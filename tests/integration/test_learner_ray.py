@@ -62,7 +62,7 @@ def group(
 ) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
-    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, runtime=RayRuntime(cpus=3))
+    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, runtime=RayRuntime(cpus=6))
     yield group
     group.close()
     group.close()
@@ -363,6 +363,44 @@ def test_muon_on_sharded_matrices_takes_the_step_of_whole_ones(model, local, tmp
             assert (actual[name] - value).norm() < 0.2 * step, name
     finally:
         group.close()
+
+
+def shard_sums(actor: LearnerActor) -> list[float]:
+    """Return sums of a rank's shards of weights and of the optimizer's state, in float64."""
+    from agentrl.learner.fsdp.weights import local
+
+    [optimizer] = actor.learner.optimizers.values()
+    moments = [optimizer.state[weight]["exp_avg_sq"] for weight in actor.learner.model.parameters()]
+    return [local(tensor).double().sum().item() for tensor in (*actor.learner.model.parameters(), *moments)]
+
+
+def test_copies_of_the_weights_learn_what_one_learns(tmp_path):
+    """Two copies on two ranks each, whose checkpoint goes on with one rank, and that of one rank with them."""
+    model = make_model(tmp_path / "model", "qwen3_moe")
+    options = {"precision": "float32", "device": "cpu", "threads": 1, "optimizer": ADAMW}
+    local = LocalLearnerGroup(model, LearnerConfig(**options), make_algo(), seed=0)
+    config = LearnerConfig(**options, ranks=4, replicas=2)
+    group = start_learners(model, config, make_algo(), seed=0, run_dir=tmp_path)
+    try:
+        for seed in range(2):
+            ours, theirs = group.train_step(one(4, seed)), local.train_step(one(1, seed))
+            assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
+        sums = group._call(shard_sums, "sums")
+        assert sums[0] == sums[2] != sums[1] == sums[3]
+        actual, expected = weights(group, bucket=5000), weights(local)
+        assert list(actual) == list(expected)
+        assert all(torch.allclose(actual[name], value, atol=1e-5) for name, value in expected.items())
+        for writer, reader, folder in ((group, local, tmp_path / "four"), (local, group, tmp_path / "one")):
+            writer.save(folder)
+            writer.finish_save()
+            reader.load(folder)
+            ours, theirs = group.train_step(one(4, 4)), local.train_step(one(1, 4))
+            assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
+        after = weights(local)
+        assert all(torch.allclose(value, after[name], atol=1e-5) for name, value in weights(group).items())
+    finally:
+        group.close()
+        local.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_the_users_error(tmp_path):

@@ -19,7 +19,10 @@ _FP8_MULTIPLE = 16
 
 
 class FsdpBackend(LearnerBackend):
-    """Every rank has a shard of every weight; ``learner.context_parallel`` ranks compute a micro-batch together."""
+    """Every rank has a shard of every weight, in ``learner.replicas`` copies.
+
+    ``learner.context_parallel`` ranks compute a micro-batch together.
+    """
 
     @property
     @override
@@ -28,14 +31,16 @@ class FsdpBackend(LearnerBackend):
 
     @override
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
-        """Check ``learner.context_parallel``; all else is checked when a model is loaded."""
+        """Check ``learner.replicas`` and ``learner.context_parallel``; all else is checked when a model is loaded."""
+        for key, divisor in (("learner.replicas", self.config.replicas), (KEY, self.config.context_parallel)):
+            if self.config.ranks % divisor:
+                raise ConfigError(
+                    f"{key}={divisor} does not divide learner.ranks={self.config.ranks}: set learner.ranks to a multiple of "
+                    f"{divisor}"
+                )
         size = self.config.context_parallel
         if size == 1:
             return
-        if self.config.ranks % size:
-            raise ConfigError(
-                f"{KEY}={size} does not divide learner.ranks={self.config.ranks}: set learner.ranks to a multiple of {size}"
-            )
         multiple = _FP8_MULTIPLE if self.config.fp8 else 1
         if MULTIPLE % (size * multiple):
             of_fp8 = (

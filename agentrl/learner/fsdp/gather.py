@@ -18,6 +18,7 @@ from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.lora import activate
+from agentrl.learner.fsdp.sharding import shard_mesh
 from agentrl.learner.fsdp.weights import (
     adapter_name,
     hf_name,
@@ -45,10 +46,10 @@ def gather_weights(pairs: Iterable[_Pair]) -> None:
     for weight, out in pairs:
         if not isinstance(weight, DTensor):
             unsharded.append((weight, out))
-        elif weight.device_mesh.size() == 1:
+        elif shard_mesh(weight).size() == 1:
             unsharded.append((weight.to_local(), out))
         else:
-            assert weight.placements == (Shard(0),), weight.placements
+            assert weight.placements[-1] == Shard(0), weight.placements
             sharded.append((weight, out))
     copy_all(unsharded)
     for chunk in _chunks(sharded):
@@ -76,7 +77,7 @@ def _chunks(pairs: Sequence[_Shards]) -> Iterator[list[_Shards]]:
 
 def _all_gather(pairs: Sequence[_Shards]) -> None:
     """Gather shards through two buffers, in which each shard has the same offset on every rank."""
-    mesh, device = pairs[0][0].device_mesh, pairs[0][1].device
+    mesh, device = shard_mesh(pairs[0][0]), pairs[0][1].device
     # FSDP gives every rank the same number of rows, the last ones fewer or none.
     rows_per_rank = [max(-(-len(out) // mesh.size()), 1) for _, out in pairs]
     sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows_per_rank, pairs, strict=True)]
@@ -115,10 +116,10 @@ def gather_rows(rows: Sequence[_Rows]) -> None:
 
 
 def _broadcast(rows: Sequence[_Rows]) -> None:
-    mesh, device = rows[0][0].device_mesh, rows[0][1].device
+    mesh, device = shard_mesh(rows[0][0]), rows[0][1].device
     pairs_by_rank: dict[int, list[tuple[torch.Tensor | None, torch.Tensor]]] = defaultdict(list)
     for weight, out, tensor in rows:
-        assert weight.placements == (Shard(0),), weight.placements
+        assert weight.placements[-1] == Shard(0), weight.placements
         lines_per_rank = -(-len(weight) // mesh.size()) * weight[0].shape[:-1].numel()
         for rank in range(tensor.first // lines_per_rank, (tensor.first + tensor.rows - 1) // lines_per_rank + 1):
             local_lines, out_lines = tensor.overlap(rank * lines_per_rank, lines_per_rank)
@@ -196,7 +197,7 @@ class MergedWeights:
                 weight, gathered_name = self.get(weight_name, readable), weight_name
             if tensor is None or tensor.is_whole:
                 full_weights.append((weight, out))
-            elif isinstance(weight, DTensor) and weight.device_mesh.size() > 1:
+            elif isinstance(weight, DTensor) and shard_mesh(weight).size() > 1:
                 rows.append((weight, out, tensor))
             else:
                 full_weights.append((tensor.slice_weight(local(weight)), out))

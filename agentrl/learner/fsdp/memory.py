@@ -45,11 +45,11 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     units = [_count(layer) for layer in layers]
     outer = _count(hf) - sum(units)
     shards, adapters = (
-        _shards(hf, options.ranks, trained=False),
+        _shards(hf, options.shards, trained=False),
         sum(_adapters(layer, config, options) for layer in layers),
     )
-    trained = _shards(hf, options.ranks, trained=True) + adapters
-    states = _optimizer(hf, config, options.ranks) + 2 * adapters
+    trained = _shards(hf, options.shards, trained=True) + adapters
+    states = _optimizer(hf, config, options.shards) + 2 * adapters
     state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
     state |= {"reference": shards if options.reference else 0}
     copied = [0] * len(layers)
@@ -83,7 +83,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         logits=_head(hf, config, options),
     )
     below = sum(layer_activations)
-    grown = embedding_gradient if tied else _shards(head, options.ranks, trained=True)
+    grown = embedding_gradient if tied else _shards(head, options.shards, trained=True)
     of_layers = list(zip(layers, units, copied, layer_activations, widths, strict=True))
     for layer, unit, layer_copies, layer_bytes, width in reversed(of_layers):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
@@ -94,11 +94,11 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
         if not rounded:
-            grown += _shards(layer, options.ranks, trained=True) + _adapters(layer, config, options)
+            grown += _shards(layer, options.shards, trained=True) + _adapters(layer, config, options)
     added = embedding_gradient * (1 + (tied and options.accumulates)) + reduced * outer
     yield LearnerMemory(**state, gradients=sums + added, gathered=size * outer if several else 0)
     if config.cpu_offload == "optimizer":
-        largest = max(2 * FLOAT32 * _shard(parameter, options.ranks) for parameter in hf.parameters())
+        largest = max(2 * FLOAT32 * _shard(parameter, options.shards) for parameter in hf.parameters())
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
 
 
@@ -123,7 +123,7 @@ def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -
         * config.lora.rank
         * sum(linear.in_features + linear.out_features for linear in linears)
     )
-    return FLOAT32 * math.ceil(numbers / options.ranks)
+    return FLOAT32 * math.ceil(numbers / options.shards)
 
 
 def _gathered_bytes(units: list[int], outer: int, config: LearnerConfig, options: MemoryOptions) -> int:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from agentrl.config.learner import OptimizerConfig
 from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, add_rounded
 from agentrl.learner.fsdp.compute_copies import take_gradients
+from agentrl.learner.fsdp.sharding import shard_mesh
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.offload import CpuOffload
 
@@ -185,7 +186,7 @@ def _states(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> list[torch
 def _chunks(weights: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
     chunk, size = list[torch.Tensor](), 0
     for weight in weights:
-        more = 2 * 4 * weight.numel() // (weight.device_mesh.size() if isinstance(weight, DTensor) else 1)
+        more = 2 * 4 * weight.numel() // (shard_mesh(weight).size() if isinstance(weight, DTensor) else 1)
         if chunk and size + more > chunk_bytes:
             yield chunk
             chunk, size = [], 0

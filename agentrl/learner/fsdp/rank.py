@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +25,7 @@ from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates, RoundedGradients, make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
-from agentrl.learner.fsdp.sharding import reshard
+from agentrl.learner.fsdp.sharding import make_mesh, reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.layers import decoder_layers
@@ -60,9 +59,8 @@ class FsdpRank(BackendRank):
         super().__init__(options)
         config, device = self.config, self.device
         self.data_parallel_rank = dist.get_rank() // config.context_parallel
-        ranks = (dist.get_world_size(),)
-        mesh = init_device_mesh(device.type, ranks) if ranks > (1,) else None
-        self._cpu_mesh = init_device_mesh("cpu", ranks) if mesh is not None and device.type != "cpu" else mesh
+        mesh = make_mesh(device.type, config)
+        self._cpu_mesh = mesh if device.type == "cpu" else make_mesh("cpu", config)
         self.writers = dist.new_group(backend="gloo")
         load = load_critic if options.role == "critic" else load_policy
         self.model: PackedModel = load(self.model_folder, config, device, mesh)
@@ -87,7 +85,7 @@ class FsdpRank(BackendRank):
         if copies_weights(
             config,
             recompute_mode(config),
-            ranks=ranks[0],
+            ranks=dist.get_world_size(),
             bfloat16=self.model.autocast,
             compiled=self.model.compiled,
         ):

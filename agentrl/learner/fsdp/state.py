@@ -47,6 +47,7 @@ from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.reference import Reference
+from agentrl.learner.fsdp.sharding import is_replica
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
@@ -139,7 +140,9 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
 
 def _has_shard(weight: torch.Tensor) -> bool:
     """Return whether this rank writes a part of a weight."""
-    return local(weight).numel() > 0 and (isinstance(weight, DTensor) or dist.get_rank() == 0)
+    if not isinstance(weight, DTensor):
+        return dist.get_rank() == 0
+    return weight.to_local().numel() > 0 and not is_replica(weight)
 
 
 def _begin_policies(rank: SavedRank, folder: Path) -> list[tuple[WeightWriter, str, torch.Tensor]]:

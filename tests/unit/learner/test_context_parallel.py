@@ -111,6 +111,7 @@ def test_ranks_are_divided_among_shares(model: Path) -> None:
 @pytest.mark.parametrize(
     ("learner", "message"),
     [
+        ({"ranks": 6, "replicas": 4}, r"learner\.replicas=4 does not divide learner\.ranks=6"),
         ({"ranks": 6, "context_parallel": 4}, r"learner\.context_parallel=4 does not divide learner\.ranks=6"),
         (
             {"ranks": 3, "context_parallel": 3},

@@ -68,6 +68,11 @@ def test_the_estimate_is_what_a_gpu_had_allocated(size: str, options: dict[str, 
     assert 1.0 < actual / measured_gib < 1.08
 
 
+def test_a_copy_of_the_weights_is_sharded_over_its_ranks_alone(of_7b):
+    copies = replace(OF_8, ranks=32, replicas=4)
+    assert fsdp_memory(of_7b, LearnerConfig(), copies) == fsdp_memory(of_7b, LearnerConfig(), OF_8)
+
+
 def test_what_needs_more_memory_is_estimated_to(of_7b):
     def total(options: dict[str, Any] | None = None, **learner: Any) -> int:
         return fsdp_memory(of_7b, LearnerConfig(**learner), replace(OF_8, **options or {})).total
