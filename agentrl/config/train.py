@@ -127,9 +127,12 @@ class WeightsConfig(Section):
     """Size of one bucket, MiB; by default 4096 for ``ipc`` and ``distributed``, and 512 for ``tensor`` and ``disk``. A
     smaller model is one bucket. Each learner rank needs this memory on its device for a sync in addition to its weights, and
     with ``ipc`` keeps it. With ``distributed`` each GPU of an engine needs it too, with SGLang 0.5.17 twice."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float8"] = "auto"
     """Weights are cast to it before they are sent. ``auto`` is what the engines report to hold; if they report nothing, or
-    hold different ones, the learner's float32 is sent."""
+    hold different ones, the learner's float32 is sent. ``float8``: SGLang's engines have the matrices of decoder layers in
+    float8 with one scale for each block of 128 x 128 numbers, or as the ``quantization_config`` of a model published in float8
+    says, and the learner quantises them before they are sent; the others are bfloat16. That is also ``auto`` of a model
+    published in float8. docs/how_to/precision.md."""
     sync_every: PositiveInt = 1
     """Steps between weight syncs; an evaluation always has the newest weights. Tokens have the version that sampled them,
     and the ratio to its log-probabilities (``algo.old_logprobs=sampler``) corrects for its age. With ``async.max_staleness`` at

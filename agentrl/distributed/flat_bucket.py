@@ -34,8 +34,11 @@ def total_bytes(*specs: TensorSpec) -> int:
 
 
 def broadcast_as_one(specs: Sequence[TensorSpec]) -> bool:
-    """Return whether a bucket is broadcast as one tensor of bytes; else weight by weight, in the order of ``specs``."""
-    return total_bytes(*specs) < len(specs) * LARGE_WEIGHTS
+    """Return whether a bucket is broadcast as one tensor of bytes; else weight by weight, in the order of ``specs``.
+
+    Float8 weights always are: gloo does not know them.
+    """
+    return any(spec.dtype.startswith("float8") for spec in specs) or total_bytes(*specs) < len(specs) * LARGE_WEIGHTS
 
 
 def order_by_alignment(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

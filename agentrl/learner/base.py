@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import LearnerError
 from agentrl.core.types import RowKey
 from agentrl.distributed.base import TensorSpec, WeightGroup
+from agentrl.models.engine_float8 import EngineFloat8
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,16 @@ class WeightSource(Protocol):
 
     float32_weights: frozenset[str] = frozenset()
     """Names of weights of which the model's folder has float32 and smaller dtypes of others: they are sent without a cast."""
+
+    @property
+    def float8(self) -> EngineFloat8:
+        """How engines have the weights in float8.
+
+        Raises:
+            ConfigError: see `read_engine_float8`.
+            LearnerError: it is not known, as of adapters.
+        """
+        raise LearnerError("which of these weights engines have in float8 is not known")
 
     @property
     def gathers_on(self) -> torch.device:
@@ -293,7 +305,8 @@ class WeightExport(Protocol):
 
         Args:
             bucket_bytes: size of a bucket; a larger tensor gets a separate bucket.
-            dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype.
+            dtype: weights are cast to it, such as ``bfloat16``; None keeps the learner's dtype. With ``float8_e4m3fn`` those
+                of `WeightSource.float8` are quantised, each with its scales in the same bucket, and the others are bfloat16.
         """
 
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:

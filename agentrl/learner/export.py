@@ -29,6 +29,8 @@ from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, EncodedWeight, WeightChangesError, encode
 from agentrl.learner.base import WeightBucket, WeightExport, WeightSource
 from agentrl.learner.device import memory_to_share
+from agentrl.models.engine_float8 import DTYPE as FLOAT8
+from agentrl.models.engine_float8 import SCALE, EngineFloat8
 from agentrl.models.weight_checksum import fingerprint
 from agentrl.models.weight_files import is_always_float32
 
@@ -165,6 +167,9 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
     ]
 
 
+_QUANTIZED_TOGETHER = 256 << 20
+"""Bytes of bfloat16 weights that are gathered together to be quantised, in addition to the bucket; a larger weight alone."""
+
 SentWeights = dict[str, tuple[str, torch.Tensor]]
 """By weight: the name under which it was sent with `RankBucket.changes`, and a copy on the CPU."""
 
@@ -264,6 +269,28 @@ class NamedTensors(WeightSource):
         torch._foreach_copy_([out for _, out in into], [self.tensors[name].detach() for name, _ in into])
 
 
+def _gather_float8(source: WeightSource, into: Sequence[tuple[str, torch.Tensor]], form: EngineFloat8) -> None:
+    """Write weights of which some are quantised, from bfloat16. Collective."""
+    tensors = dict(into)
+    names = [name for name in tensors if name + SCALE in tensors]
+    scales = {name + SCALE for name in names}
+    if unquantized := [(name, out) for name, out in into if name not in scales and name + SCALE not in tensors]:
+        source.gather(unquantized)
+    while names:
+        count, size = 0, 0
+        while count < len(names) and (not count or size + 2 * tensors[names[count]].numel() <= _QUANTIZED_TOGETHER):
+            size += 2 * tensors[names[count]].numel()
+            count += 1
+        weights = [
+            (name, torch.empty(tensors[name].shape, dtype=torch.bfloat16, device=source.gathers_on))
+            for name in names[:count]
+        ]
+        source.gather(weights)
+        for name, weight in weights:
+            form.quantize(weight, tensors[name], tensors[name + SCALE])
+        names = names[count:]
+
+
 class WeightExporter(WeightExport):
     """Weight export of one process. Methods are collective.
 
@@ -290,6 +317,7 @@ class WeightExporter(WeightExport):
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         if policy not in self._adapters:
             return []
+        dtype = "bfloat16" if dtype == FLOAT8 else dtype
         buckets = self._gather(self._adapters[policy], sys.maxsize, dtype, {})
         return [(name, tensor.clone()) for bucket in buckets for name, tensor in bucket.tensors()]
 
@@ -297,19 +325,26 @@ class WeightExporter(WeightExport):
         self, source: WeightSource, bucket_bytes: int, dtype: str | None, sent: SentWeights
     ) -> Iterator[RankBucket]:
         """Iterate over buckets, all in the same memory. Collective: every rank takes every bucket."""
+        form = source.float8 if dtype == FLOAT8 else None
+        dtype = "bfloat16" if form is not None else dtype
         specs = [
             spec
             if dtype is None or is_always_float32(spec.name) or spec.name in source.float32_weights
             else replace(spec, dtype=dtype)
             for spec in source.specs()
         ]
+        if form is not None:
+            specs = [sent_spec for spec in specs for sent_spec in form.sent_specs(spec)]
         bucket_plans = plan_buckets(specs, bucket_bytes)
         if not bucket_plans:
             return
         memory = SharedMemory.reserve(max(bucket_plan.size for bucket_plan in bucket_plans), source.gathers_on)
         for bucket_plan in bucket_plans:
             bucket = RankBucket(bucket_plan, memory, self._broadcast, sent)
-            source.gather(bucket.on_device())
+            if form is None:
+                source.gather(bucket.on_device())
+            else:
+                _gather_float8(source, bucket.on_device(), form)
             yield bucket
 
     @override

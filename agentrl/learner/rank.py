@@ -28,6 +28,7 @@ from agentrl.learner.layers import compilation
 from agentrl.learner.offload import CpuOffload
 from agentrl.learner.random_states import seed_everything
 from agentrl.learner.step_metrics import StepMetrics
+from agentrl.models.engine_float8 import EngineFloat8, read_engine_float8
 from agentrl.models.learning_rates import resolve_optimizer
 from agentrl.models.weight_files import WeightFiles, float32_weights
 
@@ -124,6 +125,7 @@ class BackendRank(LearnerRank, ABC):
         self.device = options.device
         self.model_folder = options.folder
         self.float32_weights = float32_weights(WeightFiles(options.folder, "model.path").specs())
+        self._float8: EngineFloat8 | None = None
         self.name = "critic" if options.role == "critic" else "main"
         self.loss = BatchLoss(options.algo, options.device)
         self._metrics: StepMetrics | None = None
@@ -133,6 +135,13 @@ class BackendRank(LearnerRank, ABC):
         """The write of the newest checkpoint."""
         self._writing.set_result(None)
         seed_everything(options.seed + dist.get_rank())
+
+    @property
+    @override
+    def float8(self) -> EngineFloat8:
+        if self._float8 is None:
+            self._float8 = read_engine_float8(self.model_folder)
+        return self._float8
 
     # Hooks
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.engine_float8 import KEPT_KEY
 from agentrl.models.load import as_dtype
 from agentrl.models.peft_folder import layer_names, read_peft
 from agentrl.models.weight_files import FLOATS, INDEX, WeightFiles, float32_weights
@@ -107,4 +108,5 @@ def write_config(source: Path, out: Path, dtype: str) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for section in (config, config.get("text_config") or {}):
         section.pop("quantization_config", None)
+        section.pop(KEPT_KEY, None)
     (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")

@@ -104,10 +104,15 @@ class Scales:
 
 def is_quantized(folder: Path) -> bool:
     """Return whether the ``config.json`` of a model has a ``quantization_config``."""
-    return bool(_quantization(folder))
+    return bool(read_quantization(folder))
 
 
-def _quantization(folder: Path) -> dict[str, Any]:
+def read_quantization(folder: Path) -> dict[str, Any]:
+    """Return the ``quantization_config`` in the ``config.json`` of a folder; empty if there is none.
+
+    Raises:
+        ModelError: ``config.json`` cannot be read.
+    """
     path = folder / "config.json"
     if not path.is_file():
         return {}
@@ -127,7 +132,7 @@ def _block_size(folder: Path, where: str) -> tuple[int, ...]:
     Raises:
         ModelError: weights are quantised in another way than float8.
     """
-    quantization = _quantization(folder)
+    quantization = read_quantization(folder)
     method = quantization.get("quant_method")
     schemes = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
     is_float8 = all(scheme.get("num_bits") == 8 and scheme.get("type") == "float" for scheme in schemes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import ConfigError, ModelError
+from agentrl.models.engine_float8 import KEPT_KEY, keeps_blocks
 from agentrl.models.float8 import is_quantized
 from agentrl.models.routing import COUNTS, REPLAYED, Routing
 from agentrl.models.routing import KEY as ROUTING_KEY
@@ -150,6 +151,25 @@ def read_heads(folder: Path) -> int | None:
     config = _text_config(folder)
     heads = config.get("num_attention_heads", config.get("n_head"))
     return heads if isinstance(heads, int) else None
+
+
+def read_counts(folder: Path, *names: str) -> int:
+    """Return the first of these entries of ``config.json`` that is a number; 0 if there is none.
+
+    Raises:
+        ModelError: the model in ``folder`` has no readable ``config.json``.
+    """
+    config = _text_config(folder)
+    return next((count for name in names if isinstance(count := config.get(name), int)), 0)
+
+
+def read_model_type(folder: Path) -> str:
+    """Return ``model_type`` of the model in ``folder``, such as ``qwen3``; empty if its ``config.json`` has none.
+
+    Raises:
+        ModelError: it has no readable ``config.json``.
+    """
+    return str(_text_config(folder).get("model_type", ""))
 
 
 def read_rope_types(folder: Path) -> set[str]:
@@ -331,7 +351,9 @@ def model_config(folder: Path, *, values: bool = False) -> PreTrainedConfig:
         str(folder), local_files_only=True, trust_remote_code=False, **options
     )
     for section in (config, config.get_text_config()):
-        vars(section).pop("quantization_config", None)
+        quantization = vars(section).pop("quantization_config", None)
+        if isinstance(quantization, dict) and keeps_blocks(quantization):
+            setattr(config, KEPT_KEY, quantization)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,11 @@ class WeightFiles:
     def specs(self) -> list[TensorSpec]:
         """Return names, dtypes and shapes of all weights, by name."""
         return [*self._specs.values()]
+
+    @property
+    def float8_names(self) -> Collection[str]:
+        """Names of the weights that are float8 in the files."""
+        return self._scales.names.keys()
 
     def check_floats(self, name: str) -> None:
         """Check that a weight is a floating-point number.

@@ -13,12 +13,14 @@ from typing import ClassVar, Literal
 from agentrl.cluster.ray_address import learner_device
 from agentrl.config.schema import Config
 from agentrl.config.train import WeightsConfig
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import ConfigError, EngineError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet, call_live
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.inference.fleet.time_sharing import EngineTimeSharing
 from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.models.engine_float8 import DTYPE as FLOAT8
+from agentrl.models.engine_float8 import engine_overrides
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.services import Services
 from agentrl.weight_sync.adapter import AdapterSync
@@ -323,7 +325,15 @@ async def open_eval_engines(
     opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
     judges = sum(model.config.engines for model in services.judge_models.values())
     logs, number = folder / "logs" / "evaluation", len(services.frozen) + opponents + judges
-    fleet = reserved_fleet(config, model, logs, number, services.fleet.vocabulary, engines=config.eval.engines)
+    fleet = reserved_fleet(
+        config,
+        model,
+        logs,
+        number,
+        services.fleet.vocabulary,
+        engines=config.eval.engines,
+        overrides=started_overrides(config, model),
+    )
     exits.push_async_callback(fleet.aclose)
     await fleet.start()
     sync = _open_sync(config, folder, config.weights.transport, dtype)
@@ -332,15 +342,33 @@ async def open_eval_engines(
     return EvalEngines(fleet, sync)
 
 
+def started_overrides(config: Config, folder: Path) -> dict[str, object] | None:
+    """Return what SGLang engines that a run starts from ``folder`` read in place of entries of its ``config.json``.
+
+    Raises:
+        ConfigError: see `agentrl.models.engine_float8.engine_overrides`.
+    """
+    starts = config.sampler.uses_sglang and not config.sampler.urls
+    return engine_overrides(config.weights.dtype, folder) if starts else None
+
+
 async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
     """Return the dtype in which weights are sent; None for the learner's.
 
     Raises:
-        ConfigError: an engine has quantised weights.
+        ConfigError: engines have other weights than ``weights.dtype``, quantised in a way that is not sent, or only some of
+            them in float8.
     """
     dtypes = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
-    if config.dtype != "auto":
-        return config.dtype
+    dtype = FLOAT8 if config.dtype == "float8" else config.dtype
+    if FLOAT8 in (*dtypes, dtype) and dtypes != {FLOAT8 if dtype == "auto" else dtype}:
+        held = ", ".join(sorted(str(name) for name in dtypes))
+        raise ConfigError(
+            f"weights.dtype={config.dtype}, and the engines have weights of {held}: set weights.dtype=auto, and start all "
+            "engines from one folder with the same options"
+        )
+    if dtype != "auto":
+        return dtype
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

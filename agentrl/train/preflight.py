@@ -43,7 +43,6 @@ from agentrl.data.task_sources import (
 from agentrl.evaluation.own_function import load_evaluation
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
 from agentrl.learner.registry import make_backend
-from agentrl.models.float8 import is_quantized
 from agentrl.models.learning_rates import LORA_FACTOR, count_weights, usual_rates
 from agentrl.models.load import read_max_positions, read_rope_limit, read_routing
 from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_reference, resolve_critic, resolve_reference
@@ -53,6 +52,7 @@ from agentrl.models.weight_files import WeightFiles
 from agentrl.planner.training_summary import describe_memory, describe_model, describe_training
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
+from agentrl.runtime.engine_precision import check_precision, read_precision
 from agentrl.runtime.judges import resolve_judges
 from agentrl.runtime.run_tools import check_tools
 from agentrl.train.callbacks import check_callbacks
@@ -150,7 +150,7 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         training = describe_training(config, model, critic)
         if runners := describe_runners(config):
             training.append(f"{'episodes':<13}{runners}")
-        lines += training
+        lines += [*describe_precision(config, model), *training]
         if not fetch:
             lines += describe_memory(config, model, critic)
         sizes = [count_weights(folder) if folder is not None else 0 for folder in (model, critic)]
@@ -220,12 +220,12 @@ def _check_templates(config: Config, model: Path, train: Mapping[str, Split]) ->
 def _describe_architecture(config: Config, model: Path) -> list[str]:
     """Check a model of which only the shape is here, and return what `describe_memory` does."""
     check_context(config, read_max_positions(model))
-    check_quantization(config, model)
+    check_precision(config, model)
     critic = resolve_critic(config.algo, model, fetch=False)
     models = [folder for folder in (model, critic) if folder is not None]
     make_backend(config.learner).check(config.algo, models)
     check_rope(config.max_tokens, models)
-    return describe_memory(config, model, critic)
+    return [*describe_precision(config, model), *describe_memory(config, model, critic)]
 
 
 def check_comparisons(config: Config) -> None:
@@ -267,17 +267,10 @@ def check_rope(max_tokens: int, models: Sequence[Path]) -> None:
             )
 
 
-def check_quantization(config: Config, model: Path) -> None:
-    """Check that the engines of the run can load what the learner sends.
-
-    Raises:
-        ConfigError: the folder has quantised weights, with which engines would start, and they get others.
-    """
-    if is_quantized(model) and config.sampler.uses_sglang and not config.sampler.urls:
-        raise ConfigError(
-            f"model.path={config.model.path}: its weights are quantised (quantization_config in config.json), SGLang would keep "
-            "them so, and the learner sends bfloat16: write a copy with agentrl export FOLDER OUT, and set model.path=OUT"
-        )
+def describe_precision(config: Config, model: Path) -> list[str]:
+    """Return a line on what the engines have in a smaller precision than bfloat16, if anything."""
+    words = "" if config.sampler.urls else str(read_precision(config, model))
+    return [f"{'precision':<13}engines: {words}"] if words else []
 
 
 def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | None:
@@ -297,8 +290,8 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
                     "it prompts as they are, or model.path to an instruct model"
                 )
         check_context(config, read_max_positions(model))
-        check_quantization(config, model)
-        WeightFiles(model, "model.path")  # refuses weights of a dtype that cannot be read
+        files = WeightFiles(model, "model.path")  # refuses weights of a dtype that cannot be read
+        check_precision(config, model, files)
         if config.algo.replays_routing:
             read_routing(model)
         reference = resolve_reference(config, fetch=fetch)

@@ -22,12 +22,14 @@ from agentrl.data.jobs import TaskJobs
 from agentrl.data.task_sources import TaskSources, count_epochs, make_order, read_splits
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.learner.base import CriticGroup, LearnerGroup
+from agentrl.models.engine_float8 import DTYPE as FLOAT8
+from agentrl.models.float8 import is_quantized
 from agentrl.obs.progress import Stopwatch
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.runtime.services import Services, open_services
 from agentrl.self_play.training import SelfPlay, open_self_play
-from agentrl.train.engine_weights import EngineWeights, open_engine_weights, sent_dtype
+from agentrl.train.engine_weights import EngineWeights, open_engine_weights, sent_dtype, started_overrides
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.pipeline.scheduler import GroupScheduler, open_scheduler
 from agentrl.train.pipeline.token_ages import mask_stale, staleness_metrics
@@ -129,9 +131,10 @@ async def start_services(
         options = {"dtype": "bfloat16"} | config.sampler.sglang  # as for what a warm start writes
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"sglang": options})})
     make_launcher = await cluster.engine_launcher()
+    overrides = started_overrides(config, run.shape)
 
     def launcher(spec: EngineSpec) -> Launcher:
-        return make_launcher(replace(spec, keep_minutes=config.sampler.keep_minutes))
+        return make_launcher(replace(spec, keep_minutes=config.sampler.keep_minutes, overrides=overrides))
 
     opening = open_services(
         config,
@@ -163,7 +166,10 @@ async def open_sampling(
     records = RunRecords.open(replace(run, config=config))
     weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)
     vocabulary = services.fleet.vocabulary
-    self_play = await open_self_play(config, run.folder, run.model, vocabulary, exits, dtype, run.resume_after)
+    snapshot_dtype = dtype
+    if started_overrides(config, run.model) is not None:  # engines of snapshots are as the folder
+        snapshot_dtype = FLOAT8 if is_quantized(run.model) else "bfloat16"
+    self_play = await open_self_play(config, run.folder, run.model, vocabulary, exits, snapshot_dtype, run.resume_after)
     if self_play is not None:
         services.reserved += self_play.engines.fleets
         opponents = {group.position: group.opponent for group in records.journal.pending}

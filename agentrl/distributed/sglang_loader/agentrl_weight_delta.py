@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _SKIP = 255
 _HELD = "_agentrl_weights_held"
 """Attribute of SGLang's model: name of the weights that it has, as far as the loader knows."""
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT8 = torch.float8_e4m3fn
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, _FLOAT8)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SYNCHRONOUS = "_sglang_runai_streamer_tensor"
 """Attribute of tensors that SGLang's loaders copy at once. They copy others on a CPU in threads, where `_Masked` is not."""
 
@@ -74,11 +76,11 @@ def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> EncodedWei
     flat, size = new.detach().reshape(-1), new.element_size()
     dtype, shape = str(new.dtype).removeprefix("torch."), tuple(new.shape)
     if old is not None:
-        words = {2: torch.int16, 4: torch.int32}[size]
-        changed = (flat.view(words) != old.reshape(-1).view(words)).nonzero()[:, 0]
+        words = flat.view(_WORDS[size])
+        changed = (words != old.reshape(-1).view(words.dtype)).nonzero()[:, 0]
         if not len(changed):
             return Part(name, dtype, shape, 0, 0), []
-        places, values = _places(changed), flat[changed]
+        places, values = _places(changed), words[changed].view(new.dtype)
         if len(places) + len(values) * size < len(flat) * size:
             _check_finite(name, values)
             return Part(name, dtype, shape, len(places), len(values)), [places, values.view(torch.uint8)]
@@ -87,8 +89,13 @@ def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> EncodedWei
 
 
 def _check_finite(name: str, values: torch.Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
+    if bool(_is_nan(values).any()) or (values.dtype != _FLOAT8 and bool(torch.isinf(values).any())):
         raise WeightChangesError(f"the weight {name} has a number that is not finite")
+
+
+def _is_nan(values: torch.Tensor) -> torch.Tensor:
+    """Return where numbers are NaN; float8_e4m3fn has no infinity, and torch compares none of its numbers."""
+    return (values.view(torch.uint8) & 127) == 127 if values.dtype == _FLOAT8 else torch.isnan(values)
 
 
 def _places(changed: torch.Tensor) -> torch.Tensor:
@@ -193,7 +200,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     changes, new_name = received.receive(named_tensors)
     with _Masked(model.parameters()):
         model.load_weights((change[0].name, _fill_with_nan(*change)) for change in changes)
-    broken = [torch.isnan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
+    broken = [_is_nan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
     if bool(torch.stack(broken).any()):
         raise WeightChangesError(
             "this model does not load weights by copies into its parameters: set weights.transport=tensor"
@@ -206,9 +213,11 @@ def _fill_with_nan(part: Part, indices: torch.Tensor | None, values: torch.Tenso
     if indices is None:
         weight = values
     else:
-        weight = torch.full((math.prod(part.shape),), float("nan"), dtype=values.dtype, device=values.device)
-        weight[indices] = values
-    weight = weight.view(part.shape)
+        words = _WORDS[values.element_size()]
+        nan = torch.tensor(float("nan")).to(values.dtype).view(words)
+        weight = nan.to(values.device).repeat(math.prod(part.shape))
+        weight[indices] = values.view(words)
+    weight = weight.view(values.dtype).view(part.shape)
     setattr(weight, _SYNCHRONOUS, True)
     return weight
 
@@ -227,6 +236,10 @@ class _Masked(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise WeightChangesError(
                     f"a parameter of {into.dtype} cannot take changes: set weights.transport=tensor for quantized engines"
                 )
+            if (into.dtype == _FLOAT8) != (source.dtype == _FLOAT8):
+                raise WeightChangesError(f"a parameter of {into.dtype} cannot take changes of {source.dtype}")
             source = source.to(device=into.device, dtype=into.dtype)
-            args = (into, torch.where(torch.isnan(source), into, source), *options)
+            words = _WORDS[into.element_size()]
+            merged = torch.where(_is_nan(source), into.view(words), source.view(words))
+            args = (into, merged.view(into.dtype), *options)
         return func(*args, **(kwargs or {}))

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from typing_extensions import override
@@ -18,9 +17,9 @@ from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_state import EngineMirror, EngineState, RequestsInProgress
 from agentrl.inference.client.generation import KEEPING, GenerationClient, version_number
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.precision import quantized_weights
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
-from agentrl.models.float8 import is_quantized
 
 _TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
@@ -315,28 +314,22 @@ class SGLangClient(GenerationClient):
     async def dtype(self) -> str | None:
         """Return the dtype of the weights; None if the engine does not report it, as SGLang with ``--dtype auto``.
 
+        It is ``float8_e4m3fn`` if matrices are float8 in blocks, and others are not.
+
         Raises:
-            ConfigError: the engine reports that its weights are quantised, or its folder, which is readable here, says so; or its
+            ConfigError: its weights are quantised in a way in which SGLang takes no new ones; see `quantized_weights`. Or its
                 speculative decoding does not sample from the policy.
         """
         info = await self.control.call("/server_info", None)
         info = info if isinstance(info, dict) else {}
-        quantization = info.get("quantization") or info.get("torchao_config")
-        folder = Path(str(info.get("model_path")))
-        if not quantization and is_quantized(folder):
-            quantization = f"{folder}/config.json has them"
-        if quantization:
-            raise ConfigError(
-                f"the engine at {self.url} has quantised weights ({quantization}), and the learner sends bfloat16: start it "
-                "without --quantization, from a folder whose weights are not quantised, such as one of agentrl export"
-            )
+        form = quantized_weights(info, f"the engine at {self.url}")
         for name in ACCEPT_THRESHOLDS:
             if info.get("speculative_algorithm") and info.get(name, 1.0) != 1.0:
                 raise ConfigError(
                     f"the engine at {self.url} has {name}={info[name]}: it accepts drafts more often than the policy samples "
                     f"them; start it without --{name.replace('_', '-')}"
                 )
-        return _DTYPES.get(str(info.get("dtype")))
+        return form or _DTYPES.get(str(info.get("dtype")))
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums of ``/weights_checker``, 64 bits for each weight.

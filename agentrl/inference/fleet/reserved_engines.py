@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from agentrl.config.sampler import SamplerConfig
@@ -24,6 +24,7 @@ def reserved_fleet(  # engines of other models differ in all of it
     sampler: SamplerConfig | None = None,
     launcher: Callable[[EngineSpec], Launcher] | None = None,
     restores_weights: bool = False,
+    overrides: Mapping[str, object] | None = None,
 ) -> Fleet:
     """Return a fleet, not started, whose GPUs come after those of the policy's engines and of teachers.
 
@@ -37,13 +38,16 @@ def reserved_fleet(  # engines of other models differ in all of it
         sampler: its options; None: those of the run.
         launcher: makes what starts the engines, wherever it places them; None: on this machine.
         restores_weights: see `EngineSpec.restores_weights`.
+        overrides: see `EngineSpec.overrides`.
     """
     logs.mkdir(parents=True, exist_ok=True)
     sampler = (sampler or config.sampler).model_copy(
         update={"engines": engines, "url": None, "port": 0, "router": "builtin", "keep_minutes": None}
     )
     trusted = config.model.trust_remote_code
-    spec = EngineSpec(sampler, model, logs, config.run.seed, trusted, restores_weights=restores_weights)
+    spec = EngineSpec(
+        sampler, model, logs, config.run.seed, trusted, restores_weights=restores_weights, overrides=overrides
+    )
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
     return Fleet(
         sampler,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,10 @@ class EngineSpec:
     """``sampler.keep_minutes``, of engines that get all weights from the learner before they sample; None: they end with the
     run."""
 
+    overrides: Mapping[str, object] | None = None
+    """What SGLang reads in place of entries of the model's ``config.json``. The engine then starts with random weights, and gets
+    all from the learner before it samples."""
+
     def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
 
@@ -174,7 +178,14 @@ class EngineSpec:
             options["enable_return_routed_experts"] = True
         if self.restores_weights and self.config.device == "cuda":
             options |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-        return options | self.config.sglang_options
+        if self.overrides is not None:
+            options["load_format"] = "dummy"
+        options |= self.config.sglang_options
+        if self.overrides is not None:
+            configured = str(self.config.sglang_option("json_model_override_args", "{}"))
+            options.pop("json-model-override-args", None)
+            options["json_model_override_args"] = json.dumps(json.loads(configured) | dict(self.overrides))
+        return options
 
 
 _OF_WEIGHTS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}

@@ -444,6 +444,22 @@ def test_an_engine_with_quantised_weights_is_refused(fake: FakeSGLang, tmp_path:
     assert fake.drive(lambda client: client.dtype()) is None
 
 
+def test_an_engine_with_float8_blocks_takes_float8(fake: FakeSGLang, tmp_path: Path) -> None:
+    """By its folder, or by what replaces the folder's configuration; or it quantises what it gets."""
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(blocks))
+    none = json.dumps({"quantization_config": None})
+    for info, dtype in (
+        ({"model_path": str(tmp_path)}, "float8_e4m3fn"),
+        ({"model_path": str(tmp_path), "quantization": "fp8"}, "float8_e4m3fn"),
+        ({"model_path": str(tmp_path), "json_model_override_args": none}, None),
+        ({"model_path": "a/b", "json_model_override_args": json.dumps(blocks)}, "float8_e4m3fn"),
+        ({"model_path": "a/b", "quantization": "fp8", "load_format": "flash_rl"}, None),
+    ):
+        fake.info = dict(info)
+        assert fake.drive(lambda client: client.dtype()) == dtype
+
+
 class TogetherReplying:
     """HTTP to an engine that answers all requests at the same time."""
 

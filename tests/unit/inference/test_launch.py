@@ -342,3 +342,13 @@ def test_sglang_on_a_gpu_never_holds_a_float32_model_in_float16(
     (tmp_path / "config.json").write_text(json.dumps(described))
     spec = EngineSpec(SamplerConfig(backend="sglang", sglang=options), tmp_path, tmp_path, 0)
     assert spec.sglang_options().get("dtype") == dtype
+
+
+def test_sglang_reads_other_entries_than_the_folders_and_starts_with_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    overrides = {"quantization_config": {"quant_method": "fp8"}}
+    options = {"json-model-override-args": '{"max_position_embeddings": 99}'}
+    spec = EngineSpec(SamplerConfig(backend="sglang", sglang=options), tmp_path, tmp_path, 0, overrides=overrides)
+    actual = spec.sglang_options()
+    assert json.loads(actual.pop("json_model_override_args")) == {"max_position_embeddings": 99} | overrides
+    assert actual == {"dtype": "bfloat16", "load_format": "dummy"}

@@ -12,6 +12,7 @@ from agentrl.distributed.flat_bucket import ALIGNMENT, total_bytes, views
 from agentrl.learner.export import NamedTensors, WeightExporter, joined_name, plan_buckets
 from agentrl.learner.megatron.families.base import model_weights
 from agentrl.learner.megatron.families.registry import read_family
+from agentrl.models.engine_float8 import EngineFloat8
 from agentrl.models.shipped_architectures import shipped_architectures
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
@@ -150,6 +151,64 @@ class OwnDtypes(NamedTensors):
     """A folder of bfloat16 weights with float32 norms."""
 
     float32_weights = frozenset({"model.norm.weight"})
+
+
+class Float8Tensors(NamedTensors):
+    """Weights that engines have in float8, in blocks of 2 x 4."""
+
+    float8 = EngineFloat8((2, 4), False, ("layers.1.mlp",))  # type: ignore[assignment]
+
+
+def test_float8_weights_travel_with_their_scales_in_buckets_of_every_size() -> None:
+    random = torch.Generator().manual_seed(0)
+    modules = [ATTENTION.format(0, name).removesuffix(".weight") for name in ("q_a_proj", "kv_a_proj_with_mqa")] + [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in (0, 1) for expert in (0, 1)
+    ]
+    weights = {f"{module}.weight": torch.randn(5, 9, generator=random) for module in modules}
+    weights |= {"model.norm.weight": torch.ones(9), "model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(2)}
+    source = Float8Tensors(weights)
+    [whole] = WeightExporter(source).buckets(1 << 20, "float8_e4m3fn")
+    expected = {name: tensor.clone() for name, tensor in whole.tensors()}
+    float8 = {name for name, tensor in expected.items() if tensor.dtype is torch.float8_e4m3fn}
+    assert float8 == {f"{module}.weight" for module in modules if ".1.mlp" not in module}
+    assert expected.keys() == weights.keys() | {f"{name}_scale_inv" for name in float8}
+    for name, weight in weights.items():
+        if name in float8:
+            into, scales = torch.empty(5, 9, dtype=torch.float8_e4m3fn), torch.empty(3, 3)
+            source.float8.quantize(weight.bfloat16(), into, scales)
+            assert torch.equal(expected[name].view(torch.uint8), into.view(torch.uint8))
+            assert torch.equal(expected[f"{name}_scale_inv"], scales)
+        else:
+            is_bias = name.endswith("bias")
+            assert torch.equal(expected[name], weight if is_bias else weight.bfloat16())
+    for size in range(1, total_bytes(*whole.specs), 7):
+        parts = list(WeightExporter(source).buckets(size, "float8_e4m3fn"))
+        names = [{spec.name for spec in bucket.specs} for bucket in parts]
+        for bucket_names in names:
+            assert bucket_names == {
+                name for name in expected if any(joined_name(name) == joined_name(other) for other in bucket_names)
+            }
+        assert sum(map(len, names)) == len(expected)
+
+
+def test_both_halves_are_sent_if_a_scale_has_changed() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights = {name: torch.ones(2, 4), "model.layers.0.mlp.down_proj.weight": torch.ones(2, 4)}
+    learner = WeightExporter(Float8Tensors(weights))
+
+    def changes(base: str | None, version: str) -> list[tuple[str, int]]:
+        [bucket] = learner.buckets(1 << 20, "float8_e4m3fn")
+        return sorted((part.name, part.changed) for part in bucket.changes(base, version).parts)
+
+    assert len(changes(None, "a")) == 4
+    weights[name] *= 2
+    assert changes("a", "b") == [(name, 0), (f"{name}_scale_inv", 1)]
+
+
+def test_adapters_are_not_sent_in_float8() -> None:
+    adapters = {"main": NamedTensors({"base_model.model.layers.0.up_proj.lora_A.weight": torch.ones(2, 4)})}
+    [(_, tensor)] = WeightExporter(NamedTensors({}), adapters).adapters("float8_e4m3fn")
+    assert tensor.dtype is torch.bfloat16
 
 
 def test_weights_with_a_dtype_of_their_own_are_not_cast() -> None:

@@ -63,9 +63,9 @@ def test_a_weight_is_left_out_sent_in_part_or_whole() -> None:
 class Fused(nn.Module):
     """Loads two weights into one parameter, and has one of a number, as SGLang's models do."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.fused = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.fused = nn.Parameter(torch.zeros(4, 3).to(dtype), requires_grad=False)
         self.scale = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     def load_weights(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -97,19 +97,33 @@ def entry(
     return read_named([serialize(changes, base=base, held=name_held, number=0, last=True)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("model_class", [Fused, Threaded])
-def test_sglangs_loader_writes_only_what_has_changed(model_class: type[Fused]) -> None:
-    model = model_class()
-    first = {"gate": torch.randn(2, 3), "up": torch.randn(2, 3), "scale": torch.ones(1)}
+def test_sglangs_loader_writes_only_what_has_changed(model_class: type[Fused], dtype: torch.dtype) -> None:
+    model = model_class(dtype)
+    first = {"gate": torch.randn(2, 3).to(dtype), "up": torch.randn(2, 3).to(dtype), "scale": torch.ones(1)}
     load(model, entry(first, {}, None, "a"))
     second = {name: tensor.clone() for name, tensor in first.items()}
     second["up"][1, 2] = 7.0
-    load(model, entry(second, first, "a", "b"))
-    assert torch.equal(model.fused, torch.cat([second["gate"], second["up"]]))
+    changes = entry(second, first, "a", "b")
+    assert len(dict(changes)["payload"]) == 1 + dtype.itemsize, "a place and a number"
+    load(model, changes)
+    expected = torch.cat([second["gate"], second["up"]])
+    assert torch.equal(model.fused.view(torch.uint8), expected.view(torch.uint8))
     third = second | {"scale": torch.full((1,), 2.0)}
     load(model, entry(third, second, "b", "c"))
     assert model.scale.item() == 2.0
-    assert torch.equal(model.fused, torch.cat([second["gate"], second["up"]]))
+    assert torch.equal(model.fused.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("held", "sent"), [(torch.bfloat16, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.bfloat16)]
+)
+def test_sglangs_loader_refuses_float8_for_other_weights_and_others_for_float8(
+    held: torch.dtype, sent: torch.dtype
+) -> None:
+    with pytest.raises(WeightChangesError, match=f"a parameter of {held} cannot take changes of {sent}"):
+        load(Fused(held), entry({"up": torch.ones(2, 3).to(sent)}, {}, None, "a"))
 
 
 def test_sglangs_loader_refuses_changes_to_other_weights_and_damaged_ones() -> None:
