@@ -148,8 +148,8 @@ def own_quantization(folder: Path) -> Mapping[str, object] | None:
     Raises:
         ModelError: ``config.json`` cannot be read.
     """
-    kept = _config(folder).get(KEPT_KEY)
-    return read_quantization(folder) or (kept if isinstance(kept, dict) else None)
+    original = _config(folder).get(KEPT_KEY)
+    return read_quantization(folder) or (original if isinstance(original, dict) else None)
 
 
 def engine_overrides(dtype: str, folder: Path) -> dict[str, object] | None:
@@ -165,13 +165,13 @@ def engine_overrides(dtype: str, folder: Path) -> dict[str, object] | None:
         ConfigError: see `read_engine_float8`.
         ModelError: ``config.json`` cannot be read.
     """
-    own, published = own_quantization(folder), read_quantization(folder)
+    quantization, published = own_quantization(folder), read_quantization(folder)
     if dtype not in ("auto", "float8"):
         return {"quantization_config": None} if published else None
-    if published or (own is None and dtype == "auto"):
+    if published or (quantization is None and dtype == "auto"):
         return None
     read_engine_float8(folder)
-    return {"quantization_config": dict(own or QUANTIZATION)}
+    return {"quantization_config": dict(quantization or QUANTIZATION)}
 
 
 def has_float8_engines(dtype: str, folder: Path) -> bool:

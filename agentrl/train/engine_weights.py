@@ -362,9 +362,9 @@ async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
     dtypes = set(await asyncio.gather(*(engine.dtype() for engine in fleet.live)))
     dtype = FLOAT8 if config.dtype == "float8" else config.dtype
     if FLOAT8 in (*dtypes, dtype) and dtypes != {FLOAT8 if dtype == "auto" else dtype}:
-        held = ", ".join(sorted(str(name) for name in dtypes))
+        dtype_names = ", ".join(sorted(str(name) for name in dtypes))
         raise ConfigError(
-            f"weights.dtype={config.dtype}, and the engines have weights of {held}: set weights.dtype=auto, and start all "
+            f"weights.dtype={config.dtype}, and the engines have weights of {dtype_names}: set weights.dtype=auto, and start all "
             "engines from one folder with the same options"
         )
     if dtype != "auto":

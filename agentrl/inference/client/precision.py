@@ -33,10 +33,10 @@ def quantized_weights(info: Mapping[str, object], engine: str) -> str | None:
     if keeps_blocks(quantization) and option in (None, "fp8"):
         return DTYPE
     if option or quantization:
-        held = option or f"quant_method={quantization.get('quant_method')!r} in config.json"
+        form = option or f"quant_method={quantization.get('quant_method')!r} in config.json"
         override = json.dumps({"quantization_config": dict(QUANTIZATION)})
         raise ConfigError(
-            f"{engine} has quantised weights ({held}), and SGLang takes no new ones in that form: start it without "
+            f"{engine} has quantised weights ({form}), and SGLang takes no new ones in that form: start it without "
             "--quantization from a folder whose weights are not quantised, such as one of agentrl export; for float8 in blocks, "
             f"with --load-format dummy --json-model-override-args '{override}' and weights.dtype=float8"
         )
