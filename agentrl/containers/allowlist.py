@@ -10,7 +10,7 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from agentrl.core.errors import MissingError
 from agentrl.sandbox.egress import ADDRESS, EgressProxy
 
 CLONE_NEWNET = 0x40000000
+CONNECT_S = 30.0
 
 
 class AllowlistProxy(EgressProxy):
@@ -36,6 +37,11 @@ class AllowlistProxy(EgressProxy):
     @override
     def permits(self, host: str, port: int) -> bool:
         return any(_matches(pattern, host) for pattern in self._patterns)
+
+
+def is_allowed(host: str, patterns: Sequence[str]) -> bool:
+    """Return whether a host fits one of `MachineSpec.allowed_hosts`."""
+    return AllowlistProxy(patterns).permits(host.lower().rstrip("."), 0)
 
 
 def _matches(pattern: str, host: str) -> bool:
@@ -61,28 +67,45 @@ def listen_inside(
     Raises:
         MissingError: the daemon is on another machine, or this process may not enter the namespace.
     """
+    try:
+        return _make_inside(pid, container, setting, lambda: _listen(address))
+    except OSError as error:
+        raise MissingError(
+            f"{setting}: this process cannot listen in the container's network namespace: {error}"
+        ) from error
+
+
+def connect_inside(pid: int, container: str, address: tuple[str, int], setting: str) -> socket.socket:
+    """Return a connection to an address in a container's network namespace; see `listen_inside`.
+
+    Raises:
+        MissingError: the daemon is on another machine, or this process may not enter the namespace.
+        OSError: nothing answers there.
+    """
+    return _make_inside(pid, container, setting, lambda: socket.create_connection(address, CONNECT_S))
+
+
+def _make_inside(pid: int, container: str, setting: str, make: Callable[[], socket.socket]) -> socket.socket:
     if not is_local(pid, container):
         raise MissingError(
-            f"{setting} needs the Docker daemon on this machine: this process listens in the container's network namespace"
+            f"{setting} needs the Docker daemon on this machine: this process enters the container's network namespace"
         )
-    outcome: list[socket.socket | OSError] = []
+    outcome: list[socket.socket | OSError | MissingError] = []
 
-    def listen() -> None:
+    def enter() -> None:
         try:
-            outcome.append(_listen(pid, address))
-        except OSError as error:
+            _enter_namespace(pid, setting)
+            outcome.append(make())
+        except (OSError, MissingError) as error:
             outcome.append(error)
 
     # The thread ends with the namespace that it has entered.
-    thread = threading.Thread(target=listen, name="enter-network-namespace")
+    thread = threading.Thread(target=enter, name="enter-network-namespace")
     thread.start()
     thread.join()
-    result = outcome[0]
-    if isinstance(result, OSError):
-        raise MissingError(
-            f"{setting} needs root on the Docker daemon's machine, to enter the container's network namespace: {result}"
-        ) from result
-    return result
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def is_local(pid: int, container: str) -> bool:
@@ -93,15 +116,23 @@ def is_local(pid: int, container: str) -> bool:
         return False
 
 
-def _listen(pid: int, address: tuple[str, int]) -> socket.socket:
+def _enter_namespace(pid: int, setting: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if libc.setns(namespace, CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-    finally:
-        os.close(namespace)
+        namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if libc.setns(namespace, CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number))
+        finally:
+            os.close(namespace)
+    except OSError as error:
+        raise MissingError(
+            f"{setting} needs root on the Docker daemon's machine, to enter the container's network namespace: {error}"
+        ) from error
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
     # With the protocol, without which asyncio does not disable Nagle's algorithm.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -53,6 +53,24 @@ class CheckedState(ContainerState, total=False):
     Health: HealthState
 
 
+class HostSettings(TypedDict):
+    """What a container has of its host."""
+
+    NetworkMode: str
+
+
+class Endpoint(TypedDict):
+    """A container in a network."""
+
+    IPAddress: str
+
+
+class NetworkSettings(TypedDict):
+    """Networks of a container."""
+
+    Networks: dict[str, Endpoint]
+
+
 class ContainerDetails(TypedDict):
     """A container in full."""
 
@@ -61,6 +79,8 @@ class ContainerDetails(TypedDict):
     """With a slash before it."""
     Image: str
     State: CheckedState
+    HostConfig: HostSettings
+    NetworkSettings: NetworkSettings
 
 
 class MountSummary(TypedDict):

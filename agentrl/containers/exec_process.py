@@ -384,17 +384,7 @@ class Execution:
 
     def _kill(self) -> None:
         """Kill the command's processes; if they stay, start the container again, which kills all of its processes."""
-        body = {
-            "Cmd": ["/bin/sh", "-c", KILL_SCRIPT],
-            "User": "0",
-            "Env": [f"AGENTRL_KILL={MARKER}={self._request['marker']}"],
-        }
-        try:
-            killer = self._daemon.create_exec(self._container, body)
-            self._daemon.request("POST", f"/exec/{killer}/start", {"Detach": True, "Tty": False})
-        except DaemonError as error:
-            if error.status == 0:
-                raise
+        kill_processes(self._daemon, self._container, self._request["marker"])
         deadline = time.monotonic() + KILLED_S
         while time.monotonic() < deadline:
             if not self._is_running():
@@ -406,6 +396,21 @@ class Execution:
             if error.status != 404:
                 raise
         self.restarted = True
+
+
+def kill_processes(daemon: Daemon, container: str, marker: str) -> None:
+    """Kill the processes of a command, by its marker, with all that they have started; what has ended is no error.
+
+    Raises:
+        DaemonError: the daemon is lost.
+    """
+    body = {"Cmd": ["/bin/sh", "-c", KILL_SCRIPT], "User": "0", "Env": [f"AGENTRL_KILL={MARKER}={marker}"]}
+    try:
+        killer = daemon.create_exec(container, body)
+        daemon.request("POST", f"/exec/{killer}/start", {"Detach": True, "Tty": False})
+    except DaemonError as error:
+        if error.status == 0:
+            raise
 
 
 def write_json(file: str, value: object) -> None:

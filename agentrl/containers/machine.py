@@ -350,13 +350,29 @@ class Machine:
         Raises:
             SandboxFailure: there is no such service.
         """
+        container = await self._service_container(name)
+        # Its network is the machine's: nothing of agentrl listens in the service.
+        spec = self.spec.model_copy(update={"network": "no-network", "allowed_hosts": ()})
+        return Machine(self.client, container, f"service-{name}", spec, self._folder, self._lifecycle)
+
+    async def service_address(self, name: str) -> str:
+        """Return the address of a service in the machine's network.
+
+        Raises:
+            SandboxFailure: there is no such service.
+        """
+        container = await self._service_container(name)
+        details = await self.client.call(lambda api: api.inspect_container(container))
+        if details["HostConfig"]["NetworkMode"].startswith("container:"):
+            return "127.0.0.1"
+        return details["NetworkSettings"]["Networks"][f"agentrl-{self.id}"]["IPAddress"]
+
+    async def _service_container(self, name: str) -> str:
         selected = (f"{MACHINE_LABEL}={self.id}", f"{SERVICE_LABEL}={name}")
         containers = await self.client.call(lambda api: leased_containers(api, *selected))
         if not containers:
             raise SandboxFailure(f"machine {self.id} has no service {name}")
-        # Its network is the machine's: nothing of agentrl listens in the service.
-        spec = self.spec.model_copy(update={"network": "no-network", "allowed_hosts": ()})
-        return Machine(self.client, containers[0]["Id"], f"service-{name}", spec, self._folder, self._lifecycle)
+        return containers[0]["Id"]
 
     async def wait_healthy(self, check: Healthcheck) -> None:
         """Wait until a health check passes.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agentrl.config.containers import ContainersConfig
+from agentrl.containers.allowlist import is_allowed
 from agentrl.containers.task_compose import read_compose
 from agentrl.containers.task_folder import FOLDER_KEY, TASK_TOML, TaskFolder, TaskStep, load_task_folder
-from agentrl.containers.task_toml import MAIN, EnvironmentToml, expand_header, expand_variables
+from agentrl.containers.task_toml import MAIN, EnvironmentToml, McpServerToml, expand_header, expand_variables
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import Task
 
@@ -54,6 +57,7 @@ def unmet_needs(task: TaskFolder, host: HostFacts | None, environ: Mapping[str, 
     if task.config.verifier.environment is not None:
         lines += _environment_needs(task.config.verifier.environment, host, environ, "verifier.environment")
     lines += _variable_needs(task.config.solution.env, environ, "solution.env")
+    lines += _mcp_needs(task, environ)
     for number, step in enumerate(task.steps):
         prefix = f"steps.{number}." if step.name else ""
         lines += (f"{prefix}{line}" for line in _step_needs(task, step, environ))
@@ -107,9 +111,8 @@ def _environment_needs(
         yield f"{key}.gpus={environment.gpus}: machines have no GPUs"
     if environment.tpu is not None:
         yield f"{key}.tpu: machines have no TPUs"
-    if environment.mcp_servers:
-        names = ", ".join(server.name for server in environment.mcp_servers)
-        yield f"{key}.mcp_servers ({names}): agents in machines are not given MCP servers"
+    if environment.mcp_servers and importlib.util.find_spec("mcp") is None:
+        yield f'{key}.mcp_servers: the package mcp is not installed (pip install "agentrl-framework[mcp]")'
     if environment.os != "linux":
         yield f"{key}.os={environment.os}: machines are Linux containers"
     elif host is not None and host.os != "linux":
@@ -147,3 +150,21 @@ def _step_needs(task: TaskFolder, step: TaskStep, environ: Mapping[str, str]) ->
         names = ", ".join(sorted(str(service) for service in services))
         yield f"artifacts and verifier.collect name {names}, which environment/docker-compose.yaml does not have"
     yield from _variable_needs(grading.env, environ, "verifier.env")
+
+
+def _mcp_needs(task: TaskFolder, environ: Mapping[str, str]) -> Iterator[str]:
+    """Return the MCP servers that the agent's machine would not reach."""
+    names = {service.name for service in read_compose(task.context, environ).services}
+    network = task.steps[0].network
+    for server in task.config.environment.mcp_servers:
+        host = urlsplit(server.url or "").hostname or ""
+        if is_inside(server, names) or network.mode == "public":
+            continue
+        if network.mode == "no-network" or not is_allowed(host, network.allowed_hosts):
+            yield f"environment.mcp_servers.{server.name}.url={server.url}: network_mode={network.mode} does not reach it"
+
+
+def is_inside(server: McpServerToml, services: Container[str]) -> bool:
+    """Return whether an MCP server is a program in the machine, or listens there or in one of its services."""
+    host = urlsplit(server.url or "").hostname or ""
+    return server.transport == "stdio" or host in ("localhost", "127.0.0.1", "::1") or host in services

@@ -95,12 +95,18 @@ class Episode:
 
     async def _begin(self) -> None:
         observation, info = await self._env.reset(self._task, self.state.env_seed)
-        self.conversation.tools = self._context.resolve_tools(self._env.read("tools", self._context.offered_tools))
+        self._read_tools()
         if self._env_state is not None:
             await self._env.set_state(self._env_state)
+            self._read_tools()
             return
         messages = await self._steps.begin(observation, info, self.conversation.tools)
+        self._read_tools()
         self.conversation.begin(messages, self._task.id)
+
+    def _read_tools(self) -> None:
+        """Offer the environment's tools, which it may know only once the calls of its `reset` have results."""
+        self.conversation.tools = self._context.resolve_tools(self._env.read("tools", self._context.offered_tools))
 
     async def _run_turns(self) -> StopReason:
         while True:

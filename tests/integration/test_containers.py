@@ -256,6 +256,7 @@ def test_images_are_built_once(config: ContainersConfig, dockerd: DockerHost, tm
 def test_what_a_daemon_lacks_is_named(config: ContainersConfig, spec: MachineSpec) -> None:
     async def main() -> None:
         async with Machines(config, "test") as machines:
+            machines.hosts[0].client.info["IPv4Forwarding"] = False
             with pytest.raises(MissingError, match="network=public"):
                 await machines.open(spec.model_copy(update={"network": "public"}), "a")
             with pytest.raises(MissingError, match="no image agentrl-task:none"):

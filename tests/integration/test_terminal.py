@@ -1,6 +1,7 @@
 """Episodes of the environment `terminal`, with the tool in this process and machines of a real daemon."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,33 @@ SCRIPT = """#!/bin/sh
 [ "$(cat /app/answer.txt)" = 42 ] && score=1 || score=0
 printf $score > /logs/verifier/reward.txt
 """
+
+
+MCP_SERVER = (Path(__file__).parents[1] / "plain_mcp_server.py").read_text()
+MCP_TASK = f"""
+[[environment.mcp_servers]]
+name = "inside"
+transport = "stdio"
+command = "python3"
+args = ["-c", {json.dumps(MCP_SERVER)}, "stdio"]
+
+[[environment.mcp_servers]]
+name = "side"
+transport = "http"
+url = "http://side:8000/mcp"
+headers = {{ Authorization = "Bearer ${{MCP_TEST_WORD}}" }}
+
+[[environment.mcp_servers]]
+name = "old"
+transport = "sse"
+url = "http://side:8001/sse"
+headers = {{ Authorization = "Bearer ${{MCP_TEST_WORD}}" }}
+
+[agent]
+user = "nobody"
+"""
+SERVE = 'for kind in http:8000 sse:8001; do python3 -c "$0" ${kind%:*} ${kind#*:} & done; wait'
+READY = "import socket; [socket.create_connection(('side', port)) for port in (8000, 8001)]"
 
 
 @pytest.fixture
@@ -69,3 +97,44 @@ def test_episodes(dockerd: DockerHost, tmp_path: Path, client: ToolClient) -> No
         client, task, ["<bash>echo 42 > answer.txt</bash>", "<bash>echo more</bash>"], max_turns=2
     )
     assert reward == 1.0, "an episode that a limit ends is graded, too"
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_of_mcp_servers(
+    dockerd: DockerHost, tmp_path: Path, client: ToolClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCP_TEST_WORD", "word")
+    task = write_task(tmp_path / "task", dockerd.image, SCRIPT, toml=MCP_TASK)
+    service = {
+        "image": dockerd.image,
+        "command": ["sh", "-c", SERVE.replace("$", "$$"), MCP_SERVER.replace("$", "$$")],
+        "healthcheck": {"test": ["CMD", "python3", "-c", READY], "interval": "200ms", "retries": 50},
+    }
+    (task / "environment").mkdir()
+    (task / "environment" / "docker-compose.yaml").write_text(json.dumps({"services": {"side": service}}))
+    rollout = play_episode(
+        TerminalEnv,
+        Task("task", (Message("user", "x"),), metadata={"task_folder": str(task)}),
+        [
+            tool_call("inside_add", number=40) + tool_call("side_add", number=1) + tool_call("old_add", number=5),
+            tool_call("inside_add", number=2) + tool_call("bash", command="echo 42 > answer.txt"),
+            tool_call("inside_end"),
+            tool_call("inside_add", number=1),
+            "Done.",
+        ],
+        tool_clients={"terminal": client},
+        max_turns=9,
+    )
+    texts = [turn.observation for turn in rollout.turns]
+    assert "40 as 65534" in texts[0]
+    assert "1 as 0" in texts[0]
+    assert "5 as 0" in texts[0]
+    assert "42 as 65534" in texts[1]
+    assert "inside" in texts[3]
+    assert [tool.name for tool in rollout.tools] == [
+        *("bash", "inside_add", "inside_end", "side_add", "side_end", "old_add", "old_end")
+    ]
+    assert rollout.reward == 0.0, "nobody may not write to /app"

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
 import mcp.types as types
 from mcp import Client, MCPError
+from mcp.client.sse import sse_client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
@@ -50,7 +51,11 @@ class McpOptions(Section):
     command: str | tuple[str, ...] = ()
     """Program and arguments of a server that speaks over stdio. It is NOT sandboxed."""
     url: str = ""
-    """Address of a server that speaks streamable HTTP, instead of a command."""
+    """Address of a server that speaks HTTP, instead of a command."""
+    transport: Literal["streamable-http", "sse"] = "streamable-http"
+    """How a server at ``url`` speaks; ``sse`` is the older way."""
+    socket: Path | None = None
+    """Unix socket that is connected in place of the host in ``url``."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the command, besides HOME, LOGNAME, PATH, SHELL, TERM and USER; it gets no others."""
     cwd: Path | None = None
@@ -194,11 +199,16 @@ class McpConnection:
     async def _transport(self, exits: AsyncExitStack) -> Any:
         if self._options.url:
             host = urlsplit(self._options.url).hostname or ""
+            unix_socket = self._options.socket
             http = httpx2.AsyncClient(
                 headers=self._options.headers,
                 timeout=httpx2.Timeout(30.0, read=self._options.timeout_s + 30.0),
-                trust_env=not is_loopback(host),  # no proxy between two servers of one machine
+                transport=None if unix_socket is None else httpx2.AsyncHTTPTransport(uds=str(unix_socket)),
+                # no proxy between two servers of one machine
+                trust_env=unix_socket is None and not is_loopback(host),
             )
+            if self._options.transport == "sse":
+                return sse_client(self._options.url, httpx_client_factory=lambda *_, **__: http)
             await exits.enter_async_context(http)
             return streamable_http_client(self._options.url, http_client=http)
         program, *arguments = kill_with_parent(os.getpid(), self._options.argv())

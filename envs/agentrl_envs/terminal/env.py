@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
@@ -73,19 +74,21 @@ class TerminalEnv(Env):
         self.protocol = protocol
         self.max_commands = max_commands
         self.prompt = prompt or PROMPTS[protocol]
-        self.tools: Sequence[Tool] = served_tools("terminal") if protocol == "tools" else ()
+        self._bash: Sequence[Tool] = served_tools("terminal") if protocol == "tools" else ()
+        self.tools = self._bash
         self.stop: tuple[str, ...] = STOP if protocol == "text" else ()  # type: ignore[misc]
         self._begin("")
 
     def _begin(self, machine: str) -> None:
         self._machine = machine
+        self._offer_mcp_tools(())
         self._access: Mapping[str, Any] | None = None
         """Of the agent program, as the tool server has given it."""
         self._calls = 0
         """Calls of `BASH` that reached the machine."""
         self._due = ""
         self._queue: list[list[str]] = []
-        """Calls of the turn, in order: the policy's id, the command, the answer; ``""``: not run yet."""
+        """Calls of the turn, in order: the policy's id, tool and arguments as JSON, and the answer; ``""``: not run yet."""
         self._is_told = False
         self._is_open = self._is_cut = False
         self._step = 0
@@ -135,27 +138,35 @@ class TerminalEnv(Env):
             return []
         if self.protocol == "text":
             command = parse_command(message.content)
-            return [] if command is None else [["", command, ""]]
-        return [[call.id, str(call.arguments.get("command", "")), self._fault(call)] for call in message.tool_calls]
+            return [] if command is None else [["", BASH, json.dumps({"command": command}), ""]]
+        return [[call.id, *self._hosted_call(call), self._fault(call)] for call in message.tool_calls]
+
+    def _hosted_call(self, call: ToolCall) -> tuple[str, str]:
+        """Return tool and arguments at the tool server of a call of the policy."""
+        mcp_tool = self._mcp_tools.get(call.name)
+        if mcp_tool is None:
+            return BASH, json.dumps({"command": str(call.arguments.get("command", ""))})
+        arguments = {"action": "call", "server": mcp_tool["server"], "tool": mcp_tool["tool"]}
+        return TERMINAL, json.dumps({**arguments, "arguments": dict(call.arguments)})
 
     def _fault(self, call: ToolCall) -> str:
         if call.status is not CallStatus.OK:
             return call.fault or call.status.value
-        return "" if call.name == BASH else f"there is no tool {call.name!r}"
+        return "" if call.name == BASH or call.name in self._mcp_tools else f"there is no tool {call.name!r}"
 
     def _run_next(self) -> Step:
         """Run the next command of the turn, or return the answers of all."""
         for entry in self._queue:
-            if entry[2]:
+            if entry[3]:
                 continue
             if self._calls >= self.max_commands:
-                entry[2] = NO_CALLS_LEFT
+                entry[3] = NO_CALLS_LEFT
                 self._is_told = True
                 continue
             self._calls += 1
             self._count["commands"] += 1
-            return self._continue(self._call(str(self._calls), BASH, {"command": entry[1]}))
-        answers = tuple(self._answer(call_id, text) for call_id, _, text in self._queue)
+            return self._continue(self._call(str(self._calls), entry[1], json.loads(entry[2])))
+        answers = tuple(self._answer(call_id, text) for call_id, _, _, text in self._queue)
         self._queue = []
         return self._continue(answers)
 
@@ -176,16 +187,31 @@ class TerminalEnv(Env):
         if name == "open":
             self._is_open = True
             self._access = _data(result)["machine"]
+            self._offer_mcp_tools(_data(result)["tools"])
             text = self.prompt.replace("{instruction}", _data(result)["instruction"])
             return self._continue((Message("user", text),))
         if name.startswith("grade"):
             return self._score(_data(result))
-        entry = next(entry for entry in self._queue if not entry[2])
-        entry[2] = result.content or "[no output]"
+        entry = next(entry for entry in self._queue if not entry[3])
+        entry[3] = result.content or "[no output]"
         self._count["failed_commands"] += result.status is ToolStatus.ERROR
         self._count["timeouts"] += result.status is ToolStatus.TIMEOUT
         self._count["cut_outputs"] += bool((result.data or {}).get("is_cut"))
         return self._run_next()
+
+    def _offer_mcp_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Offer tools of the task's MCP servers, as the tool server describes them, next to `BASH`.
+
+        Raises:
+            TaskError: the protocol has no calls of other tools.
+        """
+        if tools and self.protocol != "tools":
+            raise TaskError(
+                f"task {self.task.id!r} has MCP servers, whose tools need env.options.protocol=tools, not {self.protocol}"
+            )
+        self._mcp_tools = {str(tool["name"]): dict(tool) for tool in tools}
+        offered = (Tool(tool["name"], tool["description"], tool["parameters"], server=TERMINAL) for tool in tools)
+        self.tools = (*self._bash, *offered)
 
     def _grade(self) -> Step:
         arguments = {"action": "grade", "step": self._step, "rewards": self._step_rewards}
@@ -239,6 +265,7 @@ class TerminalEnv(Env):
             "calls": self._calls,
             "due": self._due,
             "queue": [list(entry) for entry in self._queue],
+            "mcp_tools": list(self._mcp_tools.values()),
             "is_told": self._is_told,
             "is_open": self._is_open,
             "step": self._step,
@@ -252,6 +279,7 @@ class TerminalEnv(Env):
         super().set_state(state)
         self._machine, self._calls, self._due = state["machine"], state["calls"], state["due"]
         self._queue = [list(entry) for entry in state["queue"]]
+        self._offer_mcp_tools(state["mcp_tools"])
         self._is_told, self._is_open, self._step = state["is_told"], state["is_open"], state["step"]
         self._step_rewards = [dict(rewards) for rewards in state["step_rewards"]]
         self._count, self._metrics = dict(state["count"]), dict(state["metrics"])

@@ -217,19 +217,35 @@ def test_what_a_task_needs_and_does_not_get(tmp_path: Path) -> None:
     toml = [
         "environment.gpus=2: machines have no GPUs",
         "environment.tpu: machines have no TPUs",
-        "environment.mcp_servers (docs): agents in machines are not given MCP servers",
         "environment.os=windows: machines are Linux containers",
         "environment.cpus=64: the daemon's host has 2",
         "environment.memory_mb=999999: the daemon's host has 1000",
         f"environment.env.A: {away}",
         f"environment.mcp_servers.docs.headers.Authorization: {token}",
         f"solution.env.C: {away}",
+        "environment.mcp_servers.docs.url=http://docs: network_mode=no-network does not reach it",
         "verifier.network_mode=public: tests in the agent's machine have its network",
         "artifacts and verifier.collect name cache, which environment/docker-compose.yaml does not have",
         f"verifier.env.B: {away}",
     ]
     compose = f"{task.context / 'docker-compose.yaml'}: services.db.volumes: /b is a path of the host, which machines never see"
     assert lines == [f"{task.path / 'task.toml'}: {line}" for line in toml] + [compose]
+
+
+def test_mcp_servers_that_the_machines_network_reaches_are_no_need(tmp_path: Path) -> None:
+    servers = {
+        "program": 'transport = "stdio"\ncommand = "a"',
+        "inside": 'url = "http://localhost:1/sse"',
+        "side": 'url = "http://db:1/sse"',
+        "allowed": 'url = "https://docs.example.org/sse"',
+        "other": 'url = "https://example.com/sse"',
+    }
+    toml = "".join(f'[[environment.mcp_servers]]\nname = "{name}"\n{keys}\n' for name, keys in servers.items())
+    toml += "[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*.example.org']"
+    task = write_task(tmp_path / "a", toml, "services: {db: {image: a}}")
+    assert [line.split(": ", 1)[1] for line in unmet_needs(task, None, {})] == [
+        "environment.mcp_servers.other.url=https://example.com/sse: network_mode=allowlist does not reach it"
+    ]
 
 
 def test_a_task_that_needs_nothing_special_gets_all(tmp_path: Path) -> None:

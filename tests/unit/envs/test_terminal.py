@@ -14,7 +14,7 @@ from agentrl.core.types import CallStatus, Message, ToolCall, ToolCalls, ToolRes
 
 TASK = Task("t", (Message("user", "Fix it."),), metadata={"task_folder": "/tasks/t"})
 DONE = Message("assistant", "Done.")
-OPEN = {"instruction": "Fix it.", "steps": 2, "machine": {"container": "c"}}
+OPEN = {"instruction": "Fix it.", "steps": 2, "machine": {"container": "c"}, "tools": []}
 GRADE = {
     "rewards": {"reward": 1.0},
     "task_rewards": {"reward": 1.0},
@@ -72,6 +72,47 @@ def test_commands_run_one_after_the_other_and_keep_the_policys_ids() -> None:
     ]  # fmt: skip
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert info["metrics"] == {"commands": 2.0, "failed_commands": 1.0, "timeouts": 0.0, "cut_outputs": 1.0}
+
+
+MCP_TOOL = {
+    "name": "docs_find",
+    "description": "Find a page.",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    "server": "docs",
+    "tool": "find",
+}
+
+
+def test_tools_of_the_tasks_mcp_servers_are_offered_next_to_bash() -> None:
+    env = TerminalEnv()
+    observation, _ = env.reset(seed=0, options={"task": TASK})
+    env.step(result(call_of(observation), data={**OPEN, "tools": [MCP_TOOL]}))
+    assert [(tool.name, tool.server) for tool in env.tools] == [("bash", "terminal"), ("docs_find", "terminal")]
+    turn = Message("assistant", "", (ToolCall("a", "docs_find", {"text": "x"}), bash("b", "ls")))
+    first = call_of(env.step(turn)[0])
+    assert (first.name, first.arguments) == (
+        "terminal", {"action": "call", "server": "docs", "tool": "find", "arguments": {"text": "x"}}
+    )  # fmt: skip
+    resumed = TerminalEnv()
+    resumed.reset(seed=0, options={"task": TASK})
+    assert len(resumed.tools) == 1
+    resumed.set_state(json.loads(json.dumps(env.get_state())))
+    assert [tool.name for tool in resumed.tools] == ["bash", "docs_find"]
+    second = call_of(resumed.step(result(first, "page 3"))[0])
+    answers, *_ = resumed.step(result(second, "a.txt"))
+    assert isinstance(answers, tuple)
+    assert [answer.content for answer in answers] == ["page 3", "a.txt"]
+    assert call_of(resumed.step(DONE)[0]).arguments["calls"] == 2
+    resumed.reset(seed=0, options={"task": TASK})
+    assert len(resumed.tools) == 1, "those of another task"
+
+
+@pytest.mark.parametrize("protocol", ["text", "program"])
+def test_mcp_servers_need_the_protocol_of_tools(protocol: str) -> None:
+    env = TerminalEnv(protocol=protocol)  # type: ignore[arg-type]
+    observation, _ = env.reset(seed=0, options={"task": TASK})
+    with pytest.raises(TaskError, match=r"need env\.options\.protocol=tools"):
+        env.step(result(call_of(observation), data={**OPEN, "tools": [MCP_TOOL]}))
 
 
 def test_a_turn_without_a_command_is_graded() -> None:

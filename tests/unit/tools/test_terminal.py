@@ -3,13 +3,14 @@
 import asyncio
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import yaml
-from agentrl_tools.terminal import BashTool, Episodes, TerminalOptions, TerminalService, TerminalTool
+from agentrl_tools.terminal import BashTool, Episodes, TerminalOptions, TerminalService, TerminalTool, episodes
 from agentrl_tools.terminal.bash import as_result
 from agentrl_tools.terminal.episodes import Episode, Record, record_file
+from agentrl_tools.terminal.mcp_servers import McpLimits, McpServers
 
 from agentrl.config.containers import ContainersConfig
 from agentrl.config.toolserver import ServerConfig
@@ -18,12 +19,14 @@ from agentrl.containers.machine_access import MachineAccess
 from agentrl.containers.machines import Machines
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.task_folder import TaskFolder, load_task_folder
+from agentrl.core.errors import ToolFailure
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.server.sessions import Sessions
 from tests.fake_daemon import fake_daemon
 from tests.fake_machine import FakeMachine, FakeMachines, write_task
 
 KEY = "episode"
+LIMITS = McpLimits(timeout_s=9, max_chars=100)
 
 
 def answer(machine: FakeMachine, command: Command) -> CommandResult | None:
@@ -42,7 +45,7 @@ class Server:
 
     def __init__(self, state: Path, machines: dict[str, FakeMachine]) -> None:
         self.machines = FakeMachines(state, {"/app/a.txt": b"a"}, answer, machines)
-        self.episodes = Episodes(cast(Machines, self.machines), open_spec, "task")
+        self.episodes = Episodes(cast(Machines, self.machines), open_spec, "task", LIMITS)
         tools = [TerminalTool(self.episodes), BashTool(self.episodes, timeout_s=9, max_chars=100)]
         self.sessions = Sessions(None, tools, ServerConfig())
 
@@ -133,6 +136,59 @@ def test_a_conversation_that_has_lost_a_command_does_not_go_on(tmp_path: Path) -
     play(tmp_path, episode)
 
 
+MCP_TASK = """[[environment.mcp_servers]]
+name = "notes"
+transport = "stdio"
+command = "notes"
+"""
+
+
+class Notes(McpServers):
+    """The servers of an episode: one that notes what it is told."""
+
+    notes: ClassVar[list[str]] = []
+
+    async def call(self, call: ToolCall, user: str | None) -> ToolResult:
+        if "notes" in self._lost:
+            return await super().call(call, user)
+        self.notes.append(call.arguments["arguments"]["text"])
+        if self.notes[-1] == "stop":
+            raise ToolFailure("the server of tools ends in the call")
+        return ToolResult(call.id, ToolStatus.OK, f"{len(self.notes)} notes", {"count": len(self.notes)})
+
+
+def test_a_call_of_an_mcp_server_is_made_once_and_its_loss_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "McpServers", Notes)
+    monkeypatch.setattr(Notes, "notes", [])
+    task = write_task(tmp_path / "task", "image", "echo", toml=MCP_TASK)
+    machines: dict[str, FakeMachine] = {}
+
+    async def note(server: Server, number: int, text: str) -> ToolResult:
+        arguments = {"action": "call", "server": "notes", "tool": "add", "arguments": {"text": text}}
+        return await server.call("terminal", str(number), arguments)
+
+    async def episode() -> None:
+        first = Server(tmp_path / "state", machines)
+        await first.episodes.begin(KEY, task)
+        assert (await note(first, 1, "a")).data == {"count": 1}
+        assert (await first.call("bash", "2", {"command": "do it"})).content == "did do it"
+        again = Server(tmp_path / "state", machines)
+        assert (await note(again, 1, "a")).content == "1 notes", "of the record"
+        other = await note(Server(tmp_path / "state", machines), 1, "b")
+        assert "has run another command" in other.content
+        lost = await note(again, 3, "b")
+        assert lost.status is ToolStatus.SANDBOX_FAILURE
+        assert "has lost what it had in memory" in lost.content
+        assert Notes.notes == ["a"]
+        assert (await note(first, 4, "stop")).status is ToolStatus.UNAVAILABLE
+        left = await note(Server(tmp_path / "state", machines), 4, "stop")
+        assert "was left in call" in left.content
+
+    asyncio.run(episode())
+
+
 def test_a_machine_that_is_gone_is_a_failure_and_no_new_machine(tmp_path: Path) -> None:
     async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
         assert "there is no machine" in (await server().call("bash", "1", {"command": "do it"})).content
@@ -175,7 +231,11 @@ def test_machines_of_a_killed_run_that_no_episode_takes_up_are_removed(tmp_path:
                 for key in keys:
                     machine = await machines.open(spec, key)
                     Episode(
-                        machine, load_task_folder(task), Record(str(task), machine.id), record_file(config, name, key)
+                        machine,
+                        load_task_folder(task),
+                        Record(str(task), machine.id),
+                        record_file(config, name, key),
+                        LIMITS,
                     ).save()
                 await machines.open(spec, f"{machine.id}-tests-0", beside=machine)
                 await machines.leave()

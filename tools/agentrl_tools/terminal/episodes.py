@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl import ToolCall, ToolResult, ToolStatus
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.grading import Grade, GradingMode, grade
 from agentrl.containers.machine import Command, CommandResult, Machine, MachineEndedError
@@ -20,6 +21,8 @@ from agentrl.containers.task_folder import TaskFolder, load_task_folder
 from agentrl.containers.task_steps import prepare_step
 from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import SandboxFailure
+
+from .mcp_servers import McpLimits, McpServers
 
 RECORD_S = 604_800.0
 """Age of records that are removed, seconds."""
@@ -39,6 +42,8 @@ class Record:
     """The step that is being played, from 0."""
     calls: list[list[str]] = field(default_factory=list)
     """Id and hash of each command that was begun, in order."""
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Server and result of each call of an MCP server that has ended, by id."""
     grade: dict[str, Any] | None = None
     """What the last step's tests gave, for a run that was killed before it had recorded the end of the episode."""
 
@@ -51,9 +56,12 @@ class Episode:
         folder: of the task.
         record: of the episode.
         file: where the record is.
+        limits: of calls of MCP servers.
     """
 
-    def __init__(self, machine: Machine, folder: TaskFolder, record: Record, file: Path) -> None:
+    def __init__(self, machine: Machine, folder: TaskFolder, record: Record, file: Path, limits: McpLimits) -> None:
+        called = frozenset(result["server"] for result in record.results.values())
+        self.mcp_servers = McpServers(folder, machine, limits, lost=called)
         self.machine = machine
         self.folder = folder
         self.record = record
@@ -73,14 +81,42 @@ class Episode:
         """
         assert command.call_id is not None, "calls have ids"
         words = command.command if isinstance(command.command, tuple) else (command.command,)
-        entry = [command.call_id, hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]]
-        calls = self.record.calls
-        if entry not in calls:
-            if any(entry[0] == call_id for call_id, _ in calls):
-                raise SandboxFailure(f"machine {self.machine.id} has run another command as call {entry[0]}")
-            calls.append(entry)
-            self.save()
+        self._register(command.call_id, words)
         return await self.machine.run(command)
+
+    async def call_tool(self, call: ToolCall) -> ToolResult:
+        """Call a tool of an MCP server; the same call again gives its result.
+
+        Raises:
+            SandboxFailure: see `run`; also if an earlier server was killed in the call, whose effect is not known.
+        """
+        words = [json.dumps(dict(call.arguments), sort_keys=True)]
+        if not self._register(call.id, words):
+            recorded = self.record.results.get(call.id)
+            if recorded is None:
+                raise SandboxFailure(f"machine {self.machine.id} was left in call {call.id}, whose effect is not known")
+            return ToolResult(call.id, ToolStatus(recorded["status"]), recorded["content"], recorded["data"])
+        result = await self.mcp_servers.call(call, self.user)
+        self.record.results[call.id] = {
+            "server": call.arguments["server"],
+            "status": result.status.value,
+            "content": result.content,
+            "data": result.data,
+        }
+        self.save()
+        return result
+
+    def _register(self, call_id: str, words: Sequence[str]) -> bool:
+        """Record a call before it is made; return whether it is a new one."""
+        entry = [call_id, hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]]
+        calls = self.record.calls
+        if entry in calls:
+            return False
+        if any(call_id == other_id for other_id, _ in calls):
+            raise SandboxFailure(f"machine {self.machine.id} has run another command as call {call_id}")
+        calls.append(entry)
+        self.save()
+        return True
 
     def check_calls(self, count: int) -> None:
         """Check that the machine has run as many commands as the conversation has.
@@ -101,6 +137,7 @@ class Episode:
 
     async def close(self) -> None:
         """Remove the machine; of the record the grade is kept."""
+        await self.mcp_servers.close()
         await self.machine.close()
         if self.record.grade is None:
             self._file.unlink(missing_ok=True)
@@ -113,12 +150,14 @@ class Episodes:
         machines: opens machines; connected by `start`.
         open_spec: see `OpenSpec`.
         mode: where tests run.
+        limits: of calls of MCP servers.
     """
 
-    def __init__(self, machines: Machines, open_spec: OpenSpec, mode: GradingMode) -> None:
+    def __init__(self, machines: Machines, open_spec: OpenSpec, mode: GradingMode, limits: McpLimits) -> None:
         self._machines = machines
         self._open_spec = open_spec
         self._mode = mode
+        self._limits = limits
         self._open: dict[str, asyncio.Task[Episode]] = {}
 
     async def start(self) -> None:
@@ -169,7 +208,7 @@ class Episodes:
     async def _make(self, key: str, path: Path) -> Episode:
         folder = await asyncio.to_thread(load_task_folder, path)
         machine = await self._machines.open(await self._open_spec(folder, None), key)
-        episode = Episode(machine, folder, Record(str(path), machine.id), self._file(key))
+        episode = Episode(machine, folder, Record(str(path), machine.id), self._file(key), self._limits)
         try:
             await prepare_step(folder, 0, machine)
             episode.save()
@@ -190,7 +229,7 @@ class Episodes:
             await machine.close()
             file.unlink(missing_ok=True)
             raise SandboxFailure(f"machine {record.machine} is gone: its lease has ended, or its daemon has lost it")
-        return Episode(machine, folder, record, file)
+        return Episode(machine, folder, record, file, self._limits)
 
     async def grade(self, episode: Episode, step: int) -> Grade:
         """Run the tests of a step.
@@ -208,6 +247,8 @@ class Episodes:
             return machine
 
         is_last = step == len(episode.folder.steps) - 1
+        if is_last:
+            await episode.mcp_servers.close()
         try:
             return await grade(episode.folder, step, episode.machine, open_clean, mode=self._mode, is_last=is_last)
         except MachineEndedError as error:
@@ -237,6 +278,9 @@ class Episodes:
 
     async def close(self) -> None:
         """Leave the machines that are open to the next server, or to the end of their leases."""
+        for task in self._open.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                await task.result().mcp_servers.close()
         await self._machines.leave()
 
     def _file(self, key: str) -> Path:

@@ -23,6 +23,7 @@ from agentrl.toolserver.service import HostedService
 from .bash import BASH, BashTool
 from .episodes import Episodes
 from .left_machines import remove_left_machines
+from .mcp_servers import McpLimits
 from .options import TerminalOptions
 from .terminal import TerminalTool
 
@@ -40,7 +41,8 @@ class TerminalService(HostedService):
 
     def create_tools(self, options: TerminalOptions) -> Sequence[HostedTool]:
         """Return the tool of environments and that of policies."""
-        episodes = Episodes(Machines(options.containers, options.owner), machine_spec, options.grading)
+        limits = McpLimits(timeout_s=options.timeout_s, max_chars=options.max_chars)
+        episodes = Episodes(Machines(options.containers, options.owner), machine_spec, options.grading, limits)
         return [TerminalTool(episodes), BashTool(episodes, timeout_s=options.timeout_s, max_chars=options.max_chars)]
 
     def tools(self, options: Mapping[str, Any]) -> tuple[Tool, ...]:

@@ -18,8 +18,11 @@ TERMINAL = "terminal"
 PARAMETERS = {
     "type": "object",
     "properties": {
-        "action": {"enum": ["open", "grade"]},
+        "action": {"enum": ["open", "call", "grade"]},
         "folder": {"type": "string", "description": "With open: the task's folder."},
+        "server": {"type": "string", "description": "With call: the task's MCP server."},
+        "tool": {"type": "string", "description": "With call: its tool."},
+        "arguments": {"type": "object", "description": "With call: arguments of the tool."},
         "step": {"type": "integer", "minimum": 0, "description": "With grade: the step, from 0."},
         "calls": {
             "type": "integer",
@@ -38,10 +41,11 @@ PARAMETERS = {
 
 
 class TerminalTool(HostedTool):
-    """Opens and grades. A call's id is the episode's key, a hyphen, and the call's name.
+    """Opens, calls tools of the task's MCP servers, and grades. A call's id is the episode's key, a hyphen, and the call's name.
 
-    ``open`` returns the data ``{"instruction", "steps", "machine"}``, the last one as `MachineAccess` for agent programs, which
-    work in the machine themselves. ``grade`` returns ``{"rewards", "task_rewards", "reward",
+    ``open`` returns the data ``{"instruction", "steps", "machine", "tools"}``: the machine as `MachineAccess` for agent programs,
+    which work in it themselves, and the tools as `McpServers.tools` describes them. ``call`` returns the tool's result. ``grade``
+    returns ``{"rewards", "task_rewards", "reward",
     "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of
     the task so far, and as one number; the next step's instruction and access, or None after the last.
     """
@@ -59,7 +63,7 @@ class TerminalTool(HostedTool):
         await self._episodes.start()
 
     async def call(self, session: ToolSession, call: ToolCall) -> ToolResult:
-        """Open a machine, or grade.
+        """Open a machine, call a tool, or grade.
 
         Raises:
             SandboxFailure: there is no machine, or it is not as the conversation has it.
@@ -73,8 +77,13 @@ class TerminalTool(HostedTool):
                 "instruction": await agent_instruction(episode.folder, episode.machine),
                 "steps": len(episode.folder.steps),
                 "machine": _access(episode),
+                "tools": await episode.mcp_servers.tools(episode.user),
             }
             return ToolResult(call.id, ToolStatus.OK, "open", data)
+        if call.arguments["action"] == "call":
+            episode = await self._episodes.find(key)
+            async with episode.lock:
+                return await episode.call_tool(call)
         return ToolResult(call.id, ToolStatus.OK, "graded", await self._grade(key, call.arguments))
 
     async def _grade(self, key: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
