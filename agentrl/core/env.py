@@ -119,8 +119,8 @@ class EnvBase:
     stop: ClassVar[tuple[str, ...]] = ()
     """Strings that end the policy's turn; they stay in its message."""
     tools: Sequence[Tool] = ()
-    """Tools that the runner offers to the policy and runs on its behalf. They are read after `reset`, and again after the calls that it
-    requests, whose results an environment may make tools from."""
+    """Tools that the runner offers to the policy and runs on its behalf. They are read after `reset`, and again after the calls
+    that it requests, whose results an environment may make tools from."""
     tool_names: ClassVar[tuple[str, ...]] = ()
     """Registered tools (``agentrl.tools``) that ``ToolCalls`` of this environment may name, next to its own ``tools``."""
     offered_servers: Sequence[str] = ()
