@@ -2,7 +2,7 @@
 # make test    set up .venv and run the tests, on all cores
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
-# make test-harbor   install Harbor into .venv-harbor (Python 3.12), and run the tests beside it; needs Docker Compose
+# make test-harbor   install Harbor into .venv-harbor (Python 3.12), and run the tests beside it; needs Docker's plugins compose and buildx
 # make test-trackio  install trackio into .venv-trackio, and run its tests
 # make test-environments  install servers of OpenEnv and NeMo Gym into .venv-environments, and run the tests that need them
 # make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-harbor test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-harbor harbor-tools test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -126,11 +126,21 @@ $(TRACKIO)/.installed: | $(VENV)/.installed
 
 # Harbor in an environment of its own, with the Python that it needs.
 $(HARBOR)/.installed:
+	@$(HARBOR_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "make test-harbor: Harbor needs Python 3.12; set HARBOR_PYTHON=/path/to/python3.12"; exit 2; }
 	$(HARBOR_PYTHON) -m venv $(HARBOR)
 	$(HARBOR)/bin/pip install --quiet 'harbor==0.26.0'
 	@touch $@
 
-test-harbor: install $(HARBOR)/.installed
+# Harbor starts tasks with `docker compose`, whose plugin no package of Debian 12 has.
+harbor-tools: sandbox-image
+	@export PATH="$$PATH:/usr/sbin:/sbin"; for program in docker dockerd debootstrap; do command -v $$program >/dev/null || { \
+	  echo "make test-harbor: there is no $$program (Debian: docker.io, debootstrap)"; exit 2; }; done
+	@for plugin in compose buildx; do docker $$plugin version >/dev/null 2>&1 || { \
+	  echo "make test-harbor: docker has no plugin $$plugin; put its program docker-$$plugin into ~/.docker/cli-plugins," \
+	  "or set DOCKER_CONFIG to a folder that has it in cli-plugins"; exit 2; }; done
+
+test-harbor: install harbor-tools $(HARBOR)/.installed
 	HARBOR_VENV=$(HARBOR) $(BIN)/python -m pytest -rs tests/with_harbor
 
 test-trackio: install $(TRACKIO)/.installed
@@ -191,4 +201,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) $(ENVIRONMENTS) build site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) $(HARBOR) $(ENVIRONMENTS) build site *.egg-info

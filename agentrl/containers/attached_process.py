@@ -59,7 +59,7 @@ def main() -> int:
             if kind != 2:
                 line_bytes = len(chunk) - 1 - chunk.rfind(b"\n") if b"\n" in chunk else line_bytes + len(chunk)
             if line_bytes > LINE_BYTES:
-                print(f"a line has more than {LINE_BYTES} bytes", file=sys.stderr)
+                _write(2, b"a line of the program is too long\n")
                 return 1
         return 0
     except BrokenPipeError:
