@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl import ConfigError, UserError
 
+from .agent_packages import add_packages
 from .base_image import bootstrap, build
 from .data import make_exercise
 from .demonstrations import Chats
@@ -31,6 +32,9 @@ def main() -> None:
     base.add_argument(
         "--debootstrap", metavar="SUITE", help="make it from Debian's packages, such as bookworm, without an image"
     )
+    base.add_argument(
+        "--agent", nargs="+", default=(), metavar="PACKAGE", help="agent programs to install in it with pip, in /opt/agent"
+    )
     write = actions.add_parser("write", help="write exercises as folders in Harbor's format")
     write.add_argument("folder", type=Path, metavar="FOLDER")
     write.add_argument("--count", type=int, default=1, metavar="N", help="of each kind; default 1")
@@ -46,6 +50,8 @@ def main() -> None:
     try:
         if arguments.action == "base":
             bootstrap(arguments.debootstrap) if arguments.debootstrap else build(arguments.source)
+            if arguments.agent:
+                add_packages(tuple(arguments.agent))
             print(f"made {IMAGE}")
         elif arguments.action == "demonstrate":
             _demonstrate(arguments.file, arguments.count, arguments.seed)

@@ -24,7 +24,7 @@ def build(base: str) -> None:
         UserError: the client is not installed, or fails; the message has its last lines.
     """
     folder = str(DOCKERFILE.parent)
-    _run("docker", "build", "--build-arg", f"BASE={base}", "--tag", IMAGE, folder)
+    run_program("docker", "build", "--build-arg", f"BASE={base}", "--tag", IMAGE, folder)
 
 
 def bootstrap(suite: str) -> None:
@@ -35,18 +35,24 @@ def bootstrap(suite: str) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-base-") as folder:
         root, archive = Path(folder) / "root", Path(folder) / "image.tar"
-        _run("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", suite, str(root))
+        run_program("debootstrap", "--variant=minbase", f"--include={_PACKAGES}", suite, str(root))
         for path in _LEFT_OUT:
             shutil.rmtree(root / path, ignore_errors=True)
         devices = "--exclude=./dev/*"
-        _run("tar", "--numeric-owner", "--one-file-system", devices, "-C", str(root), "-cf", str(archive), ".")
-        _run("docker", "import", "--change", "CMD /bin/sh", str(archive), IMAGE)
+        run_program("tar", "--numeric-owner", "--one-file-system", devices, "-C", str(root), "-cf", str(archive), ".")
+        run_program("docker", "import", "--change", "CMD /bin/sh", str(archive), IMAGE)
 
 
-def _run(*words: str) -> None:
+def run_program(*words: str) -> str:
+    """Run a program that makes the image, and return what it prints.
+
+    Raises:
+        UserError: it is not installed, or fails; the message has its last lines.
+    """
     if shutil.which(words[0]) is None:
         raise MissingError(f"{words[0]} is not installed; it makes the image {IMAGE}")
     process = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if process.returncode != 0:
         lines = process.stdout.strip().splitlines()[-_LAST_LINES:]
         raise UserError("\n".join([f"{' '.join(words[:2])} ended with {process.returncode}:", *lines]))
+    return process.stdout

@@ -1,0 +1,46 @@
+"""Agent programs in the image of the exercises: packages of Python, installed with pip of this machine, which reaches a registry."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from .base_image import run_program
+from .exercise import IMAGE
+
+FOLDER = "/opt/agent"
+"""Python environment of the programs in the image."""
+_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
+_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+
+
+def add_packages(packages: tuple[str, ...]) -> None:
+    """Add packages to the image, as the environment `FOLDER`.
+
+    Args:
+        packages: as pip takes them, such as ``mini-swe-agent==2.4.6``.
+
+    Raises:
+        UserError: pip or docker fails; the message has its last lines.
+    """
+    version = run_program("docker", "run", "--rm", "--network=none", IMAGE, "python3", "-c", _VERSION).strip()
+    with tempfile.TemporaryDirectory(prefix="agentrl-packages-") as name:
+        environment = Path(name) / "agent"
+        target = environment / "lib" / f"python{version}" / "site-packages"
+        platforms = [f"--platform={platform}" for platform in _PLATFORMS]
+        run_program(
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--only-binary=:all:", f"--python-version={version}"),
+            *(*platforms, f"--target={target}", *packages),
+        )
+        (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
+        programs = environment / "bin"
+        (target / "bin").rename(programs)
+        for script in programs.iterdir():
+            first, _, text = script.read_text(errors="surrogateescape").partition("\n")
+            if first.startswith("#!") and "python" in first:
+                script.write_text(f"#!{FOLDER}/bin/python3\n{text}", errors="surrogateescape")
+        for python in ("python3", f"python{version}"):
+            (programs / python).symlink_to("/usr/bin/python3")
+        (Path(name) / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY agent {FOLDER}\n")
+        run_program("docker", "build", "--quiet", "--tag", IMAGE, name)
