@@ -37,6 +37,7 @@ MACHINE = {
     "sampler.backend",
     "sandbox.backend",
     "learner.device",
+    "containers.hosts",
     "tasks.options.train",
     "tools.search.url",
     "tasks.options.eval",

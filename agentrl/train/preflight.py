@@ -13,6 +13,7 @@ from agentrl.algo.reward_processing import load_post_process
 from agentrl.batch.sample_conversion import load_convert
 from agentrl.cluster.placement_layout import check_placement, describe_placement
 from agentrl.cluster.ray_address import running_address
+from agentrl.config.agent import CONTAINER
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
 from agentrl.config.learner import LearnerConfig
@@ -424,6 +425,10 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str, lengt
         lines["agent"] = f"runs elsewhere, and starts sessions at {agent.url}/v1/sessions"
     elif rollout.agent.setting is not None and not config.sources:
         lines["agent"] = rollout.agent.command or rollout.agent.harness or ""
+        if rollout.agent.sandbox == CONTAINER:
+            lines["agent"] += ", in the machine of each task"
+        elif rollout.agent.sandbox is not None:
+            lines["agent"] += f", in a sandbox of {rollout.agent.sandbox}"
     times = ["before the first step"] if plan.eval_first else []
     times += [f"every {plan.eval_every} steps"] if plan.eval_every else []
     every = ", ".join([*times, "after the last step"])

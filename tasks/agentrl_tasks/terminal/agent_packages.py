@@ -30,16 +30,16 @@ def add_packages(packages: tuple[str, ...]) -> None:
         target = environment / "lib" / f"python{version}" / "site-packages"
         platforms = [f"--platform={platform}" for platform in _PLATFORMS]
         run_program(
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--only-binary=:all:", f"--python-version={version}"),
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:", f"--python-version={version}"),
             *(*platforms, f"--target={target}", *packages),
         )
         (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
         programs = environment / "bin"
         (target / "bin").rename(programs)
-        for script in programs.iterdir():
-            first, _, text = script.read_text(errors="surrogateescape").partition("\n")
-            if first.startswith("#!") and "python" in first:
-                script.write_text(f"#!{FOLDER}/bin/python3\n{text}", errors="surrogateescape")
+        for script in filter(Path.is_file, programs.iterdir()):
+            first, _, text = script.read_bytes().partition(b"\n")
+            if first.startswith(b"#!") and b"python" in first:
+                script.write_bytes(f"#!{FOLDER}/bin/python3\n".encode() + text)
         for python in ("python3", f"python{version}"):
             (programs / python).symlink_to("/usr/bin/python3")
         (Path(name) / "Dockerfile").write_text(f"FROM {IMAGE}\nCOPY agent {FOLDER}\n")
