@@ -33,7 +33,11 @@ def main() -> None:
         "--debootstrap", metavar="SUITE", help="make it from Debian's packages, such as bookworm, without an image"
     )
     base.add_argument(
-        "--agent", nargs="+", default=(), metavar="PACKAGE", help="agent programs to install in it with pip, in /opt/agent"
+        "--agent",
+        nargs="+",
+        default=(),
+        metavar="PACKAGE",
+        help="agent programs to install in it with pip, in /opt/agent",
     )
     write = actions.add_parser("write", help="write exercises as folders in Harbor's format")
     write.add_argument("folder", type=Path, metavar="FOLDER")
@@ -46,6 +50,12 @@ def main() -> None:
     demonstrate.add_argument("file", type=Path, metavar="FILE", help="new file of JSON lines")
     demonstrate.add_argument("--count", type=int, default=12_000, metavar="N", help="conversations; default 12000")
     demonstrate.add_argument("--seed", type=int, default=1, help="must differ from the seed of training; default 1")
+    demonstrate.add_argument(
+        "--kinds", nargs="+", default=tuple(KINDS), metavar="KIND", help="of exercises; default all"
+    )
+    demonstrate.add_argument(
+        "--system", metavar="TEXT", help="begin each with a message of the system, as an agent program does"
+    )
     arguments = parser.parse_args()
     try:
         if arguments.action == "base":
@@ -54,7 +64,9 @@ def main() -> None:
                 add_packages(tuple(arguments.agent))
             print(f"made {IMAGE}")
         elif arguments.action == "demonstrate":
-            _demonstrate(arguments.file, arguments.count, arguments.seed)
+            _demonstrate(
+                arguments.file, arguments.count, Chats(FAULTS, arguments.seed, arguments.kinds), arguments.system
+            )
             print(f"wrote {arguments.count} conversations to {arguments.file}")
         else:
             print(f"wrote {_write(arguments)} exercises to {arguments.folder}")
@@ -75,13 +87,14 @@ def _write(arguments: argparse.Namespace) -> int:
     return len(exercises)
 
 
-def _demonstrate(file: Path, count: int, seed: int) -> None:
+def _demonstrate(file: Path, count: int, chats: Chats, system: str | None) -> None:
     """Write conversations as they are made; what is there of an interrupted call stays."""
     if file.exists():
         raise ConfigError(f"{file} is there already; name another file")
-    chats = Chats(FAULTS, seed)
     with file.open("w") as lines, ThreadPoolExecutor(os.cpu_count()) as threads:
         for number, chat in enumerate(threads.map(chats.__getitem__, range(count)), 1):
+            if system is not None:
+                chat["messages"].insert(0, {"role": "system", "content": system})
             lines.write(f"{json.dumps(chat)}\n")
             if number % PROGRESS_EVERY == 0:
                 print(f"{number}/{count}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Agent programs in the image of the exercises: packages of Python, installed with pip of this machine, which reaches a registry."""
+"""Agent programs in the image of the exercises: packages of Python, which pip of this machine installs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ def add_packages(packages: tuple[str, ...]) -> None:
         environment = Path(name) / "agent"
         target = environment / "lib" / f"python{version}" / "site-packages"
         platforms = [f"--platform={platform}" for platform in _PLATFORMS]
-        run_program(
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:", f"--python-version={version}"),
-            *(*platforms, f"--target={target}", *packages),
-        )
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:")
+        run_program(*pip, f"--python-version={version}", *platforms, f"--target={target}", *packages)
         (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
         programs = environment / "bin"
         (target / "bin").rename(programs)

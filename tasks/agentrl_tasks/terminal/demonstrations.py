@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agentrl import Tool, served_tools
+from agentrl import Tool, served_tools, unknown_name
 from agentrl_tasks.faults import check_faults
 
 from .data import make_exercise
@@ -184,12 +184,15 @@ class Chats:
         kinds: names of `KINDS`, which alternate.
 
     Raises:
-        UnknownNameError: a fault is unknown.
+        UnknownNameError: a fault or a kind is unknown.
         ConfigError: the faults are no probabilities.
     """
 
     def __init__(self, faults: Mapping[str, float], seed: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
         check_faults(faults, FAULTS)
+        for kind in kinds:
+            if kind not in KINDS:
+                raise unknown_name("kind of exercise", kind, KINDS, "--kinds")
         self._faults, self._seed, self._kinds = faults, seed, kinds
         [self._tool] = served_tools("terminal")
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from agentrl.config.checks import check
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
-from agentrl.config.validation import check
 from agentrl.core.errors import ConfigError
 from agentrl.runtime.checks import check_episodes
 
@@ -20,7 +20,10 @@ def run_config(*settings: str) -> Config:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (PROGRAM, "rollout.agent.reward=function with rollout.agent.sandbox=container: the tests of the task give the reward"),
+        (
+            PROGRAM,
+            "rollout.agent.reward=function with rollout.agent.sandbox=container: the tests of the task give the reward",
+        ),
         ((*PROGRAM, "rollout.agent.reward=environment", "rollout.agent.cwd=/tmp"), "rollout.agent.cwd=/tmp with"),
         (
             ("env.roles.a.program={command: x, sandbox: container}",),
@@ -36,8 +39,14 @@ def test_settings_that_do_not_fit_are_refused(settings: tuple[str, ...], words: 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("env.name=single_turn",), "rollout.agent.sandbox=container with env.name=single_turn, which opens no machine"),
-        (("env.name=terminal", "containers.runtime=runsc"), "rollout.agent.sandbox=container with containers.runtime=runsc"),
+        (
+            ("env.name=single_turn",),
+            "rollout.agent.sandbox=container with env.name=single_turn, which opens no machine",
+        ),
+        (
+            ("env.name=terminal", "containers.runtime=runsc"),
+            "rollout.agent.sandbox=container with containers.runtime=runsc",
+        ),
     ],
 )
 def test_what_a_machine_lacks_is_named(settings: tuple[str, ...], words: str) -> None:

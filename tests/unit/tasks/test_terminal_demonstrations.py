@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from agentrl_tasks.terminal.__main__ import main
 from agentrl_tasks.terminal.data import make_exercise
 from agentrl_tasks.terminal.demonstrations import DONE, FAULTS, Chats, demonstrate, move, put_files, run_commands
 from agentrl_tasks.terminal.exercise import Exercise
@@ -105,3 +106,17 @@ def test_bad_faults_are_named() -> None:
         Chats({"lazy": 0.1}, 1)
     with pytest.raises(ConfigError, match=r"tasks\.options\.faults"):
         Chats({"idle": 1.1}, 1)
+
+
+def test_conversations_begin_as_those_of_an_agent_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "chats.jsonl"
+    words = ["demonstrate", str(file), "--count", "2", "--kinds", "write_file", "--system", ""]
+    monkeypatch.setattr("sys.argv", ["terminal", *words])
+    main()
+    for line in file.read_text().splitlines():
+        first, second, *_ = json.loads(line)["messages"]
+        assert first == {"role": "system", "content": ""}
+        assert second["content"].startswith("Write the text")
+    monkeypatch.setattr("sys.argv", ["terminal", *words[:1], str(tmp_path / "other.jsonl"), "--kinds", "write_fil"])
+    with pytest.raises(SystemExit, match="write_fil.*--kinds"):
+        main()
