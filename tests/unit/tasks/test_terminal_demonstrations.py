@@ -118,5 +118,5 @@ def test_conversations_begin_as_those_of_an_agent_program(tmp_path: Path, monkey
         assert first == {"role": "system", "content": ""}
         assert second["content"].startswith("Write the text")
     monkeypatch.setattr("sys.argv", ["terminal", *words[:1], str(tmp_path / "other.jsonl"), "--kinds", "write_fil"])
-    with pytest.raises(SystemExit, match="write_fil.*--kinds"):
+    with pytest.raises(SystemExit, match=r"write_fil.*--kinds"):
         main()
