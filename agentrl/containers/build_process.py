@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import TypedDict
 
 import docker
-from docker.errors import DockerException
+from docker.errors import DockerException, ImageNotFound
 from docker.utils.build import create_archive, exclude_paths
 
+from agentrl.containers.buildkit import TRACE, TraceReader, start_build
+from agentrl.containers.daemon import is_podman
+from agentrl.containers.dockerfile import Dockerfile
 from agentrl.core.errors import ConfigError
 
 PIPE = 1
 NO_LIMIT = None
 """The process that started this one has the limit of time."""
+
+
+class BuildOptions(TypedDict):
+    """Arguments of both builders."""
+
+    tag: str
+    buildargs: dict[str, str]
 
 
 class BuildRequest(TypedDict):
@@ -34,8 +44,11 @@ class BuildRequest(TypedDict):
     """Name and tag of the image to pull; empty: it is built."""
     context: str
     """Folder of the build."""
-    options: dict[str, object]
-    """Further arguments of `docker.APIClient.build`: ``tag``, ``dockerfile``, ``buildargs``."""
+    dockerfile: str
+    """Its name in the folder."""
+    memory: int
+    """Limit of a step of the classic builder, bytes; BuildKit has none."""
+    options: BuildOptions
 
 
 class BuildError(Exception):
@@ -52,21 +65,63 @@ def main() -> None:
             _report_messages(api.pull(request["pull"], stream=True, decode=True))
         else:
             _build(api, request)
-    except (BuildError, DockerException, OSError) as error:
+    except (BuildError, ConfigError, DockerException, OSError) as error:
         _report(str(error))
         os._exit(1)
     os._exit(0)
 
 
 def _build(api: docker.APIClient, request: BuildRequest) -> None:
-    context, dockerfile = request["context"], str(request["options"]["dockerfile"])
+    context, name, options = request["context"], request["dockerfile"], request["options"]
+    dockerfile = Dockerfile((Path(context) / name).read_text(errors="surrogateescape"))
+    # Podman's one builder has the instructions of BuildKit.
+    need = None if is_podman(api.version(api_version=False)) else dockerfile.needs_buildkit
     with tempfile.TemporaryFile() as file:
-        create_archive(context, files=context_files(Path(context), dockerfile), fileobj=file)
+        if need is None:
+            create_archive(context, files=context_files(Path(context), name), fileobj=file)
+            file.seek(0)
+            limits = {"memory": request["memory"], "memswap": request["memory"]}
+            messages = api.build(
+                fileobj=file,
+                custom_context=True,
+                rm=True,
+                forcerm=True,
+                decode=True,
+                dockerfile=name,
+                container_limits=limits,
+                **options,
+            )
+            _report_messages(messages)
+            return
+        text = dockerfile.without_frontend()
+        files = [path for path in context_files(Path(context), name) if path != name]
+        create_archive(context, files=files, fileobj=file, extra_files=[(name, text)])
         file.seek(0)
-        messages = api.build(
-            fileobj=file, custom_context=True, rm=True, forcerm=True, decode=True, **request["options"]
-        )
-        _report_messages(messages)
+        for image in dockerfile.base_images(options["buildargs"]):
+            _pull_missing(api, image)
+        _report(f"{need}: built by BuildKit")
+        try:
+            _report_messages(
+                start_build(api, file, tag=options["tag"], dockerfile=name, arguments=options["buildargs"])
+            )
+        except BuildError as error:
+            raise BuildError(f"{error}{_buildkit_advice(str(error))}") from error
+
+
+def _pull_missing(api: docker.APIClient, image: str) -> None:
+    try:
+        api.inspect_image(image)
+    except ImageNotFound:
+        _report_messages(api.pull(image, stream=True, decode=True))
+
+
+def _buildkit_advice(error: str) -> str:
+    elsewhere = "build the image with `docker buildx build`, and name it in place of the Dockerfile"
+    if "parse error" in error:
+        return f"\nThe daemon's version of BuildKit does not have this instruction: update Docker, or {elsewhere}"
+    if "no active session" in error or "no sessions" in error or "secret" in error:
+        return f"\nBuilds have no secrets, keys or logins of this machine: {elsewhere}"
+    return ""
 
 
 def context_files(context: Path, dockerfile: str) -> Sequence[str]:
@@ -86,9 +141,13 @@ def context_files(context: Path, dockerfile: str) -> Sequence[str]:
 
 
 def _report_messages(messages: Iterable[Mapping[str, object]]) -> None:
+    trace = TraceReader(_report)
     for entry in messages:
         if "error" in entry:
             raise BuildError(str(entry["error"]).strip())
+        if entry.get("id") == TRACE:
+            trace.read(entry)
+            continue
         text = str(entry.get("stream") or "")
         if "status" in entry and "progressDetail" not in entry:
             text = f"{entry['status']} {entry.get('id', '')}"

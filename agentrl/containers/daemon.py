@@ -12,7 +12,7 @@ import docker
 from docker.errors import APIError, DockerException
 
 from agentrl.config.containers import ContainersConfig
-from agentrl.containers.docker_api import DaemonInfo, DockerApi
+from agentrl.containers.docker_api import DaemonInfo, DaemonVersion, DockerApi
 from agentrl.core.errors import MissingError, SandboxFailure
 
 _T = TypeVar("_T")
@@ -97,6 +97,11 @@ class DaemonClient:
 
     async def _in_thread(self, function: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def is_podman(version: DaemonVersion) -> bool:
+    """Return whether a daemon is Podman, by its version."""
+    return any("Podman" in component["Name"] for component in version.get("Components") or ())
 
 
 def daemon_urls(config: ContainersConfig) -> Sequence[str]:

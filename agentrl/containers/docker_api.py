@@ -30,6 +30,19 @@ class DaemonInfo(TypedDict, total=False):
     ServerVersion: str
 
 
+class Component(TypedDict):
+    """A program of a daemon."""
+
+    Name: str
+
+
+class DaemonVersion(TypedDict, total=False):
+    """A daemon's programs."""
+
+    Version: str
+    Components: list[Component] | None
+
+
 class ContainerState(TypedDict):
     """State of a container."""
 
@@ -251,3 +264,6 @@ class DockerApi(ContainersApi, ObjectsApi, Protocol):
 
     def df(self) -> DiskUsage:
         """Return sizes of what the daemon keeps."""
+
+    def version(self, *, api_version: bool = True) -> DaemonVersion:
+        """Return the daemon's programs and their versions."""

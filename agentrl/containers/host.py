@@ -18,7 +18,7 @@ from pathlib import Path
 from docker.errors import APIError, NotFound
 
 from agentrl.config.containers import ContainersConfig
-from agentrl.containers.daemon import DaemonClient, message
+from agentrl.containers.daemon import DaemonClient, is_podman, message
 from agentrl.containers.docker_api import ContainerSummary, CreatedObject, DockerApi, Options
 from agentrl.containers.images import Images
 from agentrl.containers.leases import (
@@ -34,7 +34,15 @@ from agentrl.containers.leases import (
     machine_key,
     read_leases,
 )
-from agentrl.containers.options import machine_options, service_options, shared_hosts, volume_name
+from agentrl.containers.options import (
+    Dialect,
+    docker_dialect,
+    machine_options,
+    podman_dialect,
+    service_options,
+    shared_hosts,
+    volume_name,
+)
 from agentrl.containers.reaper import ensure_reaper, wake_reaper
 from agentrl.containers.spec import MachineSpec, ServiceSpec, services_in_order
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
@@ -44,6 +52,8 @@ _log = logging.getLogger(__name__)
 NAME = "agentrl-machine-{}"
 BESIDE = "-tests"
 _NAME = re.compile(r"/agentrl-machine-(\d+)")
+_NAME_TAKEN = "name is already in use"
+"""Of Podman, whose status is that of any failure."""
 PUBLIC_NETWORK = "agentrl-public"
 HEALTH_POLL_S = 0.2
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes", "CpuCfsQuota": "CPU time"}
@@ -88,6 +98,7 @@ class Host:
         """Whether the storage driver limits the size of a machine's root; None: not known before the first machine."""
         self._config = config
         self._state = state
+        self._dialect: Dialect
         self._starting, self._has_started = asyncio.Lock(), False
 
     async def start(self) -> None:
@@ -117,6 +128,8 @@ class Host:
             )
         if self._config.runtime is not None:
             self._check_runtime(self._config.runtime)
+        version = await self.client.call(lambda api: api.version(api_version=False))
+        self._dialect = await asyncio.to_thread(podman_dialect, self._state) if is_podman(version) else docker_dialect()
         await self.lease.start()
 
     async def scan(self) -> HostScan:
@@ -179,12 +192,12 @@ class Host:
         labels = identity.labels(MACHINE_ROLE)
         while True:
             with_quota = self.has_quota is not False
-            options = machine_options(spec, image, labels, network, has_quota=with_quota)
+            options = machine_options(spec, image, labels, network, dialect=self._dialect, has_quota=with_quota)
             create = methodcaller("create_container", name=name, **options)
             try:
                 created: CreatedObject = await self.client.call(create)
             except APIError as error:
-                if error.status_code == 409:
+                if error.status_code == 409 or _NAME_TAKEN in message(error):
                     return None
                 if with_quota and "storage-opt" in message(error):
                     if self.has_quota is False:  # another machine has just seen it
@@ -237,7 +250,8 @@ class Host:
         self, service: ServiceSpec, spec: MachineSpec, image: str, identity: LeaseLabels, network_mode: str
     ) -> None:
         labels = {**identity.labels("service"), SERVICE_LABEL: service.name}
-        options = service_options(service, spec, image, labels, {"network_mode": network_mode})
+        mode: Options = {"network_mode": network_mode}
+        options = service_options(service, spec, image, labels, mode, dialect=self._dialect)
         name = f"agentrl-{identity.machine_id}-{service.name}"
         if not network_mode.startswith("container:"):
             alias = {"EndpointsConfig": {network_mode: {"Aliases": [service.name]}}}

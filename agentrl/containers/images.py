@@ -120,7 +120,14 @@ class Images:
         _log.info("pulling %s to %s", image, self._client.url)
         _, separator, tag = image.rpartition(":")
         name = image if (separator and "/" not in tag) or "@" in image else f"{image}:latest"
-        request: BuildRequest = {"daemon": self._client.url, "pull": name, "context": "", "options": {}}
+        request: BuildRequest = {
+            "daemon": self._client.url,
+            "pull": name,
+            "context": "",
+            "dockerfile": "",
+            "memory": 0,
+            "options": {"tag": "", "buildargs": {}},
+        }
         try:
             await self._run(request, self._config.pull_s, progress)
         except SandboxFailure as error:
@@ -131,17 +138,13 @@ class Images:
 
     async def _build(self, tag: str, build: BuildSpec, progress: Progress | None) -> None:
         _log.info("building %s from %s at %s", tag, build.context, self._client.url)
-        memory = self._config.build_memory_mb * 2**20
         request: BuildRequest = {
             "daemon": self._client.url,
             "pull": "",
             "context": str(build.context),
-            "options": {
-                "tag": tag,
-                "dockerfile": build.dockerfile,
-                "buildargs": build.args,
-                "container_limits": {"memory": memory, "memswap": memory},
-            },
+            "dockerfile": build.dockerfile,
+            "memory": self._config.build_memory_mb * 2**20,
+            "options": {"tag": tag, "buildargs": build.args},
         }
         limit_s = build.timeout_s if build.timeout_s is not None else self._config.build_s
         try:

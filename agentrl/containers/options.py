@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import resource
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import docker
 
 from agentrl.containers.docker_api import Options
 from agentrl.containers.leases import MACHINE_LABEL
 from agentrl.containers.spec import Healthcheck, MachineSpec, ServiceSpec, VolumeMount
+from agentrl.core.atomic_files import write_atomically
 from agentrl.sandbox.cgroup import PERIOD_US
 from agentrl.sandbox.egress import proxy_environment
 from agentrl.sandbox.seccomp import machine_profile
@@ -18,13 +23,51 @@ FIRST_PROCESS = "trap : TERM INT; exec 3<&0; while :; do ( read -r _ <&3 ) & wai
 """Shell text of the first process: it waits with the shell's builtins alone, and reaps processes that lost their parent."""
 DROPPED_CAPABILITIES = ("MKNOD", "NET_RAW")
 """Of those that Docker grants; package managers, compilers, debuggers, web servers and ``su`` work without them."""
+PODMAN_PROCESSES = 32768
+"""Processes of a user that Podman's service may allow: it lowers its own limit to this."""
 API_VERSION = "1.41"
 """Of the options, which newer daemons take as well."""
 _profile = cache(machine_profile)
 
 
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a daemon takes options that Docker and Podman take in different ways."""
+
+    seccomp: str
+    """The profile of system calls: its text for Docker, a file with it for Podman."""
+    ulimits: tuple[docker.types.Ulimit, ...] = ()
+    """Limits beside those of `machine_options`: Podman starts with its own, which may be above those of its user."""
+
+    def options(self, disk_mb: int) -> Options:
+        """Return the options, with the size of files that ``disk_mb`` allows."""
+        # One file of the whole quota ends at once; many are counted from time to time, without a quota of the storage driver.
+        size = docker.types.Ulimit(name="fsize", soft=disk_mb * 2**20, hard=disk_mb * 2**20)
+        return {"security_opt": [f"seccomp={self.seccomp}"], "ulimits": [size, *self.ulimits]}
+
+
+def docker_dialect() -> Dialect:
+    """Return how Docker takes options."""
+    return Dialect(_profile())
+
+
+def podman_dialect(folder: Path) -> Dialect:
+    """Return how Podman takes options, which must be on this machine: it reads a file in ``folder``."""
+    profile = _profile()
+    file = folder / f"seccomp-{hashlib.sha256(profile.encode()).hexdigest()[:12]}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(file) as partial:
+            partial.write_text(profile)
+    files, processes = (resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    limits = {"nofile": files, "nproc": PODMAN_PROCESSES if processes < 0 else min(processes, PODMAN_PROCESSES)}
+    return Dialect(
+        str(file), tuple(docker.types.Ulimit(name=name, soft=value, hard=value) for name, value in limits.items())
+    )
+
+
 def machine_options(
-    spec: MachineSpec, image: str, labels: Mapping[str, str], network: Options, *, has_quota: bool
+    spec: MachineSpec, image: str, labels: Mapping[str, str], network: Options, *, dialect: Dialect, has_quota: bool
 ) -> Options:
     """Return the arguments of `docker.APIClient.create_container` for a machine.
 
@@ -33,9 +76,10 @@ def machine_options(
         image: the id of its image.
         labels: its labels.
         network: options of its network.
+        dialect: of the daemon.
         has_quota: whether the storage driver limits the size of the root.
     """
-    host = _limits(spec.memory_mb, spec.cpus, spec.processes, spec.disk_mb) | network
+    host = _limits(spec.memory_mb, spec.cpus, spec.processes) | dialect.options(spec.disk_mb) | network
     host["mounts"] = _mounts(spec.volumes, labels[MACHINE_LABEL])
     if has_quota:
         host["storage_opt"] = {"size": f"{spec.disk_mb}m"}
@@ -63,15 +107,17 @@ def machine_environment(spec: MachineSpec) -> dict[str, str]:
 
 
 def service_options(
-    service: ServiceSpec, machine: MachineSpec, image: str, labels: Mapping[str, str], network: Options
+    service: ServiceSpec,
+    machine: MachineSpec,
+    image: str,
+    labels: Mapping[str, str],
+    network: Options,
+    *,
+    dialect: Dialect,
 ) -> Options:
     """Return the arguments of `docker.APIClient.create_container` for a service of a machine."""
-    host = (
-        _limits(
-            service.memory_mb or machine.memory_mb, service.cpus or machine.cpus, machine.processes, machine.disk_mb
-        )
-        | network
-    )
+    limits = _limits(service.memory_mb or machine.memory_mb, service.cpus or machine.cpus, machine.processes)
+    host = limits | dialect.options(machine.disk_mb) | network
     host["mounts"] = _mounts(service.volumes, labels[MACHINE_LABEL])
     if machine.runtime is not None:
         host["runtime"] = machine.runtime
@@ -87,21 +133,18 @@ def service_options(
     }
 
 
-def _limits(memory_mb: int, cpus: float, processes: int, disk_mb: int) -> Options:
+def _limits(memory_mb: int, cpus: float, processes: int) -> Options:
     return {
         "init": False,
         "log_config": docker.types.LogConfig(type="none"),
         "restart_policy": {"Name": "no"},
         "cap_drop": list(DROPPED_CAPABILITIES),
-        "security_opt": [f"seccomp={_profile()}"],
         "mem_limit": memory_mb * 2**20,
         "memswap_limit": memory_mb * 2**20,
         "pids_limit": processes,
         # Not nano_cpus: Docker refuses more than the machine has.
         "cpu_period": PERIOD_US,
         "cpu_quota": max(1000, round(cpus * PERIOD_US)),
-        # One file of the whole quota ends at once; many are counted from time to time, without a quota of the storage driver.
-        "ulimits": [docker.types.Ulimit(name="fsize", soft=disk_mb * 2**20, hard=disk_mb * 2**20)],
     }
 
 

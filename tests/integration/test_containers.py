@@ -253,6 +253,37 @@ def test_images_are_built_once(config: ContainersConfig, dockerd: DockerHost, tm
     assert sum("Successfully tagged" in line for line in lines) == 1
 
 
+def test_instructions_of_buildkit(config: ContainersConfig, dockerd: DockerHost, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        f"# syntax=docker/dockerfile:1\nARG BASE\nFROM $BASE\nLABEL test={tmp_path}\n"
+        "RUN --mount=type=cache,target=/cache echo printed && echo cached > /cache/a && cp /cache/a /built\n"
+        "COPY --chmod=600 file /copied\n"
+    )
+    (tmp_path / "file").write_text("content\n")
+    lines: list[str] = []
+
+    async def main() -> None:
+        async with Machines(config, "test") as machines:
+            images: Images = machines.hosts[0].images
+            build = BuildSpec(context=tmp_path, args={"BASE": dockerd.image})
+            await images.ensure(None, build, lines.append)
+            machine = await machines.open(MachineSpec(build=build, network="no-network"), "built")
+            assert (
+                await machine.run(Command("cat /built /copied; stat -c %a /copied"))
+            ).output == "cached\ncontent\n600\n"
+            for text, fault in {
+                "RUN --mount=type=secret,id=a,required=true cat /run/secrets/a": "no secrets, keys or logins of this machine",
+                "RUN --mount=type=unknown true": "docker buildx build",
+            }.items():
+                (tmp_path / "Dockerfile").write_text(f"FROM {dockerd.image}\n{text}\n")
+                with pytest.raises(SandboxFailure, match=fault):
+                    await images.ensure(None, build)
+
+    asyncio.run(main())
+    assert "RUN --mount: built by BuildKit" in lines
+    assert "printed" in lines
+
+
 def test_what_a_daemon_lacks_is_named(config: ContainersConfig, spec: MachineSpec) -> None:
     async def main() -> None:
         async with Machines(config, "test") as machines:
