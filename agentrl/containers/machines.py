@@ -271,7 +271,7 @@ class Machines:
         """Bring a machine that runs to where commands can be run; a second time changes nothing."""
         await self.on_start(machine)
         if machine.spec.runtime is not None:
-            release = await machine.run(Command("read -r release < /proc/sys/kernel/osrelease; echo $release"))
+            release = await machine.run(Command("read -r _ _ release _ < /proc/version; echo $release"))
             self._host(machine).check_kernel(machine.spec.runtime, release.output.strip())
         if machine.spec.healthcheck is not None:
             await machine.wait_healthy(machine.spec.healthcheck)
