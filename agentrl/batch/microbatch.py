@@ -75,6 +75,8 @@ class GlobalBatch:
     (`check_provenance`)."""
     temperature: float = 1.0
     """The sampling temperature; the learner computes log-probabilities at the same temperature."""
+    truncation: Truncation | None = None
+    """What sampling left of the distribution at this temperature, if the policy's log-probabilities are those of the rest."""
     lr_scale: float = 1.0
     """The schedule's factor on the learning rate for this step."""
     sequence_sizes: tuple[int, ...] = ()
@@ -90,6 +92,15 @@ class GlobalBatch:
     batch."""
     gradient_scale: float = 1.0
     """Factor of the whole gradient and of the loss, with those of the parts before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Top-k and top-p sampling: the most probable tokens, then the fewest of them whose share reaches ``top_p``."""
+
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    top_p: float = 1.0
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

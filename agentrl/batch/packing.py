@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.batch.loss_weights import Aggregation, row_weights
-from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch, Truncation
 from agentrl.batch.prefix_groups import Division, divide_rows
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
@@ -85,6 +85,8 @@ class PackOptions:
     """See `row_weights`; only supervised batches may train on observed tokens."""
     temperature: float = 1.0
     """Of sampling; the learner computes log-probabilities at the same temperature."""
+    truncation: Truncation | None = None
+    """See `GlobalBatch.truncation`; of batches of kind ``rl`` only."""
     provenance: Literal["strict", "warn"] = "strict"
     """``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep their weights.
     ``strict`` leaves them for `check_provenance` to refuse."""
@@ -200,6 +202,7 @@ def pack(
         micro=tuple(tuple(micro[rank::ranks]) for rank in range(ranks)),
         kind=kind,
         temperature=options.temperature,
+        truncation=options.truncation if kind == "rl" else None,
         lr_scale=lr_scale,
         sequence_sizes=sequences.sizes(),
         divided_sequences=sequences.are_divided(),

@@ -55,9 +55,13 @@ class SamplerConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature in training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling in training; see ``allow_unnormalised``."""
+    """Nucleus sampling in training; see ``renormalise``."""
     top_k: TopK = -1
-    """Top-k sampling in training; see ``allow_unnormalised``."""
+    """Top-k sampling in training; see ``renormalise``."""
+    renormalise: bool = False
+    """The learner's log-probabilities are those of the tokens that ``top_k`` and ``top_p`` keep of its own logits, and of the
+    sampled token, as the engine has sampled. It needs ``algo.old_logprobs=learner`` without correction, as engines return
+    those of the whole distribution."""
     allow_unnormalised: bool = False
     """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
     max_new_tokens: PositiveInt = 64

@@ -149,9 +149,10 @@ class Config(Section):
         """Choose the ratio's denominator, and the correction, by the engine."""
         algo = self.algo
         if algo.old_logprobs == "auto":
-            algo.old_logprobs = "learner" if self.sampler.uses_sglang else "sampler"
+            algo.old_logprobs = "learner" if self.sampler.uses_sglang or self.sampler.renormalise else "sampler"
         if algo.correction.rollout_is == "auto":
-            algo.correction.rollout_is = "token" if algo.old_logprobs == "learner" else "none"
+            corrects = algo.old_logprobs == "learner" and not self.sampler.renormalise
+            algo.correction.rollout_is = "token" if corrects else "none"
         return self
 
     @model_validator(mode="after")

@@ -107,9 +107,9 @@ def kl_divergence(run: RunRecord) -> Iterator[Finding]:
 
 
 def sampler_mismatch(run: RunRecord) -> Iterator[Finding]:
-    """Yield that engine and learner disagree on the policy."""
+    """Yield that engine and learner disagree on the policy; renormalised log-probabilities are of another distribution."""
     values = run.recent("train/sampler_kl", RECENT)
-    if not values or mean(values) < SAMPLER_KL:
+    if not values or mean(values) < SAMPLER_KL or run.config.sampler.renormalise:
         return
     all_values = run.values("train/sampler_kl")
     gap = run.recent("train/sampler_gap_max", RECENT)

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from agentrl.batch.microbatch import Truncation
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
@@ -42,6 +44,9 @@ class HeadOptions:
     """Whether what follows the matrix products is compiled."""
     vocabulary_part: VocabularyPart | None = None
     """This rank's part of a divided weight. Gradients of hidden states are then those of the part; ranks add them up."""
+    truncation: Truncation | None = None
+    """Top-k and top-p sampling, after which distributions are renormalised. A target always stays in its distribution. The
+    computation is not compiled then."""
 
 
 def token_scores(
@@ -83,6 +88,8 @@ class _TokenScores(torch.autograd.Function):
     """With ``z`` the logits over the temperature, ``p`` their softmax, and the entropy ``S``, of a token with target ``t``:
 
     ``∂ log p_t / ∂ z = 1_t - p`` and ``∂ S / ∂ z = -p (log p + S)``.
+
+    With a truncation the softmax is one of the tokens that it keeps, which are constants; other logits have no gradient.
     """
 
     @staticmethod
@@ -95,21 +102,22 @@ class _TokenScores(torch.autograd.Function):
         dtype: torch.dtype,
         options: HeadOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        statistics = _function(_statistics, options.compiled)
+        compiled = options.compiled and options.truncation is None
+        statistics = _function(_statistics, compiled)
         factor_V_H = weight_V_H.to(dtype)  # once, not for every chunk
         if options.vocabulary_part is not None:
             targets_N = targets_N - options.vocabulary_part.first
-        chunk_statistics = [
-            statistics(
-                _logits(hidden, factor_V_H, bias_V, compiled=options.compiled),
-                targets,
-                options.temperature,
-                options.entropy,
-            )
-            for hidden, targets in zip(
-                torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
-            )
-        ]
+        chunk_statistics, thresholds = [], []
+        for hidden, targets in zip(
+            torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
+        ):
+            logits = _logits(hidden, factor_V_H, bias_V, compiled=compiled)
+            if options.truncation is None:
+                chunk_statistics.append(statistics(logits, targets, options.temperature, options.entropy))
+                continue
+            thresholds.append(_threshold(logits, options))
+            is_kept = _is_kept(logits, targets, thresholds[-1])
+            chunk_statistics.append(_truncated_statistics(logits, targets, is_kept, options))
         normalizer_N, target_N, mean_N = (torch.cat(chunks) for chunks in zip(*chunk_statistics, strict=True))
         if options.vocabulary_part is not None:
             is_here_N = (targets_N >= 0) & (targets_N < len(weight_V_H))
@@ -119,27 +127,30 @@ class _TokenScores(torch.autograd.Function):
             )
         logprobs_N = target_N - normalizer_N
         entropy_N = normalizer_N - mean_N if options.entropy else mean_N
-        ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N)
+        threshold_N = torch.cat(thresholds) if thresholds else None
+        ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N)
         ctx.dtype, ctx.options = dtype, options
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N = ctx.saved_tensors
         gradient_logprob_N, gradient_entropy_N = gradients_N
         needs_gradient = ctx.needs_input_grad
         if (gradient_logprob_N is None and gradient_entropy_N is None) or not any(needs_gradient):
             return None, None, None, None, None, None
         if gradient_logprob_N is None:
             gradient_logprob_N = torch.zeros_like(normalizer_N)
-        derive = _function(_logits_gradient, ctx.options.compiled)
+        compiled = ctx.options.compiled and threshold_N is None
+        derive = _function(_logits_gradient, compiled)
         factor_V_H = weight_V_H.to(ctx.dtype)
         hidden_gradients, weight_gradient, bias_gradient = [], None, None
         for first in range(0, max(1, len(targets_N)), ctx.options.chunk):  # without tokens the gradients are zeros
             chunk = slice(first, first + ctx.options.chunk)
+            logits_n_V = _logits(hidden_N_H[chunk], factor_V_H, bias_V, compiled=compiled)
             gradient_n_V = derive(
-                _logits(hidden_N_H[chunk], factor_V_H, bias_V, compiled=ctx.options.compiled),
+                logits_n_V,
                 targets_N[chunk],
                 ctx.options.temperature,
                 normalizer_N[chunk],
@@ -148,6 +159,9 @@ class _TokenScores(torch.autograd.Function):
                 None if gradient_entropy_N is None else gradient_entropy_N[chunk],
                 ctx.dtype if bias_V is None else None,
             )
+            if threshold_N is not None:
+                is_kept = _is_kept(logits_n_V, targets_N[chunk], threshold_N[chunk])
+                gradient_n_V = gradient_n_V.masked_fill(~is_kept, 0)
             if bias_V is not None and needs_gradient[2]:
                 bias_gradient = _add(bias_gradient, gradient_n_V.sum(0))
             gradient_n_V = gradient_n_V.to(ctx.dtype)
@@ -204,6 +218,44 @@ def _statistics(
     if not entropy:
         return normalizer_n, target_n, target_n.new_zeros(0)
     return normalizer_n, target_n, ((scaled_n_V - normalizer_n[:, None]).exp() * scaled_n_V).sum(-1)
+
+
+def _threshold(logits_n_V: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+    """Return the least logit ``[n]`` that a truncation keeps; of a divided vocabulary the parts' candidates are gathered."""
+    truncation, part = options.truncation, options.vocabulary_part
+    assert truncation is not None
+    size = logits_n_V.shape[1]
+    candidates = logits_n_V.topk(min(truncation.top_k, size) if truncation.top_k > 0 else size).values
+    if part is not None:
+        gathered = [torch.empty_like(candidates) for _ in range(part.group.size())]
+        dist.all_gather(gathered, candidates.contiguous(), group=part.group)
+        candidates = torch.cat(gathered, 1).sort(descending=True).values
+    if truncation.top_k > 0:
+        candidates = candidates[:, : truncation.top_k]
+    probabilities = (candidates / options.temperature).softmax(-1)
+    preceding = probabilities.cumsum(-1) - probabilities
+    last_n = (preceding < truncation.top_p).sum(-1).clamp(min=1) - 1
+    return candidates.gather(1, last_n[:, None])[:, 0]
+
+
+def _is_kept(logits_n_V: torch.Tensor, targets_n: torch.Tensor, threshold_n: torch.Tensor) -> torch.Tensor:
+    """Return which tokens ``[n, V]`` a truncation keeps, and the targets."""
+    is_target_n_V = torch.arange(logits_n_V.shape[1], device=logits_n_V.device) == targets_n[:, None]
+    return (logits_n_V >= threshold_n[:, None]) | is_target_n_V
+
+
+def _truncated_statistics(
+    logits_n_V: torch.Tensor, targets_n: torch.Tensor, is_kept_n_V: torch.Tensor, options: HeadOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `_statistics` of the tokens that are kept. A part of a vocabulary may have none of a token's."""
+    normalizer_n, target_n, no_mean = _statistics(
+        logits_n_V.masked_fill(~is_kept_n_V, float("-inf")), targets_n, options.temperature, entropy=False
+    )
+    if not options.entropy:
+        return normalizer_n, target_n, no_mean
+    scaled_n_V = (logits_n_V / options.temperature).masked_fill(~is_kept_n_V, 0)
+    weights_n_V = (scaled_n_V - normalizer_n[:, None]).exp().masked_fill(~is_kept_n_V, 0)
+    return normalizer_n, target_n, (weights_n_V * scaled_n_V).sum(-1)
 
 
 def _statistics_of_blocks(

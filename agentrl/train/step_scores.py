@@ -14,6 +14,7 @@ from agentrl.algo.kl import kl_estimate, teacher_gaps, teacher_metrics
 from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
+from agentrl.batch.microbatch import Truncation
 from agentrl.batch.packing import PackOptions, pack
 from agentrl.batch.sequences import RowValues, group_sequences
 from agentrl.config.algo import AlgoConfig, CorrectionConfig
@@ -40,6 +41,7 @@ def pack_options(config: Config, pad_id: int, *models: LearnerGroup | CriticGrou
         aggregation=config.batch.aggregation,
         constant_tokens=config.batch.constant_tokens or config.rollout.max_tokens,
         temperature=config.sampler.temperature,
+        truncation=Truncation(config.sampler.top_k, config.sampler.top_p) if config.sampler.renormalise else None,
         provenance=config.train.provenance,
         sources=tuple(config.sources),
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 from typing_extensions import override
 
-from agentrl.batch.microbatch import MicroBatch, to_device
+from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.head import HeadOptions, token_scores, token_values
@@ -47,7 +47,12 @@ class PackedModel(nn.Module):
         """Sizes of the sliding windows that layers may have."""
 
     def forward(
-        self, micro: MicroBatch, places_N: NDArray[np.int64], temperature: float, entropy: bool = False
+        self,
+        micro: MicroBatch,
+        places_N: NDArray[np.int64],
+        temperature: float,
+        entropy: bool = False,
+        truncation: Truncation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Score the tokens at ``places_N`` given the tokens before them in their rows.
 
@@ -57,13 +62,16 @@ class PackedModel(nn.Module):
                 a context, those of `local_positions`.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
+            truncation: see `HeadOptions.truncation`.
 
         Returns:
             what `_score` returns.
         """
         device, at_N = self.hf.device, torch.from_numpy(places_N)
         if micro.shares_prefixes:
-            return self._score_tree(tree_input(micro, at_N, device, self.windows, self._ranks), temperature, entropy)
+            return self._score_tree(
+                tree_input(micro, at_N, device, self.windows, self._ranks), temperature, entropy, truncation
+            )
         token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L
         targets_N = to_device(token_ids_L[at_N], device)
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
@@ -78,7 +86,7 @@ class PackedModel(nn.Module):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed, replayed_experts)
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
-            return self._score(hidden_N_H, targets_N, temperature, entropy)
+            return self._score(hidden_N_H, targets_N, temperature, entropy, truncation)
 
     def local_positions(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
         """Return the positions in ``at_N`` of tokens that are predicted from this rank's part; without a context all."""
@@ -114,7 +122,7 @@ class PackedModel(nn.Module):
         return token_ids_R_L[:, token_slice], position_ids_R_L[:, token_slice], before_N - token_slice.start, divided
 
     def _score_tree(
-        self, inputs: TreeInput, temperature: float, entropy: bool
+        self, inputs: TreeInput, temperature: float, entropy: bool, truncation: Truncation | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `forward` does, for rows that share prefixes."""
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
@@ -125,7 +133,7 @@ class PackedModel(nn.Module):
             replayed_experts = self._replayed_experts(inputs.experts_L, len(inputs.token_ids_L))
             hidden = self._hidden(token_ids, position_ids, packed, replayed_experts)
             hidden_M_H = _select_lines(hidden, before_M)
-            scores_M, entropy_M = self._score(hidden_M_H, inputs.targets_M, temperature, entropy)
+            scores_M, entropy_M = self._score(hidden_M_H, inputs.targets_M, temperature, entropy, truncation)
         scores_N = _select_lines(scores_M[:, None], inputs.scored_N)[:, 0]
         return scores_N, None if entropy_M is None else _select_lines(entropy_M[:, None], inputs.scored_N)[:, 0]
 
@@ -157,7 +165,12 @@ class PackedModel(nn.Module):
         raise NotImplementedError
 
     def _score(
-        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: bool
+        self,
+        hidden_N_H: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        truncation: Truncation | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scores of tokens from the hidden states before them, at least float32, and entropies if wanted."""
         raise NotImplementedError
@@ -178,11 +191,16 @@ class PolicyModel(PackedModel):
         return head
 
     def _score(
-        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: bool
+        self,
+        hidden_N_H: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        truncation: Truncation | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities and entropies; see `token_scores`."""
         head: Any = self.head
-        options = HeadOptions(temperature, entropy, self.logits_chunk, self.compiled)
+        options = HeadOptions(temperature, entropy, self.logits_chunk, self.compiled, truncation=truncation)
         return token_scores(hidden_N_H, head.weight, head.bias, targets_N, options)
 
 
@@ -195,7 +213,12 @@ class ValueModel(PackedModel):
         return value_head(self.hf)
 
     def _score(
-        self, hidden_N_H: torch.Tensor, targets_N: torch.Tensor, temperature: float, entropy: bool
+        self,
+        hidden_N_H: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        truncation: Truncation | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return values; a value has no entropy."""
         return token_values(hidden_N_H, self.head.weight, self.head.bias), None

@@ -131,7 +131,7 @@ class FsdpRank(BackendRank):
         ratios = self._sequence_ratios(batch)
         for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
             at_N = self.model.local_positions(micro, mask_positions(micro))
-            scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl")
+            scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl", batch.truncation)
             loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
             metrics.add(loss, len(at_N), loss_metrics)
@@ -149,7 +149,7 @@ class FsdpRank(BackendRank):
         ratios = SequenceRatios(batch, self.device)
         for micro in micros:
             at_N = self.model.local_positions(micro, mask_positions(micro))
-            logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature)
+            logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature, truncation=batch.truncation)
             ratios.add(*self.loss.log_ratio(micro, at_N, logprobs_N))
         reshard(self.model)
         return [*ratios.reduce()]
@@ -258,7 +258,7 @@ class FsdpRank(BackendRank):
             self._compile_rows(batch, model)
             for micro in micros:
                 at_N = self.model.local_positions(micro, score_positions(micro))
-                scored_N = model(micro, at_N.numpy(), batch.temperature)[0]
+                scored_N = model(micro, at_N.numpy(), batch.temperature, truncation=batch.truncation)[0]
                 reshard(model)
                 scores |= by_row(micro, at_N, scored_N)
         return scores if self._context is None else self._context.sum_over_ranks(scores)

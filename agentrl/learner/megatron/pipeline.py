@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
-from agentrl.batch.microbatch import MicroBatch, to_device
+from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.batch.packing import MULTIPLE
 from agentrl.learner.head import HeadOptions
 from agentrl.learner.megatron.layers import PackedTokens, logprobs_at, values_at
@@ -69,6 +69,7 @@ class Pipeline:
         *,
         entropy: bool = False,
         backward: bool = False,
+        truncation: Truncation | None = None,
     ) -> None:
         """Pass micro-batches through the model. Collective.
 
@@ -79,13 +80,14 @@ class Pipeline:
             consume: called on the last stage, in the order of ``micros``.
             entropy: whether to compute entropies.
             backward: whether gradients are accumulated.
+            truncation: see `HeadOptions.truncation`.
         """
         padding = self._padding(len(micros))
         inputs = [*zip([*micros, *padding], [*places, *(_NO_PLACES for _ in padding)], strict=True)]
 
         def score_and_consume(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             micro, at_N = inputs[number]
-            scores = self._scores(hidden, micro, at_N, temperature, entropy)
+            scores = self._scores(hidden, micro, at_N, temperature, entropy, truncation)
             loss = consume(number, scores) if number < len(micros) else scores[0].sum()
             return (loss if loss is not None else hidden.new_zeros(())), torch.zeros((), dtype=torch.int), None
 
@@ -124,14 +126,20 @@ class Pipeline:
         return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L, weight)
 
     def _scores(
-        self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, temperature: float, entropy: bool
+        self,
+        hidden: torch.Tensor,
+        micro: MicroBatch,
+        at_N: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+        truncation: Truncation | None,
     ) -> Scores:
         """Return the scores of tokens from the last stage's output ``[1, L, H]``. A value has no entropy."""
         chunk = self.model.chunks[-1]
         places_N = to_device(at_N - 1 - local_tokens(len(micro.token_ids_L)).start, self._device)
         if self.model.values:
             return values_at(chunk, hidden[0], places_N), None
-        options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled)
+        options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled, truncation=truncation)
         return logprobs_at(chunk, hidden[0], places_N, to_device(micro.token_ids_L[at_N], self._device), options)
 
 

@@ -106,7 +106,16 @@ class MegatronRank(BackendRank):
 
         run = self.trained.pipeline.run
         self.training.begin_pass(completes=batch.completes)
-        run(micros, places, batch.temperature, compute_loss, entropy=batch.kind == "rl", backward=True)
+        has_entropy = batch.kind == "rl"
+        run(
+            micros,
+            places,
+            batch.temperature,
+            compute_loss,
+            entropy=has_entropy,
+            backward=True,
+            truncation=batch.truncation,
+        )
 
     @override
     def _reduce(self, metrics: StepMetrics, scale: float) -> dict[str, float]:
@@ -142,7 +151,7 @@ class MegatronRank(BackendRank):
         def add(number: int, scores: Scores) -> None:
             ratios.add(*self.loss.log_ratio(micros[number], places[number], scores[0]))
 
-        pipeline.run(micros, places, batch.temperature, add)
+        pipeline.run(micros, places, batch.temperature, add, truncation=batch.truncation)
         return [*ratios.reduce(self._data_parallel_group)] if pipeline.is_last else [None] * len(micros)
 
     def _reference_logprobs(self, batch: GlobalBatch, places: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -178,7 +187,7 @@ class MegatronRank(BackendRank):
             if returns:
                 row_scores.update(by_row(micros[number], places[number], scores[0]))
 
-        pipeline.run(micros, places, batch.temperature, keep)
+        pipeline.run(micros, places, batch.temperature, keep, truncation=batch.truncation)
         return row_scores if pipeline.context is None else pipeline.context.sum_over_ranks(row_scores)
 
     @override

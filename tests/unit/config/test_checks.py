@@ -11,6 +11,7 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
 GPU = ["sampler.backend=sglang"]
+CUT = ["sampler.top_p=0.9", "sampler.renormalise=true"]
 NGRAM = [*GPU, "sampler.sglang.speculative_algorithm=ngram"]
 EAGLE = [*GPU, "sampler.sglang.speculative_algorithm=EAGLE"]
 ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
@@ -61,6 +62,8 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
         [*NGRAM, *ADAPTERS],
         [*EAGLE, "placement.mode=colocate", "sampler.sglang.enable_draft_weights_cpu_backup=true"],
         ["sampler.sglang.speculative_algorithm=DFLASH", "sampler.backend=embedded"],
+        CUT,
+        [*CUT, "sampler.backend=sglang", "sampler.top_k=50"],
         [*ADAPTERS, *GPU, "placement.mode=disaggregate", "sampler.sglang={tp_size: 2}"],
     ],
 )
@@ -77,7 +80,12 @@ def test_ways_that_are_open(settings: list[str]) -> None:
         (["sampler.url=http://a:1", "sampler.keep_minutes=5"], r"sampler\.keep_minutes=5: running engines .* stay"),
         (["weights.adapters=only", "learner.lora={}", "sampler.keep_minutes=5"], r"leave out sampler\.keep_minutes"),
         (["sampler.port=65535", "sampler.engines=2"], r"lower sampler\.port"),
-        (["sampler.top_p=0.9"], r"sampler\.allow_unnormalised=true"),
+        (["sampler.top_p=0.9"], r"sampler\.renormalise=true, or .*sampler\.allow_unnormalised=true"),
+        ([*CUT, "sampler.allow_unnormalised=true"], "leave out one of the two"),
+        ([*CUT, "sampler.top_p=1"], "sampling keeps all tokens"),
+        ([*CUT, "algo.old_logprobs=sampler"], r"set algo\.old_logprobs=learner"),
+        ([*CUT, "algo.correction.rollout_is=token"], r"set algo\.correction\.rollout_is=none"),
+        ([*CUT, "algo.kl_coef=0.1"], r"set algo\.kl_coef=0"),
         (["data.path=rows.jsonl", "tasks.name=multihop"], r"data\.path=rows\.jsonl and tasks\.name=multihop"),
         (["eval.split=x", "eval.path=y"], r"eval\.split=x and eval\.path=y"),
         (

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentrl.batch.microbatch import Truncation
 from agentrl.batch.prefix_tree import prefix_tree
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner import tree_attention
@@ -171,3 +172,21 @@ def test_sinks_take_part_in_the_softmax_on_every_path(path: str, monkeypatch: py
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, other, atol=1e-4)
+
+
+def test_a_learner_scores_and_trains_the_distribution_that_sampling_left(tmp_path: Path) -> None:
+    """Log-probabilities after renormalisation are nowhere lower."""
+    learners = Learners(make_family(tmp_path / "m", "mixtral"))
+    learner = learners.open()
+    rows, options = make_rows(LENGTHS), {"data_parallel_size": 1, "tokens_per_micro": 128}
+    advantages = {"r0": 1.0, "r1": -1.0, "r2": 1.0}
+    whole, cut = (
+        learner.logprobs(pack_rows(rows, advantages, truncation=truncation, **options))
+        for truncation in (None, Truncation(top_k=20, top_p=0.9))
+    )
+    assert all((cut[key] >= whole[key] - 1e-6).all() and (cut[key] > whole[key]).any() for key in whole)
+    assert (
+        learner.train_step(pack_rows(rows, advantages, truncation=Truncation(20, 0.9), **options))["train/grad_norm"]
+        > 0
+    )
+    learners.close()
