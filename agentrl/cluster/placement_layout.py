@@ -138,6 +138,8 @@ def check_placement(config: Config) -> None:
             f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs{critic}; there are {gpus_here()} here"
         )
     if mode == "separate":
+        if config.weights.transport == "ipc":
+            _check_only_gpu()
         return
     device = learner_device(config.learner)
     check_placement_keys(config, device)
@@ -149,6 +151,25 @@ def check_placement(config: Config) -> None:
             f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
             f"{config.sampler.engine_ranks} each{_judge_text(config)}; there are {gpus_here()} here, and no Ray runs that has "
             "more (`ray start`, or RAY_ADDRESS)"
+        )
+
+
+def _check_only_gpu() -> None:
+    """Check that learner and engines with ``placement.mode=separate`` are on one GPU, as ``weights.transport=ipc`` needs it.
+
+    Raises:
+        ConfigError: they may be on several.
+    """
+    key = "weights.transport=ipc with placement.mode=separate"
+    if (address := running_address()) is not None:
+        raise ConfigError(
+            f"{key}: the running Ray at {address} may place the learner on another GPU than the engines'; set "
+            "placement.mode=colocate, or weights.transport=distributed, or leave out RAY_ADDRESS"
+        )
+    if (count := gpus_here()) != 1:
+        raise ConfigError(
+            f"{key}: there are {count} GPUs here, of which the learner takes the first, and engines the last ones; show the run "
+            "one of them (CUDA_VISIBLE_DEVICES), or set placement.mode=colocate or weights.transport=distributed"
         )
 
 

@@ -310,7 +310,9 @@ async def open_engine_weights(
         sync,
         open_gpus(config, services.fleet, services.time_sharing),
         restart_sync=(
-            None if transport_class(transport).works_while_offloaded else _open_sync(config, folder, "tensor", dtype)
+            _open_sync(config, folder, "tensor", dtype)
+            if config.placement.shares_gpus and not transport_class(transport).works_while_offloaded
+            else None
         ),
         eval_engines=await open_eval_engines(config, folder, model, services, dtype, exits),
     )

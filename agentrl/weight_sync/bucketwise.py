@@ -68,7 +68,9 @@ class TensorSync(BucketwiseSync):
 class IpcSync(BucketwiseSync):
     """Sends CUDA handles: an engine of ``g`` ranks with number ``e`` shares the GPUs of the learner's ranks from ``e * g``.
 
-    The only copy is the one into the engine's weights. The memory of the bucket is not freed between syncs.
+    A learner of one rank shares its GPU with all engines. With ``placement.mode=separate`` that is the machine's only GPU, as
+    `agentrl.cluster.placement_layout.check_placement` checks. The only copy is the one into the engine's weights. The memory of
+    the bucket is not freed between syncs.
     """
 
     default_bucket_mib = 4096
@@ -78,13 +80,24 @@ class IpcSync(BucketwiseSync):
     @classmethod
     @override
     def faults(cls, config: Config) -> Iterator[str]:
-        mode = config.placement.mode
-        if mode != "colocate":
+        mode, ranks, engine_ranks = config.placement.mode, config.learner.ranks, config.sampler.engine_ranks
+        if mode == "disaggregate":
             yield (
                 f"weights.transport=ipc needs learner and engines on the same GPUs: set placement.mode=colocate, not {mode}"
             )
         elif config.sampler.device != "cuda" or config.learner.device == "cpu":
             yield "weights.transport=ipc is for GPUs, and engines or learner are on the CPU: set weights.transport=tensor"
+        elif config.sampler.urls:
+            yield (
+                f"weights.transport=ipc with sampler.url={config.sampler.url}: the GPUs of running engines are not known; leave "
+                "out sampler.url, or set another weights.transport"
+            )
+        elif mode == "separate" and max(ranks, engine_ranks) > 1:
+            yield (
+                f"weights.transport=ipc with placement.mode=separate is for a learner and engines of one GPU, the same for all; "
+                f"learner.ranks={ranks}, and an engine has {engine_ranks} (sampler.sglang.tp_size, pp_size and dp_size): set "
+                "placement.mode=colocate, or weights.transport=distributed"
+            )
         else:
             yield from super().faults(config)
 
@@ -95,7 +108,7 @@ class IpcSync(BucketwiseSync):
 
         async def send(engine: EngineControl) -> None:
             ranks = await engine.groups.ranks()
-            first = engine.number * ranks
+            first = engine.number * ranks if len(handles) > 1 else 0
             if first + ranks > len(handles):
                 raise EngineError(
                     f"it has {ranks} GPUs from the learner's rank {first} on, which has {len(handles)}: weights.transport="

@@ -10,23 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from agentrl_envs.tictactoe import TicTacToeEnv
 from gateway_episodes import TASK, make_test_renderer
 from program_episodes import fake_harness, play_program
 from requires import require_bubblewrap
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, gone, here, metrics
 
 from agentrl import Rollout
-from agentrl.config.agent import AgentConfig
+from agentrl.audit.run import rollout_faults
+from agentrl.batch.provenance import check_rows
+from agentrl.config.agent import AgentConfig, SeatProgramConfig
 from agentrl.config.rollout import FailureConfig
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.env import Env
+from agentrl.core.lineup import Lineup
 from agentrl.core.types import SamplingParams
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
-from agentrl.gateway.program import AgentProgram
+from agentrl.gateway.program import AgentProgram, ProgramLauncher
+from agentrl.gateway.program_player import MOVES, GatewaySeatProgram
 from agentrl.obs.journal import read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import ScriptedSampler
@@ -43,6 +48,7 @@ def test_a_program_that_does_not_exist_is_told_before_anything_starts(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "09_agent_program"
 SANDBOXED = """
 import json, os, socket, sys, urllib.error, urllib.request
 from urllib.parse import urlsplit
@@ -108,6 +114,39 @@ def test_a_program_in_a_sandbox_reaches_only_the_gateway(sandbox: SandboxConfig,
     assert rollout.failure is None, rollout.failure
     refusals = {"directly": "ConnectionRefusedError", "elsewhere": "HTTPError", "home": "FileNotFoundError"}
     assert results == [{"reply": "onetwo", **refusals}]
+
+
+@pytest.mark.long
+def test_programs_in_sandboxes_play_both_seats(sandbox: SandboxConfig, tmp_path: Path) -> None:
+    """One is started once, in a sandbox that lives as long as the game; the other has a sandbox for each move."""
+    for name in ("player.py", "mover.py"):
+        shutil.copy(EXAMPLE / name, tmp_path)
+    renderer = make_test_renderer()
+
+    def program(command: str, **keys: str) -> GatewaySeatProgram:
+        config = SeatProgramConfig.model_validate(
+            {"command": f"python3 {command}", "files": tmp_path, "sandbox": sandbox.backend, **keys}
+        )
+        return GatewaySeatProgram(config, ProgramLauncher(config, sandbox))
+
+    def play(programs: dict[str, GatewaySeatProgram]) -> list[Rollout]:
+        moves = {"e.player_0": ["1", "2", "3"], "e.player_1": ["4", "5"]}
+        sampler = ScriptedSampler(moves, encode=renderer.encode, end_token_id=renderer.end_token_id)
+        context = EpisodeContext(TicTacToeEnv, renderer, sampler, {}, Limits(9, 4096, 120.0, 8), SamplingParams(seed=5))
+        settings = EpisodeSettings(context, lineup=Lineup(), programs=programs)
+        runner = EpisodeRunner({"": settings}, FailurePolicy(FailureConfig(max_failed_share=1)), EpisodeSlots(4))
+        return asyncio.run(runner.run_many([Job(TicTacToeEnv.example_task(), 1, "e")]))
+
+    programs = {"first": program("player.py", start="episode"), "second": program("mover.py", answer="output")}
+    first, second = play(programs)
+    assert (first.failure, second.failure) == (None, None)
+    assert (first.metadata[MOVES], second.metadata[MOVES]) == (["1", "2", "3"], ["4", "5"])
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    for rollout, without in zip((first, second), play({}), strict=True):
+        assert [turn.action for turn in rollout.turns] == [turn.action for turn in without.turns]
+        assert rollout.sampled_tokens == without.sampled_tokens > 0
+        check_rows(rollout.rows)
+        assert rollout_faults(rollout) == []
 
 
 CLIENT = """
@@ -201,9 +240,6 @@ def test_a_harness_of_this_machine_runs_in_bubblewrap(sandbox: SandboxConfig, tm
     assert rollout.reward == 1.0
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "09_agent_program"
-
-
 @pytest.mark.long
 def test_programs_are_trained_as_players_of_a_game(tmp_path: Path) -> None:
     """One is started once, the other for each move; evaluation, files, audit, viewer and doctor are as for other rollouts."""
@@ -274,3 +310,52 @@ def test_agents_of_a_program_play_snapshots_of_the_policy(tmp_path: Path) -> Non
     assert here("audit", "run", cwd=tmp_path).returncode == 0
     league = here("league", "run", cwd=tmp_path)
     assert "step_000001" in league.stdout, league.stderr
+
+
+@pytest.mark.long
+def test_self_play_against_snapshots_goes_on_after_a_kill_with_programs_in_the_seats(tmp_path: Path) -> None:
+    """Snapshots of the policy are the model of the opponent's program; a scripted opponent plays without it."""
+    for name in ("player.py", "mover.py"):
+        shutil.copy(EXAMPLE / name, tmp_path)
+    roles = {
+        "first": {"program": {"command": f"{sys.executable} player.py", "start": "episode"}},
+        "second": {"program": {"command": f"{sys.executable} mover.py", "answer": "output"}},
+    }
+    steps = 3
+    run = Running(
+        "train", "--config", "self_play/tictactoe", "run.dir=run", "env.options={show_lines: true}",
+        f"env.roles={json.dumps(roles)}", "self_play.mix={mirror: 0, past: 1, 'fixed:random': 1}",
+        "self_play.pool.snapshot_every=1", "async.max_staleness=1",
+        "rollout.batch_size=2", "rollout.n_samples_per_prompt=4", "rollout.concurrency=8",
+        f"train.steps={steps}", "train.save_every=1", "train.eval_every=0", "train.eval_first=false", "eval.size=2",
+        "obs.tensorboard=false", *ONE_THREAD, cwd=tmp_path, target=IN_PROCESS_LEARNER,
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    try:
+        run.wait_for((folder / "checkpoints" / "step_000001").exists)
+        children = run.descendants()
+        run.send(signal.SIGKILL)
+        assert run.finish() == -signal.SIGKILL
+    finally:
+        run.end()
+    assert gone(children) == [], "programs and engines"
+    run = Running("train", "--resume", "run.dir=run", cwd=tmp_path, target=IN_PROCESS_LEARNER)
+    try:
+        assert run.finish() == 0, run.output()
+    finally:
+        run.end()
+    rollouts = [rollout for file in rollout_files(folder / "rollouts").values() for rollout in read_rollouts(file)]
+    assert len(rollouts) == len({rollout.rollout_id for rollout in rollouts}) == 8 * steps, "each is trained once"
+    assert {rollout.agent for rollout in rollouts} == {"player_0", "player_1"}
+    assert {rollout.opponent for rollout in rollouts} == {"past", "fixed:random"}
+    for rollout in rollouts:
+        assert rollout.failure is None, rollout.failure
+        assert rollout.metadata["program_moves"] == [turn.action for turn in rollout.turns]
+        (opponent,) = (seat for seat in rollout.seats if not seat.trained)
+        assert opponent.player.startswith("step_") == (rollout.opponent == "past")
+    state = read_journal(folder)
+    assert state is not None
+    assert (state.faults(), state.waiting, state.trained) == ([], [], steps)
+    for words in (("audit", "run"), ("league", "run")):
+        read = here(*words, cwd=tmp_path)
+        assert read.returncode == 0, read.stdout + read.stderr

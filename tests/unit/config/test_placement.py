@@ -101,6 +101,23 @@ def test_an_engine_that_may_keep_its_memory_is_refused(monkeypatch: pytest.Monke
         check_placement(load_config(None, [*settings, "sampler.sglang.enable_memory_saver=false"]))
 
 
+def test_ipc_without_time_sharing_wants_one_gpu_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [SGLANG, "weights.transport=ipc", "placement.mode=separate", "learner.device=cuda", "sampler.engines=2"]
+    monkeypatch.setattr(placing, "running_address", lambda: None)
+    monkeypatch.setattr(placing, "gpus_here", lambda: 1)
+    check_placement(load_config(None, settings))
+    monkeypatch.setattr(placing, "gpus_here", lambda: 2)
+    with pytest.raises(
+        ConfigError, match=r"there are 2 GPUs here.*CUDA_VISIBLE_DEVICES.*weights\.transport=distributed"
+    ):
+        check_placement(load_config(None, settings))
+    check_placement(load_config(None, [*settings, "weights.transport=distributed"]))
+    monkeypatch.setattr(placing, "gpus_here", lambda: 1)
+    monkeypatch.setattr(placing, "running_address", lambda: "10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"the running Ray at 10\.0\.0\.1:6379 may place the learner on another GPU"):
+        check_placement(load_config(None, settings))
+
+
 def test_too_few_gpus_are_named_unless_a_cluster_may_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(placing, "gpus_here", lambda: 4)

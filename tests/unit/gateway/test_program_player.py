@@ -302,6 +302,20 @@ def test_the_program_of_an_opponent_plays_with_the_opponents_weights(renderer: C
     assert len(frozen.requests) == 3
 
 
+def test_a_scripted_opponent_plays_without_the_program_of_its_seat(renderer: ChatRenderer) -> None:
+    started: list[str] = []
+
+    async def move_and_note(client: Client, program_input: ProgramInput) -> None:
+        started.append(program_input.prompt)
+        await move_each_turn(client, program_input)
+
+    programs = {name: in_process("turn", move_and_note) for name in ("first", "second")}
+    lineup = Lineup({"second": ScriptedSeat("minimax")}, "fixed:minimax")
+    (rollout,) = play(renderer, TicTacToeEnv, first_free(renderer), programs, lineup=lineup)
+    assert rollout.seats[1].player == "minimax"
+    assert len(started) == len(rollout.metadata[MOVES]) == len(rollout.turns) > 0
+
+
 def test_limits_forfeit_the_game(renderer: ChatRenderer) -> None:
     for start, reads in (("turn", move_each_turn), ("episode", move_once)):
         programs = {"first": in_process(start, reads)}

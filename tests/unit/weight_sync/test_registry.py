@@ -15,13 +15,21 @@ from agentrl.weight_sync.registry import TRANSPORTS, for_transport, transport_cl
 
 GPU = ["sampler.backend=sglang"]
 IPC = ["weights.transport=ipc", "placement.mode=colocate"]
+ONE_GPU = ["weights.transport=ipc", "placement.mode=separate", *GPU]
 SEND = ["weights.transport=distributed"]
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["weights.transport=ipc", *GPU], "placement.mode=colocate, not separate"),
+        (["weights.transport=ipc", *GPU, "placement.mode=disaggregate"], "placement.mode=colocate, not disaggregate"),
+        ([*ONE_GPU, "learner.ranks=2"], "learner.ranks=2, and an engine has 1 (sampler.sglang.tp_size"),
+        ([*ONE_GPU, "sampler.sglang={tp_size: 2}"], "learner.ranks=1, and an engine has 2 (sampler.sglang.tp_size"),
+        (
+            [*ONE_GPU, "sampler.url=http://10.0.0.1:30000"],
+            "ipc with sampler.url=http://10.0.0.1:30000: the GPUs of running",
+        ),
+        (["weights.transport=ipc"], "weights.transport=ipc is for GPUs"),
         ([*IPC], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "sampler.sglang={device: cpu}"], "weights.transport=ipc is for GPUs"),
         ([*IPC, *GPU, "learner.device=cpu"], "weights.transport=ipc is for GPUs"),
@@ -41,6 +49,8 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
     "settings",
     [
         [*IPC, *GPU],
+        [*ONE_GPU],
+        [*ONE_GPU, "sampler.engines=2", "async.max_staleness=1", "eval.background=true", "eval.engines=1"],
         [*IPC, *GPU, "sampler.sglang={tensor-parallel-size: 2}", "learner.ranks=2"],
         [*SEND],
         [*SEND, "placement.mode=colocate"],

@@ -225,6 +225,21 @@ def test_each_rank_of_an_engine_gets_the_handle_of_the_learners_rank_on_its_gpu(
         asyncio.run(sync.sync_weights(Ranked(), engines[1:], 1))
 
 
+def test_a_learner_of_one_rank_shares_its_gpu_with_all_engines():
+    class OneRank(BucketLearner):
+        def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+            for bucket in super().buckets(bucket_bytes, dtype):
+                handle = serialize_tensors(bucket.tensors())
+                bucket.ipc_handles = partial(list, [handle])
+                yield bucket
+
+    engines = [FakeEngine(), FakeEngine()]
+    engines[1].number = 1
+    sync = make_transport("ipc", TransportOptions(bucket_bytes=9, folder=Path(), check="version"))
+    asyncio.run(sync.sync_weights(OneRank(), engines, 1))
+    assert [engine.weights for engine in engines] == [WANTED, WANTED]
+
+
 def test_a_learner_that_cannot_send_is_what_is_blamed():
     class Sleeping(BucketLearner):
         def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
