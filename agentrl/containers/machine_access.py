@@ -32,12 +32,26 @@ class MachineAccess(Section):
     """What it was made from, without variables and services."""
     user: str | None = None
     """User of the agent, as ``NAME`` or ``UID[:GID]``; None: that of the machine."""
+    timeout_s: float | None = None
+    """Seconds that the task gives the agent; None: no limit."""
 
     @classmethod
-    def from_machine(cls, machine: Machine, user: str | None) -> MachineAccess:
-        """Return the access to a machine that is open here, for an agent that works as ``user``."""
-        spec = machine.spec.model_copy(update={"env": {}, "services": ()})
-        return cls(daemon=machine.client.url, container=machine.container, machine=machine.id, spec=spec, user=user)
+    def from_machine(cls, machine: Machine, user: str | None, timeout_s: float | None) -> MachineAccess:
+        """Return the access to a machine that is open here.
+
+        Args:
+            machine: of the task.
+            user: see `user`.
+            timeout_s: see `timeout_s`.
+        """
+        return cls(
+            daemon=machine.client.url,
+            container=machine.container,
+            machine=machine.id,
+            spec=machine.spec.model_copy(update={"env": {}, "services": ()}),
+            user=user,
+            timeout_s=timeout_s,
+        )
 
     @asynccontextmanager
     async def connect(self, state: Path) -> AsyncIterator[Machine]:

@@ -94,7 +94,7 @@ class MachinePrograms:
                 )
                 url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
                 async with self._gateway.serving_on(listener):
-                    program = MachineProgram(machine, machine_access.user, self._config)
+                    program = MachineProgram(machine, machine_access, self._config)
                     await program.start(*await self._prepare(program, image, program_input, url, key))
                     try:
                         yield program
@@ -178,16 +178,17 @@ class MachineProgram(RunningProgram):
 
     Args:
         machine: of the task.
-        user: of the agent; None: that of the machine.
+        access: to it.
         config: of the program.
     """
 
-    def __init__(self, machine: Machine, user: str | None, config: ProgramConfig) -> None:
+    def __init__(self, machine: Machine, access: MachineAccess, config: ProgramConfig) -> None:
         self.machine = machine
         """Of the task."""
         self.cwd = None
         self.ended = asyncio.get_running_loop().create_future()
-        self._user, self._config = user, config
+        self.limit_s = access.timeout_s
+        self._user, self._config = access.user, config
         self._home = self._owner = self._workdir = ""
         self._running: asyncio.Task[None] | None = None
         self._answer = self._output_end = ""

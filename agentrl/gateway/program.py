@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -176,9 +177,12 @@ async def wait_for_end(
     ends: set[asyncio.Future[Any]] = {program.ended, sessions.failure}
     if move is not None:
         ends.add(move)
+    at_limit = -math.inf if program.limit_s is None else clock.seconds_left - program.limit_s
     while time_left(clock) > 0:
+        if clock.seconds_left <= at_limit:
+            return ""
         # The clock stands still while engines sample, so that there may be time left then.
-        timeout_s = max(0.05, time_left(clock))
+        timeout_s = max(0.05, min(time_left(clock), clock.seconds_left - at_limit))
         await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if move is not None and move.done():
             return ""

@@ -44,6 +44,8 @@ class RunningProgram(Protocol):
 
     cwd: Path | None
     """Its folder on this machine, with its files once it has ended; None: they stay elsewhere."""
+    limit_s: float | None = None
+    """Seconds, by the clock of the episode, that its task gives it; None: no limit. It is graded then as it is."""
     ended: asyncio.Future[str]
     """What is wrong with how it ended, in words; empty if nothing is. Nothing of it runs any more then."""
 

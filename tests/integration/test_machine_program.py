@@ -143,6 +143,16 @@ def test_a_program_works_in_the_machine_and_is_graded_there(play: Play, renderer
     assert renderer.decode(row.token_ids[row.mask == 1].tolist()) == sampled
 
 
+@pytest.mark.long
+def test_the_limit_of_a_task_ends_its_program_which_is_graded_as_it_is(
+    dockerd: DockerHost, client: ToolClient, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    folder = write_task(tmp_path / "task", dockerd.image, TESTS, toml="[agent]\ntimeout_sec = 5\n")
+    rollout = play_task(client, renderer, folder, ["echo 42 > answer.txt", "sleep 1000"])
+    assert rollout.failure is None, rollout.failure
+    assert (rollout.reward, len(rollout.turns)) == (1.0, 2)
+
+
 def test_a_limit_ends_an_episode_that_is_graded_as_it_is(play: Play) -> None:
     rollout = play(["echo 42 > answer.txt", "true", "true"], limits=replace(LIMITS, max_turns=2))
     assert rollout.failure is None, rollout.failure

@@ -69,7 +69,7 @@ def test_a_machine_is_opened_used_graded_and_closed(tmp_path: Path) -> None:
         data = (await first.begin(task)).data
         assert (data["instruction"], data["steps"]) == ("Write 42 to answer.txt.\n", 1)
         access = MachineAccess.model_validate(data["machine"])
-        assert (access.machine, access.user) == (machines[KEY].id, None)
+        assert (access.machine, access.user, access.timeout_s) == (machines[KEY].id, None, None)
         result = await first.call("bash", "1", {"command": "do it"})
         assert (result.status, result.content) == (ToolStatus.OK, "did do it")
         grade = await first.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": [], "calls": 1})

@@ -132,4 +132,5 @@ class TerminalTool(HostedTool):
 
 
 def _access(episode: Episode) -> dict[str, Any]:
-    return MachineAccess.from_machine(episode.machine, episode.user).model_dump(mode="json")
+    timeout_s = episode.folder.steps[episode.record.step].timeout_s
+    return MachineAccess.from_machine(episode.machine, episode.user, timeout_s).model_dump(mode="json")
