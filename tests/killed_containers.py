@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class Killed:
     """Containers that the run left at first."""
     remains: list[str]
     """What the reaper has left of it."""
+    seconds: float
+    """From the kill until nothing was left."""
 
 
 def kill_run(url: str, image: str, state: Path, *, machines: int, bound: int, played: int, lease_s: float) -> Killed:
@@ -47,12 +50,13 @@ def kill_run(url: str, image: str, state: Path, *, machines: int, bound: int, pl
             if len(counts) == played:
                 break
         run.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
     api = docker.APIClient(base_url=url, version="auto")
     try:
         left = _remains(api)
         with suppress(AssertionError):
             wait_until(lambda: not _remains(api))
-        return Killed(len(counts), max(counts), len(left), _remains(api))
+        return Killed(len(counts), max(counts), len(left), _remains(api), time.monotonic() - killed_at)
     finally:
         api.close()
 
