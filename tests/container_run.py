@@ -10,14 +10,15 @@ from pathlib import Path
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.machine import Command
 from agentrl.containers.machines import Machines
-from agentrl.containers.spec import MachineSpec
+from agentrl.containers.spec import MachineSpec, VolumeMount
 
 
 async def main(url: str, image: str, state: str, machines: str, bound: str, lease_s: str) -> None:
     config = ContainersConfig(hosts=(url,), state=Path(state), machines=int(bound), lease_s=float(lease_s), warm=1)
     run = Machines(config, "killed-run")
     await run.start()
-    spec = MachineSpec(image=image, network="no-network", processes=32, memory_mb=64)
+    volumes = (VolumeMount(name="data", path="/data"),)
+    spec = MachineSpec(image=image, network="no-network", processes=32, memory_mb=64, volumes=volumes)
 
     async def play(number: int) -> None:
         machine = await run.open(spec, str(number))

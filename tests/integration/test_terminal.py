@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ from agentrl_envs.terminal import TerminalEnv
 from agentrl_tools.terminal import TerminalService
 from dockerd import DockerHost
 
+from agentrl.config.containers import ContainersConfig
+from agentrl.containers.attach import attached_command
+from agentrl.containers.machine import Command
+from agentrl.containers.machines import Machines
+from agentrl.containers.spec import MachineSpec
 from agentrl.core.task import Task
 from agentrl.core.tool import ToolClient
 from agentrl.core.types import Message
@@ -97,6 +103,42 @@ def test_episodes(dockerd: DockerHost, tmp_path: Path, client: ToolClient) -> No
         client, task, ["<bash>echo 42 > answer.txt</bash>", "<bash>echo more</bash>"], max_turns=2
     )
     assert reward == 1.0, "an episode that a limit ends is graded, too"
+
+
+def test_attached_programs_end_with_their_process(dockerd: DockerHost, tmp_path: Path) -> None:
+    """Killed, stopped, without input, or with a line that does not end."""
+
+    async def main() -> None:
+        config = ContainersConfig(hosts=(dockerd.url,), state=tmp_path / "state")
+        spec = MachineSpec(image=dockerd.image, network="no-network")
+        async with Machines(config, "attached") as machines, await machines.open(spec, "a") as machine:
+
+            async def start(script: str) -> asyncio.subprocess.Process:
+                command = attached_command(machine, ("sh", "-c", script), user=None)
+                return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+            for end in ("kill", "terminate", "eof", "flood"):
+                flood = "head -c 20000000 /dev/zero; sleep 1000"
+                process = await start(flood if end == "flood" else "sleep 1000 & echo begun; read line")
+                if end == "flood":
+                    output, errors = await process.communicate()
+                    assert len(output) < 20_000_000
+                    assert b"a line of the program is too long" in errors
+                else:
+                    assert process.stdin is not None
+                    assert process.stdout is not None
+                    assert await process.stdout.readline() == b"begun\n"
+                    {"kill": process.kill, "terminate": process.terminate, "eof": process.stdin.close}[end]()
+                    await process.wait()
+                # A killed process cannot kill what the program has left behind, only end its input.
+                pattern = "[r]ead line" if end == "kill" else "[s]leep 1000"
+                listed = Command(f"ps ax | grep -c '{pattern}'")
+                async with asyncio.timeout(60):
+                    while (await machine.run(listed)).output != "0\n":
+                        pass
+                await machine.run(Command("pkill sleep"))
+
+    asyncio.run(main())
 
 
 def tool_call(name: str, **arguments: object) -> str:
