@@ -70,6 +70,13 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 _KEY = "learner.backend=megatron"
+_REASONS = {
+    "learner.lora": "Megatron-Core has no adapters",
+    "learner.fp8": "Megatron-Core computes in float8 with Transformer Engine only",
+    "learner.optimizer.name=muon": "Megatron-Core's needs the package emerging_optimizers",
+    "algo.critic.optimizer.name=muon": "Megatron-Core's needs the package emerging_optimizers",
+}
+"""Why the backend lacks what a key sets, if that is not agentrl's."""
 
 
 class MegatronBackend(LearnerBackend):
@@ -98,7 +105,8 @@ class MegatronBackend(LearnerBackend):
         }
         for key, is_set in lacking.items():
             if is_set:
-                raise ConfigError(f"{key}: {_KEY} lacks it; leave it out, or set learner.backend=fsdp")
+                reason = f" ({_REASONS[key]})" if key in _REASONS else ""
+                raise ConfigError(f"{key}: {_KEY} lacks it{reason}; leave it out, or set learner.backend=fsdp")
         check_options(config.megatron)
         if RECOMPUTE in config.megatron and config.recompute not in ("auto", "none"):
             raise ConfigError(

@@ -107,6 +107,31 @@ def router_losses(folder: Path) -> dict[str, dict[str, float]]:
     }
 
 
+def router_shares(folder: Path) -> dict[str, torch.Tensor]:
+    """The gradient of a router from its losses of two micro-batches: both on one rank, and one on each of two ranks."""
+    Layout().start(0)
+    options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 3.0, "moe_z_loss_coeff": 0.5}
+    built = build_model(folder / "qwen3_moe", options, device=CPU, dtype=torch.float32)
+    load_weights(ModelWeights(built), folder / "qwen3_moe")
+    [chunk] = Training(built, learner_config("megatron", {}, 2), options).chunks
+    chunk.train()
+    router = built.chunks[0].decoder.layers[-1].mlp.router
+    micros = [*zip(*(tensor.split([23, 23]) for tensor in rows()), (0.3, 0.7), strict=True)]
+
+    def add_gradient(token_ids_L: torch.Tensor, positions_L: torch.Tensor, row_L: torch.Tensor, weight: float) -> None:
+        packed = packed_tokens(built, positions_L, row_L, CPU, loss_weight=weight)
+        (0 * chunk(token_ids_L[None], positions_L[None], None, packed_seq_params=packed).sum()).backward()
+
+    chunk.zero_grad_buffer()
+    for micro in micros:
+        add_gradient(*micro)
+    together = router.weight.main_grad.clone()
+    chunk.zero_grad_buffer()
+    add_gradient(*micros[dist.get_rank()])
+    finalize_model_grads([chunk], None)
+    return {"together": together, "divided": router.weight.main_grad}
+
+
 def _switch_loss(probs_T_E: torch.Tensor) -> torch.Tensor:
     """3 E Σ f P, the fraction of tokens and the mean probability of each of E experts (Switch Transformer, equation 4)."""
     chosen = torch.zeros_like(probs_T_E).scatter(1, probs_T_E.topk(2).indices, 0.5)
@@ -122,7 +147,7 @@ def _router_norms(
     router = chunk.decoder.layers[-1].mlp.router
     states: list[torch.Tensor] = []
     router.register_forward_hook(lambda module, inputs, output: states.append(inputs[0].detach()))
-    token_ids_L, positions_L, row_L = rows()
+    token_ids_L, positions_L, row_L = rows((100, 80, 60))
 
     def norm(repeats: int, weight: float, padding: int = 0) -> float:
         chunk.zero_grad()

@@ -102,11 +102,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = (23, 9, 14)
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows(lengths: tuple[int, ...] = LENGTHS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, positions and rows of a micro-batch."""
-    token_ids_L = torch.randint(96, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    positions_L = torch.cat([torch.arange(length) for length in LENGTHS])
-    return token_ids_L, positions_L, torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    token_ids_L = torch.randint(96, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions_L = torch.cat([torch.arange(length) for length in lengths])
+    return token_ids_L, positions_L, torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
 
 def weighted(logits: torch.Tensor) -> torch.Tensor:

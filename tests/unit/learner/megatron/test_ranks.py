@@ -33,7 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path, preloaded_children: str) -> Found:
     alone = {"one_rank": 1, "refused_options": 1, "router_losses": 1, "refused_folders": 1}
-    return run_ranks(folder, preloaded_children, **alone, two_ranks=2, gradients=2, compiled=2, resumed=2, converted=0)
+    return run_ranks(
+        folder,
+        preloaded_children,
+        **alone,
+        two_ranks=2,
+        gradients=2,
+        router_shares=2,
+        compiled=2,
+        resumed=2,
+        converted=0,
+    )
 
 
 def expected_logits(folder: Path) -> torch.Tensor:
@@ -80,7 +90,7 @@ def test_options_pass_through(found: Found) -> None:
 
 
 def test_losses_of_routers_do_not_grow_with_the_number_of_tokens(found: Found) -> None:
-    """The same rows once, 4 and 16 times have the same mean: 15, 60 and 240 tokens, and micro-batches of half the weight."""
+    """The same rows once, 4 and 16 times have the same mean: 240, 960 and 3,840 tokens, and micro-batches of half the weight."""
     for loss, norms in found["router_losses"].items():
         assert norms["1"] > 1e-3, loss
         assert norms["4"] == pytest.approx(norms["1"], rel=1e-4), loss
@@ -88,6 +98,12 @@ def test_losses_of_routers_do_not_grow_with_the_number_of_tokens(found: Found) -
         assert norms["padded"] == pytest.approx(norms["1"], rel=1e-4), loss
         assert norms["half"] == pytest.approx(norms["1"] / 2, rel=1e-4), loss
         assert norms["expected"] == pytest.approx(norms["1"], rel=1e-4), loss
+
+
+def test_losses_of_routers_do_not_depend_on_the_ranks_that_compute_the_micro_batches(found: Found) -> None:
+    shares = found["router_shares"]
+    assert shares["together"].norm() > 1e-3
+    torch.testing.assert_close(shares["divided"], shares["together"])
 
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(found: Found) -> None:
