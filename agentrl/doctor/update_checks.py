@@ -13,7 +13,7 @@ COLLAPSED_NATS, COLLAPSED_SHARE, GROWN_NATS = 0.05, 0.2, 3.0
 """Entropy below the first, or half of the second, and below this share of its first values has collapsed; above so many times
 its first values it has exploded."""
 SAMPLER_KL = 0.01
-"""From this KL divergence on engine and learner disagree on the policy."""
+"""From this KL divergence on engine and learner disagree on the policy, if the run has no limit for its precision."""
 RATIO = 10.0
 CLIPPED = 0.3
 LARGE_KL, KL_GROWTH, NOTABLE_KL = 1.0, 10.0, 0.1
@@ -106,19 +106,32 @@ def kl_divergence(run: RunRecord) -> Iterator[Finding]:
         yield Finding("problem", "the KL divergence to the reference explodes", tuple(evidence), advice)
 
 
+def _sampler_limit(run: RunRecord) -> float:
+    """Return the KL divergence from which on engine and learner disagree: twice that of first turns, which depends on precision.
+
+    Policies that have moved since the tokens were sampled differ as well.
+    """
+    limits, config = run.values("sync/gap_limit"), run.config
+    moves = config.asynchronous.max_staleness or config.weights.sync_every > 1 or config.train.steps_per_rollout > 1
+    return max(2 * limits[0], SAMPLER_KL if moves else 0.0) if limits else SAMPLER_KL
+
+
 def sampler_mismatch(run: RunRecord) -> Iterator[Finding]:
     """Yield that engine and learner disagree on the policy; renormalised log-probabilities are of another distribution."""
-    values = run.recent("train/sampler_kl", RECENT)
-    if not values or mean(values) < SAMPLER_KL or run.config.sampler.renormalise:
+    values, limit = run.recent("train/sampler_kl", RECENT), _sampler_limit(run)
+    if not values or mean(values) < limit or run.config.sampler.renormalise:
         return
     all_values = run.values("train/sampler_kl")
     gap = run.recent("train/sampler_gap_max", RECENT)
     evidence = [
-        f"train/sampler_kl: {all_values[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}"
+        f"train/sampler_kl: {all_values[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}; its limit is "
+        f"{limit:g}"
     ]
     if gap:
         evidence.append(f"train/sampler_gap_max is {max(gap):.2f}")
-    grown = all_values[0] < SAMPLER_KL / 5
+    if fixed := run.values("sync/gap"):
+        evidence.append(f"sync/gap, of fixed rows after the first sync, was {fixed[0]:.2g}")
+    grown = all_values[0] < limit / 5
     cause = (
         "it has grown: engines may sample with old weights; weights.check=checksum compares them after each sync"
         if grown

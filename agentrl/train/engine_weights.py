@@ -23,9 +23,11 @@ from agentrl.models.engine_float8 import DTYPE as FLOAT8
 from agentrl.models.engine_float8 import engine_overrides
 from agentrl.obs.progress import Stopwatch
 from agentrl.runtime.services import Services
+from agentrl.train.first_sync import FirstSyncCheck
 from agentrl.weight_sync.adapter import AdapterSync
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions, WeightSync
 from agentrl.weight_sync.engines import paused
+from agentrl.weight_sync.gap import gap_band
 from agentrl.weight_sync.registry import make_transport, transport_class
 
 
@@ -180,6 +182,8 @@ class EngineWeights:
     """Syncs weights to restarted engines, if ``sync`` cannot while the learner is offloaded."""
     eval_engines: EvalEngines | None = None
     """None: those of training evaluate."""
+    first_sync: FirstSyncCheck | None = None
+    """Checks the engines once, after the first sync."""
     version: int = field(default=0, init=False)
     """Policy version of the learner's weights."""
     learner_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -191,7 +195,9 @@ class EngineWeights:
     """Policy version of the engines of training."""
     _last_sync: SyncedWeights | None = field(default=None, init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the last sync."""
+    """Of the last sync, and of the check after the first one."""
+    _gap: dict[str, float] = field(default_factory=dict, init=False)
+    """Metrics of the check after the first sync, until the next one."""
     _generating: int = field(default=0, init=False)
     """Open `generating` contexts."""
 
@@ -216,7 +222,14 @@ class EngineWeights:
         """
         self._learner, self.version = learner, version
         due = samples and (self._synced is None or version - self._synced >= self.config.sync_every)
+        check = self.first_sync if due else None
+        if check is not None:
+            self.first_sync = None
+            await self.gpus.switch_to_learner(learner, watch)
+            await asyncio.to_thread(check.score_learner, learner)
         await self.gpus.switch_to_engines(learner, partial(self._sync_engines, watch), watch, due=due)
+        if check is not None:
+            self._gap = await check.check(learner, self.fleet.live, version)
 
     async def sync_for_evaluation(self) -> None:
         """Sync the newest weights to the engines that evaluate, unless they have them: see `sync_weights`."""
@@ -231,7 +244,8 @@ class EngineWeights:
         if synced is not None:
             unchanged = self._last_sync is not None and self._last_sync.fingerprint == synced.fingerprint
             self._last_sync = synced
-            self.metrics = {"sync/mib": synced.bytes / 2**20, "sync/unchanged": float(unchanged)}
+            self.metrics = {"sync/mib": synced.bytes / 2**20, "sync/unchanged": float(unchanged)} | self._gap
+            self._gap = {}
         self._synced = self.version
         self.on_synced(self.version)
 
@@ -304,6 +318,12 @@ async def open_engine_weights(
     transport = config.weights.transport
     sync = _open_sync(config, folder, transport, dtype)
     exits.push_async_callback(sync.aclose)
+    first_sync, band = None, await asyncio.to_thread(gap_band, config, model, dtype)
+    # An engine with several adapters scores with none of them.
+    if band is not None and (config.learner.lora is None or config.weights.adapters == "merged"):
+        checksums = config.model_copy(update={"weights": config.weights.model_copy(update={"check": "checksum"})})
+        resend = _open_sync(checksums, folder, "tensor", dtype)
+        first_sync = FirstSyncCheck.open(config, services.renderer, band, services.fleet.vocabulary.size, resend)
     return EngineWeights(
         config.weights,
         services.fleet,
@@ -315,6 +335,7 @@ async def open_engine_weights(
             else None
         ),
         eval_engines=await open_eval_engines(config, folder, model, services, dtype, exits),
+        first_sync=first_sync,
     )
 
 
