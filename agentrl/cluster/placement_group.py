@@ -11,7 +11,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from agentrl.cluster.placement_layout import Layout, Resources
+from agentrl.cluster.placement_layout import Layout, Resources, number_by_machine
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, gcs_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
@@ -41,7 +41,11 @@ class ReservedPlacement:
         self, layout: Layout, runtime: RayRuntime, group: PlacementGroup, spreads_runners: Callable[[int], bool]
     ) -> None:
         """Take over a placement group that is ready; see `reserve`."""
-        self.layout = layout
+        machines: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        self.layout = number_by_machine(layout, {bundle: machines[bundle] for bundle in range(len(layout.bundles))})
+        """The layout of `reserve`, with ranks and engines numbered by machine."""
+        self.machines = tuple(machines[bundle] for bundle in self.layout.ranks)
+        """Ray's id of each rank's machine."""
         self.cores = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes() if node["Alive"])
         """Of all machines, as Ray has them."""
         self._has_runners = spreads_runners(self.cores)
@@ -50,7 +54,7 @@ class ReservedPlacement:
         self._machines = _machines()
         self.here = self._machines[ray.get_runtime_context().get_node_id()]
         """The address of this machine."""
-        nodes = {*placement_group_table(group)["bundles_to_node_id"].values(), *self.runner_nodes()}
+        nodes = {*machines.values(), *self.runner_nodes()}
         self._alone = {self._machines[node] for node in nodes} == {self.here}
 
     @classmethod

@@ -108,6 +108,38 @@ def _with_judges(layout: Layout, config: Config) -> Layout:
     return replace(layout, bundles=tuple(bundles), judges=judges, judge_needs=needs)
 
 
+def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
+    """Return a layout whose ranks, and engines, are numbered machine by machine, those with most ranks first.
+
+    Ray may put neighbouring bundles on several machines, and adjacent ranks compute a micro-batch together. Bundles of the
+    same resources are exchanged, so that colocated engine ``e`` keeps the ranks from ``e*g`` on.
+
+    Args:
+        layout: of a placement group.
+        machines: where Ray has put each bundle.
+    """
+    ranks_in, first_seen = Counter(layout.ranks), {name: at for at, name in reversed([*enumerate(machines.values())])}
+    ranks_on: Counter[str] = Counter()
+    for bundle, count in ranks_in.items():
+        ranks_on[machines[bundle]] += count
+
+    def place(bundle: int) -> tuple[int, int, int]:
+        machine = machines[bundle]
+        return -ranks_on[machine], first_seen[machine], bundle
+
+    engines, critics = sorted(layout.engines, key=place), sorted(layout.critics, key=place)
+    shared = [bundle for bundle in engines if bundle in ranks_in]
+    alone = sorted(ranks_in.keys() - set(shared), key=place)
+    ranks = tuple(bundle for bundle in [*shared, *alone] for _ in range(ranks_in[bundle]))
+    has_shared_critics = bool(critics) and set(critics) <= ranks_in.keys()
+    return replace(
+        layout,
+        ranks=ranks,
+        engines=tuple(engines),
+        critics=ranks[: len(critics)] if has_shared_critics else tuple(critics),
+    )
+
+
 def spreads_runners(config: Config, cluster_cores: int) -> bool:
     """Return whether runner processes may be on all machines of a cluster.
 
