@@ -33,7 +33,8 @@ def program_files(case: Case, bin_folder: Path) -> bytes:
         if not packages.is_dir():
             pytest.skip(f"{bin_folder} is not of Python {IMAGE_PYTHON}, which the image has")
         inside = AGENT.lstrip("/")
-        archive.add(packages, f"{inside}/lib/python{IMAGE_PYTHON}/site-packages", filter=without_caches)
+        # With compiled modules: without them each container compiles thousands, which takes longer than an episode.
+        archive.add(packages, f"{inside}/lib/python{IMAGE_PYTHON}/site-packages")
         write(f"{inside}/pyvenv.cfg", b"home = /usr/bin\n")
         for name in ("python3", f"python{IMAGE_PYTHON}"):
             link = tarfile.TarInfo(f"{inside}/bin/{name}")
@@ -46,8 +47,3 @@ def program_files(case: Case, bin_folder: Path) -> bytes:
                     script.read_bytes().replace(str(bin_folder).encode(), f"{AGENT}/bin".encode()),
                 )
     return buffer.getvalue()
-
-
-def without_caches(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leave compiled modules out."""
-    return None if "__pycache__" in member.name else member

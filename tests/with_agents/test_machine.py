@@ -30,7 +30,7 @@ CONFIG = AgentConfig(
     harness="mini_swe_agent",
     sandbox="container",
     reward="environment",
-    env={"PATH": f"{AGENT}/bin:/usr/local/bin:/usr/bin:/bin"},
+    env={"PATH": f"{AGENT}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},
 )
 (CASE,) = (case for case in CASES if case.harness == "mini_swe_agent")
 
