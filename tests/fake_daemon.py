@@ -39,6 +39,8 @@ class FakeDaemon:
         """By name."""
         self.most_machines = 0
         """At a time."""
+        self.info_fields: dict[str, Any] = {}
+        """Of ``GET /info``, in place of its own."""
         self.runtimes = runtimes
         self._socket = socket
         self._lock = threading.Lock()
@@ -91,6 +93,7 @@ class FakeDaemon:
             "KernelVersion": "6",
             "Runtimes": {name: {} for name in self.runtimes},
             "ID": self.url,
+            **self.info_fields,
         }
 
     def image(self, name: str, **_: Any) -> Reply:

@@ -28,6 +28,8 @@ class DaemonInfo(TypedDict, total=False):
     Name: str
     SecurityOptions: list[str]
     ServerVersion: str
+    Rootless: bool
+    """Of Podman alone."""
 
 
 class Component(TypedDict):

@@ -120,11 +120,13 @@ class Host:
     async def _connect(self) -> None:
         await self.client.connect()
         info = self.client.info
-        unlimited = [name for key, name in LIMITS.items() if not info.get(key)]
+        # Rootless Podman says that it limits everything, and then ignores limits without cgroups of version 2.
+        ignores = info.get("CgroupVersion") == "1" and info.get("Rootless", False)
+        unlimited = [name for key, name in LIMITS.items() if ignores or not info.get(key)]
         if unlimited:
             raise MissingError(
                 f"the Docker daemon at {self.client.url} cannot limit {', '.join(unlimited)}: it needs cgroups (a rootless one: "
-                "delegated ones)"
+                "of version 2, delegated to its user)"
             )
         if self._config.runtime is not None:
             self._check_runtime(self._config.runtime)

@@ -149,6 +149,25 @@ def test_a_runtime_that_a_daemon_lacks_is_named(daemons: list[FakeDaemon], folde
     run(main)
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"MemoryLimit": False}, "memory"),
+        ({"Rootless": True, "CgroupVersion": "1"}, "memory, processes, CPU time"),
+    ],
+)
+def test_a_daemon_that_cannot_limit_is_refused(
+    daemons: list[FakeDaemon], folder: Path, fields: dict[str, Any], names: str
+) -> None:
+    daemons[0].info_fields = fields
+
+    async def main() -> None:
+        with pytest.raises(MissingError, match=f"{daemons[0].url} cannot limit {names}: it needs cgroups"):
+            await Machines(configure(daemons, folder), "run").start()
+
+    run(main)
+
+
 def test_ls_and_rm_over_both_daemons(
     daemons: list[FakeDaemon], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
