@@ -237,7 +237,9 @@ def test_no_socket_of_the_daemon_is_in_a_machine(dockerd: DockerHost, tmp_path: 
             options = {
                 "image": dockerd.image,
                 "command": ["sleep", "1000"],
-                "labels": LeaseLabels(machine.id, "forgery", "control", 0.0).labels("service"),
+                "labels": LeaseLabels(machine.id, "forgery", "control", machines.hosts[0].lease.expires).labels(
+                    "service"
+                ),
                 "host_config": docker.types.HostConfig(
                     version=API_VERSION, network_mode="none", binds=[f"{path}:/run/docker.sock"]
                 ),
