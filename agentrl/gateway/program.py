@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -27,13 +27,15 @@ from agentrl.episode.tool_calls import ToolRunner
 from agentrl.gateway.agent_loop import AgentLoop, describe_wait, late, time_left
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.harnesses.recipes import installed_harness
-from agentrl.gateway.machine_program import MachinePrograms
 from agentrl.gateway.program_process import ProgramInput, ProgramProcess, RunningProgram
 from agentrl.gateway.sandboxed_program import GATEWAY_HOST, EpisodeSandboxes, agent_sandbox
 from agentrl.gateway.server import Gateway
 from agentrl.obs.waiting import waiting
 from agentrl.sandbox.base import SandboxBackend
 from agentrl.sandbox.shown_folders import check_shown
+
+if TYPE_CHECKING:
+    from agentrl.gateway.machine_program import MachinePrograms
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +92,11 @@ class ProgramLauncher:
             self._sandboxes = EpisodeSandboxes(config, sandbox)
         self.gateway = Gateway(LOOPBACK if self._sandboxes is None else GATEWAY_HOST)
         """Where programs request their turns."""
-        self._machines = MachinePrograms(config, self.gateway)
+        self._machines: MachinePrograms | None = None
+        if self.in_machine:
+            from agentrl.gateway.machine_program import MachinePrograms  # needs the package docker
+
+            self._machines = MachinePrograms(config, self.gateway)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -125,7 +131,7 @@ class ProgramLauncher:
             SandboxFailure: its sandbox does not open.
             MissingError: the machine has no such program.
         """
-        if self.in_machine:
+        if self._machines is not None:
             async with self._machines.running(machine, program_input, key) as machine_program:
                 yield machine_program
             return
