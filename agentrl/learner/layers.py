@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from agentrl.config.learner import Recompute
+from agentrl.core.errors import ModelError
 
 # Torch warns of operations in place in what is recomputed; decoder layers have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
@@ -22,10 +23,19 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers."""
+    """Return the decoder layers of a model of transformers.
+
+    Raises:
+        ModelError: transformers does not say which ones they are.
+    """
     blocks = set(getattr(hf, "_no_split_modules", None) or ())
     layers = [module for module in hf.modules() if type(module).__name__ in blocks]
-    assert layers, f"{type(hf).__name__} names no decoder layer in _no_split_modules"
+    if not layers:
+        kind = hf.config.model_type
+        raise ModelError(
+            f"model.path: {type(hf).__name__} (model_type={kind!r}) names no decoder layers in transformers "
+            "(_no_split_modules), which the learner divides and recomputes; choose another model"
+        )
     return layers
 
 

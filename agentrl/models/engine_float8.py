@@ -33,8 +33,9 @@ QUANTIZATION: Mapping[str, object] = {
     "weight_block_size": [128, 128],
 }
 """``quantization_config`` of engines of a model that is not published in float8."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3")
-"""``model_type`` of models whose matrices in float8 are known: all of SGLang's 0.5.23 that `is_quantized` names."""
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "kimi_k2")
+"""``model_type`` of models of which SGLang 0.5.23 has exactly the weights in float8 that `EngineFloat8.is_quantized` names, and
+loads their scales. Its loader of Llama and Mistral drops scales of blocks with no more than a warning."""
 _MAX = 448.0
 """The largest number of float8_e4m3fn."""
 _SMALLEST, _SMALLEST_POWER = 1e-12, 1e-4
@@ -183,19 +184,16 @@ def read_engine_float8(folder: Path, key: str = "model.path") -> EngineFloat8:
     """Return how engines have the model in a folder in float8: as it is published, else `QUANTIZATION`.
 
     Raises:
-        ConfigError: engines take no new weights in the form of the folder, or which ones are in float8 is not known.
+        ConfigError: engines take no new weights in the form of the folder, or none of this family.
         ModelError: ``config.json`` cannot be read.
     """
-    where = f"{key}={folder}"
-    if (quantization := own_quantization(folder)) is not None:
-        return EngineFloat8.parse(quantization, where)
     kind = _config(folder).get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(
-            f"weights.dtype=float8: {folder} is a model with model_type={kind!r}, and which of its weights SGLang has in "
-            f"float8 is known of {', '.join(FAMILIES)} only; set weights.dtype=auto"
+            f"weights.dtype=float8: {folder} is a model with model_type={kind!r}, and that SGLang loads new float8 weights was "
+            f"tested of {', '.join(FAMILIES)} only; set weights.dtype=bfloat16"
         )
-    return EngineFloat8.parse(QUANTIZATION, where)
+    return EngineFloat8.parse(own_quantization(folder) or QUANTIZATION, f"{key}={folder}")
 
 
 def check_published(

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.models.engine_float8 import EngineFloat8
 
 GIB = 1 << 30
 MACHINE = 8
@@ -54,6 +55,8 @@ ROWS = 16
 _FRACTION = {"colocate": 0.8, "disaggregate": 0.85}
 """``mem_fraction_static`` if it is not set; the rest is for activations and CUDA graphs."""
 _TENSOR_NAMES = ("tp", "tp_size", "tensor_parallel_size")
+_CACHE_DTYPES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of a number by SGLang's ``kv_cache_dtype``."""
 _DTYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 
 
@@ -78,14 +81,51 @@ class EnginePlan:
         return max(0, self.cache_tokens // tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineWeights:
+    """The weights of an engine's model."""
+
+    numbers: int
+    float8_numbers: int = 0
+    """Of them in float8."""
+    scales: int = 0
+    """In float32, of blocks of float8 numbers."""
+
+    @classmethod
+    def count(cls, model: Any, form: EngineFloat8 | None = None) -> EngineWeights:
+        """Count the weights of a model of transformers, of which engines have some in float8 if there is a ``form``."""
+        numbers = float8_numbers = scales = 0
+        for name, weight in model.named_parameters():
+            numbers += weight.numel()
+            # Experts are one weight of three dimensions.
+            hub_name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+            hub_name = hub_name.replace(".base_layer.", ".")
+            if form is not None and form.is_quantized(hub_name, matrix := tuple(weight.shape[-2:])):
+                float8_numbers += weight.numel()
+                blocks = math.prod(-(-size // block) for size, block in zip(matrix, form.block, strict=True))
+                scales += blocks * (weight.numel() // math.prod(matrix))
+        return cls(numbers, float8_numbers, scales)
+
+    def bytes(self, size: int) -> int:
+        """Return the bytes of all weights; those that are not float8 have ``size`` bytes each."""
+        return size * (self.numbers - self.float8_numbers) + self.float8_numbers + 4 * self.scales
+
+
 def plan_engines(
-    hf: Any, numbers: int, sampler: SamplerConfig, *, mode: str, gpus: int, gpu_bytes: int, row_tokens: int
+    hf: Any,
+    model_weights: EngineWeights,
+    sampler: SamplerConfig,
+    *,
+    mode: str,
+    gpus: int,
+    gpu_bytes: int,
+    row_tokens: int,
 ) -> Iterator[EnginePlan]:
     """Yield the engines whose KV cache holds `ROWS` rows, those with the fewest GPUs first; the largest ones if none does.
 
     Args:
         hf: configuration of the model in transformers.
-        numbers: weights of the model.
+        model_weights: those of the model.
         sampler: options of SGLang that are set are kept.
         mode: ``placement.mode``.
         gpus: of all engines.
@@ -95,21 +135,26 @@ def plan_engines(
     Raises:
         ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
     """
-    _check(sampler)
+    _check(sampler, is_float8=model_weights.float8_numbers > 0)
     options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
     fraction = options.get("mem_fraction_static") or _FRACTION.get(mode, _FRACTION["disaggregate"])
     dtype = str(options.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ConfigError(f"sampler.sglang.dtype={dtype}: its memory is not known; set {', '.join(_DTYPES)}")
+    cache_dtype = str(options.get("kv_cache_dtype") or "auto")
+    if cache_dtype not in _CACHE_DTYPES:
+        raise ConfigError(
+            f"sampler.sglang.kv_cache_dtype={cache_dtype}: its memory is not known; set {', '.join(_CACHE_DTYPES)}"
+        )
     heads = hf.get_text_config().num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
     if any(options.get(name) is not None for name in _TENSOR_NAMES):
         sizes = [sampler.tensor_ranks]
     has_fitting_size = False
     for tensor in sizes:
-        weights = math.ceil(_DTYPES[dtype] * numbers / tensor)
+        weights = math.ceil(model_weights.bytes(_DTYPES[dtype]) / tensor)
         cache = int(fraction * gpu_bytes) - weights
-        tokens = max(0, cache) // cache_bytes(hf, tensor)
+        tokens = max(0, cache) // cache_bytes(hf, tensor, _CACHE_DTYPES[cache_dtype])
         plan = EnginePlan(gpus // tensor, tensor, fraction, weights, cache, tokens)
         if plan.rows(row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
             has_fitting_size = True
@@ -134,7 +179,7 @@ def cache_bytes(hf: Any, tensor: int, size: int = 2) -> int:
     return int(size * text.num_hidden_layers * 2 * math.ceil(text.num_key_value_heads / tensor) * head)
 
 
-def _check(sampler: SamplerConfig) -> None:
+def _check(sampler: SamplerConfig, *, is_float8: bool) -> None:
     if sampler.engine_ranks != sampler.tensor_ranks:
         raise ConfigError(
             f"sampler.sglang: an engine of {sampler.engine_ranks} GPUs with tp_size={sampler.tensor_ranks}; a plan knows tensor "
@@ -144,5 +189,9 @@ def _check(sampler: SamplerConfig) -> None:
         raise ConfigError(
             f"sampler.sglang.tp_size={sampler.tensor_ranks}: an engine is on one machine; set at most {MACHINE}"
         )
-    if (quantization := sampler.sglang_options.get("quantization")) is not None:
-        raise ConfigError(f"sampler.sglang.quantization={quantization}: its memory is not known; leave it out to plan")
+    quantization = sampler.sglang_option("quantization")
+    if quantization is not None and not (is_float8 and quantization == "fp8"):
+        raise ConfigError(
+            f"sampler.sglang.quantization={quantization}: its memory is not known; leave it out to plan, or set "
+            "weights.dtype=float8"
+        )

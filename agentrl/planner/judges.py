@@ -9,7 +9,7 @@ from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
 from agentrl.config.rewards import JudgeConfig
 from agentrl.config.schema import Config
 from agentrl.models.shipped_architectures import find_architecture, meta_model
-from agentrl.planner.engine import GIB, MACHINE, EnginePlan, plan_engines
+from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, plan_engines
 
 RESTING_BYTES = int(1.5 * GIB)
 """What the process of an engine keeps of a GPU after it has released its memory: its CUDA context, and CUDA graphs."""
@@ -89,13 +89,12 @@ def _plan_judges(
     for model, judge in judges:
         folder = find_architecture(model, f"{keys[model]}.model")
         network = meta_model(folder, f"{keys[model]}.model")
-        numbers = sum(weight.numel() for weight in network.parameters())
         is_shared, sampler = judge.gpus == "shared", judge_sampler(config, judge)
         row_tokens = config.max_tokens + judge.max_new_tokens
         engines = next(
             plan_engines(
                 network.config,
-                numbers,
+                EngineWeights.count(network),
                 sampler,
                 mode=mode if is_shared else "disaggregate",
                 gpus=shared_gpus if is_shared else MACHINE,

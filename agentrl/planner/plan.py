@@ -12,10 +12,11 @@ from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ModelError, NoLayoutError
+from agentrl.models.engine_float8 import has_float8_engines, read_engine_float8
 from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.shipped_architectures import find_architecture
-from agentrl.planner.engine import GIB, MACHINE, EnginePlan, Gpus, plan_engines
+from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, Gpus, plan_engines
 from agentrl.planner.judges import RESTING_BYTES, JudgePlan, own_gpus, plan_judges
 from agentrl.planner.layouts import Candidate, Request, layouts
 from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, micro_tokens, trained_model
@@ -78,7 +79,8 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     base = load_layers([BASE, *layers], [algorithm_faults])
     folder = find_architecture(base.model.path)
     model = trained_model(base.learner, folder)
-    numbers = sum(weight.numel() for weight in model.parameters())
+    has_float8 = not base.sampler.urls and has_float8_engines(base.weights.dtype, folder)
+    weights = EngineWeights.count(model, read_engine_float8(folder) if has_float8 else None)
     section = configured.get("learner") or {}
     backends = [section["backend"]] if "backend" in section else [*KEEPS_GRADIENTS]
     options = []
@@ -96,12 +98,12 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
         request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
             try:
-                options.append(_option(request, backend, mode, run_gpus, numbers))
+                options.append(_option(request, backend, mode, run_gpus, weights))
             except (ModelError, NoLayoutError) as error:
                 if len(backends) == 1:
                     raise
                 options.append(Option(mode, backend, request.ranks, faults=(str(error),)))
-    return Plan(folder, numbers, gpus, base, tuple(options))
+    return Plan(folder, weights.numbers, gpus, base, tuple(options))
 
 
 def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str, int]]:
@@ -121,7 +123,7 @@ def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str,
     return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
 
 
-def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int) -> Option:
+def _option(request: Request, backend: str, mode: str, gpus: Gpus, weights: EngineWeights) -> Option:
     """Return the option of a backend: the smallest engines for which a layout fits, checked like a run's configuration."""
     config = request.config({"backend": backend, "ranks": request.ranks})
     shared = mode == "colocate"
@@ -136,7 +138,7 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, numbers: int)
                 f"learner.ranks={request.ranks}{critic} with --gpus {gpus.count}: no GPU is left for an engine"
             )
         sizes = {"gpus": engine_gpus, "gpu_bytes": gpus.bytes, "row_tokens": config.max_tokens}
-        engine_plans = [*plan_engines(request.model.config, numbers, config.sampler, mode=mode, **sizes)]
+        engine_plans = [*plan_engines(request.model.config, weights, config.sampler, mode=mode, **sizes)]
         judges = plan_judges(config, mode, gpus.bytes, engine_gpus)
     resting_bytes = RESTING_BYTES * sum(judge.is_shared for judge in judges) if shared else 0
     bucket = IpcSync.bucket_bytes(config.weights.bucket_mib)

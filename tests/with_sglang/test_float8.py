@@ -25,6 +25,7 @@ from agentrl.distributed.sglang_loader.agentrl_weight_delta import serialize
 from agentrl.inference.launch.cpu_sglang import environment
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.engine_float8 import DTYPE, QUANTIZATION, EngineFloat8, engine_overrides, read_engine_float8
+from agentrl.models.weight_files import float32_weights
 from tests.unit.learner.megatron.models import MODELS, SIZES
 
 pytestmark = pytest.mark.sglang
@@ -33,10 +34,9 @@ SCRIPT = Path(__file__).with_name("load_float8.py")
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 POWERS = {**QUANTIZATION, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}
 CASES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, **ROPE},
     "qwen2": {"num_attention_heads": 1, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 128, **ROPE},
-    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 128},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 128, "mlp_only_layers": []},
     "glm4": {"head_dim": 128},
     "glm4_moe": {"head_dim": 128, "moe_intermediate_size": 128, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {
@@ -53,6 +53,7 @@ class Float8Tensors(NamedTensors):
     def __init__(self, tensors: Mapping[str, torch.Tensor], form: EngineFloat8) -> None:
         super().__init__(tensors)
         self._form = form
+        self.float32_weights = float32_weights([*self.specs()])
 
     @property
     @override
@@ -145,7 +146,7 @@ def loaded(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 @pytest.mark.parametrize("family", CASES)
 def test_engines_have_what_they_would_load_from_disk(family: str, loaded: tuple[Path, dict[str, Any]]) -> None:
     results = loaded[1][family]
-    assert results["float8"] > 6
+    assert results["float8"] >= 6
     assert results["1"] == [], "buckets of single weights"
     assert results[str(1 << 30)] == [], "one bucket"
     assert results["changes"] == [], "what has changed only"

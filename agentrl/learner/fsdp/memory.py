@@ -193,6 +193,8 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool)
     heads = int(text.num_attention_heads)
     attention = heads * int(getattr(text, "head_dim", None) or hidden // heads)
     products = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)]
+    if not products:  # GPT-2 has its own class of linear layers
+        products = [(p.shape[0], p.shape[1]) for p in layer.parameters() if p.ndim == 2]
     active = int(getattr(text, "num_experts_per_tok", None) or 0)
     # Experts, fused: each of the active ones has its own results.
     products += [(p.shape[2], p.shape[1]) for p in layer.parameters() if p.ndim == 3 for _ in range(active)]
@@ -204,7 +206,9 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool)
     if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
         results += [width for _, out in products for width in (config.lora.rank, out)]
     keys = attention * int(getattr(text, "num_key_value_heads", None) or heads) // heads
-    return _Widths(hidden, heads, attention, sum(results) - hidden, inputs, attention + keys, max(results))
+    return _Widths(
+        hidden, heads, attention, sum(results) - hidden, inputs, attention + keys, max(results, default=hidden)
+    )
 
 
 def _saved_bytes(widths: _Widths, options: MemoryOptions) -> int:

@@ -56,7 +56,7 @@ def quantize(folder: Path, form: Float8) -> dict[str, torch.Tensor]:
     weights = load_file(folder / "model.safetensors")
     expected, saved = {}, {}
     for name, weight in weights.items():
-        if weight.ndim < 2 or ".layers." not in name or "router" in name or ".gate." in name:
+        if weight.ndim != 2 or ".layers." not in name or "router" in name or ".gate." in name:
             expected[name] = saved[name] = weight.bfloat16() if weight.ndim > 1 else weight
             continue
         rows, columns = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ from agentrl.cli.main import main
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
+from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.learner.registry import make_backend
-from agentrl.models.shipped_architectures import find_architecture
-from agentrl.planner.engine import GIB, ROWS, Gpus, cache_bytes, plan_engines
+from agentrl.models.engine_float8 import EngineFloat8
+from agentrl.models.shipped_architectures import find_architecture, meta_model
+from agentrl.models.weight_files import WeightFiles
+from agentrl.planner.engine import GIB, ROWS, EngineWeights, Gpus, cache_bytes, plan_engines
 from agentrl.planner.layouts import Request, layouts
 from agentrl.planner.plan import BASE, Option, Plan, make_plan, report
 from agentrl.planner.training_summary import FITS, trained_model
+from tests.unit.learner.learners import make_model
 
 TOKENS = {"batch": {"tokens_per_micro": 16384}, "rollout": {"max_tokens": 8192}}
 
@@ -207,15 +213,42 @@ def test_engines_by_hand() -> None:
     hf = AutoConfig.from_pretrained(find_architecture("Qwen/Qwen3-8B"))
     sampler = SamplerConfig(backend="sglang")
     actual = list(
-        plan_engines(hf, 8_190_735_360, sampler, mode="disaggregate", gpus=8, gpu_bytes=40 * GIB, row_tokens=8192)
+        plan_engines(
+            hf, EngineWeights(8_190_735_360), sampler, mode="disaggregate", gpus=8, gpu_bytes=40 * GIB, row_tokens=8192
+        )
     )
     assert [(rollout.engines, rollout.tensor) for rollout in actual] == [(8, 1), (4, 2), (2, 4), (1, 8)]
     assert actual[0].weights == 2 * 8_190_735_360
     assert actual[0].cache == int(0.85 * 40 * GIB) - actual[0].weights
     assert actual[0].cache_tokens == actual[0].cache // (2 * 36 * 2 * 8 * 128)
     assert all(rollout.rows(8192) >= ROWS for rollout in actual)
-    small = list(plan_engines(hf, 8_190_735_360, sampler, mode="colocate", gpus=2, gpu_bytes=8 * GIB, row_tokens=8192))
+    small = list(
+        plan_engines(
+            hf, EngineWeights(8_190_735_360), sampler, mode="colocate", gpus=2, gpu_bytes=8 * GIB, row_tokens=8192
+        )
+    )
     assert [(rollout.tensor, rollout.cache_tokens) for rollout in small] == [(2, 0)]
+
+
+def test_float8_engines_by_hand(tmp_path: Path) -> None:
+    """A cache in float8 holds twice the tokens."""
+    matrices = 36 * (4096 * (32 + 8 + 8) * 128 + 32 * 128 * 4096 + 3 * 4096 * 12288)
+    numbers, scales = 8_190_735_360, matrices // 128**2
+    float8 = {"sampler": {"sglang": {"kv_cache_dtype": "fp8_e4m3", "tp_size": 1}}, "weights": {"dtype": "float8"}}
+    engines = only(
+        plan("Qwen/Qwen3-8B", learner={"backend": "fsdp"}, placement={"mode": "colocate"}, **float8), "colocate", "fsdp"
+    ).engines
+    assert engines is not None
+    assert engines.weights == 2 * (numbers - matrices) + matrices + 4 * scales
+    assert engines.cache_tokens == engines.cache // (36 * 2 * 8 * 128)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=fp4_e2m1: its memory is not known; set auto"):
+        plan("Qwen/Qwen3-8B", sampler={"sglang": {"kv_cache_dtype": "fp4_e2m1"}})
+    folder, form = make_model(tmp_path, "qwen3_moe"), EngineFloat8((16, 16), False, ())
+    model = meta_model(folder)
+    sent_specs = [
+        sent for spec in WeightFiles(folder, "").specs() for sent in form.sent_specs(replace(spec, dtype="bfloat16"))
+    ]
+    assert EngineWeights.count(model, form).bytes(2) == total_bytes(*sent_specs), "what is sent, experts included"
 
 
 @pytest.mark.parametrize(

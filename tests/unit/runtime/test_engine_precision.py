@@ -15,14 +15,14 @@ from agentrl.runtime.engine_precision import check_precision, read_precision
 from tests.unit.learner.learners import make_model
 from tests.unit.models.float8_folders import FORMS, quantize
 
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+SIZES = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1}
 FLOAT8 = "weights.dtype=float8"
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that 2 ranks can divide into blocks: two key heads of 128."""
-    return make_model(tmp_path_factory.mktemp("plain"), "llama", head_dim=128, **SIZES)
+    return make_model(tmp_path_factory.mktemp("plain"), "qwen2", **SIZES)
 
 
 def check(folder: Path, *keys: str) -> None:
@@ -54,10 +54,6 @@ def test_engines_that_take_new_weights_are_accepted(keys: list[str], plain: Path
         (["sampler.sglang.quantization=w8a8_int8", FLOAT8], r"quantization=w8a8_int8: SGLang takes no new weights"),
         (["sampler.sglang.torchao_config=int8wo"], r"^sampler\.sglang\.torchao_config=int8wo"),
         (
-            ["sampler.sglang.quantization=fp8", "sampler.sglang.load_format=flash_rl"],
-            r"load_format=flash_rl with model_type='llama'",
-        ),
-        (
             [FLOAT8, "learner.lora={rank: 4}", "weights.adapters=only"],
             r"^weights\.adapters=only with weights\.dtype=float8",
         ),
@@ -74,15 +70,33 @@ def test_engines_that_take_no_new_weights_are_refused(keys: list[str], message: 
         check(plain, *keys)
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["sampler.sglang.quantization=fp8", "sampler.sglang.load_format=flash_rl"],
+            "flash_rl with model_type='llama'",
+        ),
+        (
+            [FLOAT8],
+            r"^weights\.dtype=float8: .* model_type='llama', and that SGLang loads new float8 weights was tested of",
+        ),
+    ],
+)
+def test_families_whose_scales_sglang_drops_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(make_model(tmp_path, "llama"), *keys)
+
+
 def test_sizes_that_are_not_whole_blocks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"tp_size=1: \S+ has \d+ rows, which 1 ranks cannot divide into blocks of 128"
     ):
-        check(make_model(tmp_path, "llama"), FLOAT8)
+        check(make_model(tmp_path, "qwen2"), FLOAT8)
 
 
 def test_a_published_float8_model_is_compared_with_what_is_sent(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "a", "llama", head_dim=16)
+    folder = make_model(tmp_path / "a", "qwen2")
     weights = quantize(folder, FORMS["blocks"])
     check(folder)
     check(folder, "weights.dtype=bfloat16")
@@ -92,7 +106,7 @@ def test_a_published_float8_model_is_compared_with_what_is_sent(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"model\.path=.*q_proj.weight is bfloat16 in the folder, and would be sent"):
         check(folder)
     check(folder, "weights.dtype=bfloat16")
-    quantize(make_model(tmp_path / "b", "llama"), FORMS["one a weight"])
+    quantize(make_model(tmp_path / "b", "qwen2"), FORMS["one a weight"])
     with pytest.raises(ConfigError, match=r"weight_block_size=None, .* SGLang takes new float8 weights only with"):
         check(tmp_path / "b")
     check(tmp_path / "b", "weights.dtype=bfloat16")
@@ -104,8 +118,8 @@ def test_a_published_float8_model_is_compared_with_what_is_sent(tmp_path: Path) 
         ("llama", [], "dense"),
         ("qwen3_moe", [], "experts"),
         ("qwen3_moe", [FLOAT8], "float8_weights"),
-        ("llama", ["sampler.sglang.quantization=fp8", "sampler.sglang.load_format=flash_rl"], "float8_weights"),
-        ("llama", [FLOAT8, "sampler.sglang.kv-cache-dtype=fp8_e5m2"], "float8_cache"),
+        ("qwen2", ["sampler.sglang.quantization=fp8", "sampler.sglang.load_format=flash_rl"], "float8_weights"),
+        ("qwen2", [FLOAT8, "sampler.sglang.kv-cache-dtype=fp8_e5m2"], "float8_cache"),
         ("llama", ["sampler.backend=embedded"], "dense"),
     ],
 )
