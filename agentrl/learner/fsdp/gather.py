@@ -26,7 +26,6 @@ from agentrl.learner.fsdp.weights import (
     is_policy_adapter,
     local,
     model_hub_tensors,
-    named_tensors,
     peft_name,
 )
 from agentrl.models.hub_tensors import HubTensor
@@ -154,11 +153,7 @@ class MergedWeights:
     def __init__(self, hf: nn.Module, config: LoraConfig | None) -> None:
         named = dict(hf.named_parameters())
         self.adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
-        self.base: dict[str, torch.Tensor] = {
-            hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)
-        }
-        self.buffers = {name: tensor for name, tensor in named_tensors(hf).items() if name not in self.base}
-        """Tensors of the folder that are no parameters, such as biases of routers; they stay on the device."""
+        self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
         policies = config.policies if config is not None else []
         self.policies = policies or [MAIN]
         self._pairs = {
@@ -182,11 +177,10 @@ class MergedWeights:
             activate(self._hf, policy)
 
     def specs(self) -> list[TensorSpec]:
-        """Return names, dtypes and shapes of the Hugging Face tensors of `base` and `buffers`."""
-        weights = self.base | self.buffers
+        """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
+        trained = [tensor for tensor in self.tensors.values() if tensor.weight in self.base]
         return [
-            TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape)
-            for tensor in self.tensors.values()
+            TensorSpec(tensor.name, tensor_spec("", self.base[tensor.weight]).dtype, tensor.shape) for tensor in trained
         ]
 
     def gather(
@@ -214,11 +208,9 @@ class MergedWeights:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
-            name: of `base`, `buffers` or `adapters`.
+            name: of `base`, or of `adapters`.
             readable: returns a tensor of the model in readable memory.
         """
-        if name in self.buffers:
-            return self.buffers[name]
         weight = readable(self.adapters[name] if name in self.adapters else self.base[name])
         if name not in self._pairs:
             return weight

@@ -37,7 +37,7 @@ def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_pa
     assert "loads the whole model" not in caplog.text
     saved = load_file(tmp_path / "saved" / FILE)
     buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
-    assert actual.keys() == expected.keys()
+    assert actual.keys() == expected.keys() - buffers
     assert torch.equal(saved.pop("model.layers.4.eh_proj.weight"), *drafts.values()), "not trained, and kept"
     assert saved.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in (actual | saved).items())
