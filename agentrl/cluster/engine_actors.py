@@ -15,10 +15,10 @@ from typing_extensions import override
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.placement_layout import Layout, Resources
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
-from agentrl.core.child_process import LOOPBACK, started_children
+from agentrl.core.child_process import LOOPBACK, reserve_port, started_children
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
-from agentrl.inference.launch.processes import EngineProcess
+from agentrl.inference.launch.processes import EngineMachine, EngineProcess
 
 _POLL_S = 0.2
 """Seconds between two checks whether a process is alive."""
@@ -36,13 +36,22 @@ class EngineHost:
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
 
-    def start(self, spec: EngineSpec, number: int, address: str, gpus: Sequence[str]) -> tuple[str, int, str]:
-        """Start the engine in place of the previous one, and block until it is healthy; return its URL, process id
-        and ``start_details``.
+    def start(
+        self, spec: EngineSpec, number: int, address: str, gpus: Sequence[str], machine: EngineMachine | None
+    ) -> tuple[str, int, str]:
+        """Start the engine, or its part on this ``machine``, in place of the previous one, and block until it is healthy.
+
+        Returns:
+            Its URL, process id and ``start_details``.
         """
         self.kill()
-        engine = self._engine = spec.start(number, host=address, gpus=gpus)
+        engine = self._engine = spec.start(number, host=address, gpus=gpus, machine=machine)
         return engine.url, engine.child.pid, engine.start_details
+
+    def free_port(self, address: str) -> int:
+        """Return a port of this machine that nobody uses."""
+        with reserve_port(address, 0, key="sampler.port") as port:
+            return port
 
     def ended(self, pid: int) -> str:
         """Block until the engine with this process id has ended, and return the end of its log."""
@@ -77,86 +86,95 @@ class EngineHost:
 
 
 class RayEngine:
-    """Implements `agentrl.inference.launch.launcher.RunningEngine` for the engine of an `EngineHost`."""
+    """Implements `agentrl.inference.launch.launcher.RunningEngine` for the engine of an `EngineHost`, or of several."""
 
-    def __init__(self, host: Any, url: str, pid: int, log: str, start_details: str = "") -> None:
-        """Start to watch the engine."""
+    def __init__(self, hosts: Sequence[Any], url: str, pids: Sequence[int], log: str, start_details: str = "") -> None:
+        """Start to watch the engine.
+
+        Args:
+            hosts: one on each of the engine's machines.
+            url: of its server, on the first machine.
+            pids: process ids on the machines.
+            log: of the first machine's process.
+            start_details: what its start consisted of.
+        """
         self.start_details = start_details
         self.url = url
-        self.pid = pid
-        """Process id on the engine's machine."""
+        self.pids = tuple(pids)
+        """Process ids on the engine's machines."""
         self.log = log
-        self._host = host
-        self._ended = host.ended.remote(pid)
+        self._hosts = hosts
+        self._ended = [host.ended.remote(pid) for host, pid in zip(hosts, pids, strict=True)]
 
     def check(self) -> None:
-        """Raise `EngineError` with the end of the log if the engine has ended."""
-        done, _ = ray.wait([self._ended], timeout=0)
+        """Raise `EngineError` with the end of the log if the engine has ended on one of its machines."""
+        done, _ = ray.wait(self._ended, timeout=0)
         if done:
             try:
-                words = ray.get(self._ended)
+                words = ray.get(done[0])
             except RayError as error:
                 words = f"the process that held the engine at {self.url} is gone: {first_line(error)}"
             raise EngineError(words)
 
     def log_tail(self, lines: int = 20) -> str:
-        """Return the last lines of the engine's log, or why they cannot be read."""
+        """Return the last lines of the log of the engine's first machine, or why they cannot be read."""
         try:
-            return str(ray.get(self._host.log_tail.remote(lines), timeout=ANSWER_S))
+            return str(ray.get(self._hosts[0].log_tail.remote(lines), timeout=ANSWER_S))
         except RayError as error:
             return f"(it cannot be read: {first_line(error)})"
 
     def release(self) -> None:
         """Leave the engine to the next run if it is kept."""
-        self._end(self._host.release)
+        self._end([host.release for host in self._hosts])
 
     def stop(self) -> None:
         """End the engine."""
-        self._end(self._host.stop)
+        self._end([host.stop for host in self._hosts])
 
     def kill(self) -> None:
         """End the engine at once."""
-        self._end(self._host.kill)
+        self._end([host.kill for host in self._hosts])
 
-    def _end(self, method: Any) -> None:
-        try:
-            ray.get(method.remote(), timeout=ANSWER_S)
-        except RayActorError:
-            pass  # its engine ended with it
-        except GetTimeoutError:
-            kill_actor(self._host)
+    def _end(self, methods: Sequence[Any]) -> None:
+        for host, call in zip(self._hosts, [method.remote() for method in methods], strict=True):
+            try:
+                ray.get(call, timeout=ANSWER_S)
+            except RayActorError:
+                pass  # its engine ended with it
+            except GetTimeoutError:
+                kill_actor(host)
 
 
 class HostLocations(Protocol):
     """Where the hosts of a launcher's engines are."""
 
-    def place(self, engine: int) -> tuple[int, Resources]:
-        """Return the bundle of the host of an engine, and what it takes of it."""
+    def place(self, engine: int, machine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
         ...
 
-    def gpus(self, engine: int) -> Sequence[str]:
-        """Return the GPUs of an engine, as in ``CUDA_VISIBLE_DEVICES``; empty: those that Ray assigns to its host."""
+    def gpus(self, engine: int, machine: int) -> Sequence[str]:
+        """Return an engine's GPUs of a machine, as in ``CUDA_VISIBLE_DEVICES``; empty: those that Ray assigns to its host."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLocations:
-    """Implements `HostLocations` for the policy's engines, which have a bundle each, or share one with ranks of the learner."""
+    """Implements `HostLocations` for the policy's engines, whose bundles are their own or those of ranks of the learner."""
 
     layout: Layout
     rank_locations: Callable[[], Sequence[ActorLocation]]
     """Waits for the locations of the learner's ranks, by rank."""
 
-    def place(self, engine: int) -> tuple[int, Resources]:
-        """Return the bundle of the host of an engine, and what it takes of it."""
+    def place(self, engine: int, machine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
         layout = self.layout
-        return layout.engines[engine], layout.engine_needs
+        return layout.engines[engine][machine], layout.engine_needs
 
-    def gpus(self, engine: int) -> Sequence[str]:
+    def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
         layout = self.layout
         ranks = zip(self.rank_locations(), layout.ranks, strict=True)
-        return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[engine] for gpu in rank.gpus)
+        return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[engine][machine] for gpu in rank.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +185,12 @@ class OwnLocations:
     model: str
     """``judge.model``."""
 
-    def place(self, engine: int) -> tuple[int, Resources]:
-        """Return the bundle of the host of an engine, and what it takes of it."""
+    def place(self, engine: int, machine: int) -> tuple[int, Resources]:
+        """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
         layout = self.layout
         return layout.judges[self.model][engine], layout.judge_needs[self.model]
 
-    def gpus(self, engine: int) -> Sequence[str]:
+    def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return none: Ray assigns them."""
         return ()
 
@@ -191,13 +209,13 @@ class SharedLocations:
     size: int
     actors: Callable[[], Sequence[tuple[int, ActorLocation]]]
 
-    def place(self, engine: int) -> tuple[int, Resources]:
+    def place(self, engine: int, machine: int) -> tuple[int, Resources]:
         """Return the bundle of the actor with the first GPU of an engine, of which its host takes nothing."""
         actors = self.actors()
         bundles = [bundle for bundle, location in actors for _ in location.gpus]
         return (bundles[engine * self.size] if bundles else actors[engine % len(actors)][0]), {}
 
-    def gpus(self, engine: int) -> Sequence[str]:
+    def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return the GPUs of an engine.
 
         Raises:
@@ -221,20 +239,20 @@ class RayLauncher(Launcher):
         self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
         self._placement = placement
         self._locations = locations
-        self._hosts: dict[int, Any] = {}
+        self._hosts: dict[tuple[int, int], Any] = {}
+        """By engine and machine."""
         self._lock = threading.Lock()
 
-    def location(self, number: int) -> ActorLocation:
-        """Return the machine and the GPUs that Ray has assigned to the host of an engine.
+    def locations(self, number: int) -> list[ActorLocation]:
+        """Return the machines of an engine, and the GPUs that Ray has assigned to its host on each.
 
         Raises:
-            EngineError: the host does not start.
+            EngineError: a host does not start.
         """
         try:
-            location: ActorLocation = wait_result(self._host(number).__ray_call__.remote(actor_location), HOST_S)
+            return self._locate(self._find_hosts(number))
         except (RayError, LearnerError) as error:
             raise EngineError(f"engine-{number}: {first_line(error)}") from error
-        return location
 
     @override
     def launch(self, number: int) -> RayEngine:
@@ -243,8 +261,7 @@ class RayLauncher(Launcher):
             try:
                 return self._launch(number)
             except RayActorError:
-                with self._lock:
-                    del self._hosts[number]
+                self._drop_hosts(number)
                 return self._launch(number)
         except RayTaskError as error:
             if isinstance(error.cause, AgentrlError):
@@ -253,7 +270,7 @@ class RayLauncher(Launcher):
         except LearnerError as error:  # Ray has ended
             raise EngineError(f"engine-{number}: {error}") from error
         except GetTimeoutError as error:
-            kill_actor(self._host(number))
+            self._drop_hosts(number)
             raise EngineError(
                 f"engine-{number}: Ray has not started it in time; `ray status` shows what is free"
             ) from error
@@ -262,43 +279,79 @@ class RayLauncher(Launcher):
 
     def _launch(self, number: int) -> RayEngine:
         spec, placement = self._spec, self._placement
-        host = self._host(number)
-        location: ActorLocation = wait_result(host.__ray_call__.remote(actor_location), HOST_S)
-        address = placement.address(location)
-        start = host.start.remote(spec, number, address, self._locations.gpus(number) or location.gpus)
-        url, pid, details = wait_result(start, spec.config.start_timeout_s + ANSWER_S)
-        log = str(spec.logs / f"engine-{number}.log") + (
-            "" if address in (LOOPBACK, placement.here) else f" on {address}"
-        )
-        return RayEngine(host, url, pid, log, details)
+        hosts = self._find_hosts(number)
+        locations = self._locate(hosts)
+        addresses = [placement.address(location) for location in locations]
+        machines: list[EngineMachine | None] = [None]
+        if len(hosts) > 1:
+            port = wait_result(hosts[0].free_port.remote(addresses[0]), ANSWER_S)
+            machines = [EngineMachine(rank, f"{addresses[0]}:{port}") for rank in range(len(hosts))]
+        starts = [
+            host.start.remote(spec, number, address, self._locations.gpus(number, rank) or location.gpus, machine)
+            for rank, (host, location, address, machine) in enumerate(
+                zip(hosts, locations, addresses, machines, strict=True)
+            )
+        ]
+        try:
+            started = wait_results(starts, spec.config.start_timeout_s + ANSWER_S)
+        except RayTaskError:
+            if len(hosts) > 1:  # the others wait for the machine that has failed
+                self._drop_hosts(number)
+            raise
+        url, _, details = started[0]
+        log = str(spec.logs / f"engine-{number}{'.machine-0' if len(hosts) > 1 else ''}.log")
+        log += "" if addresses[0] in (LOOPBACK, placement.here) else f" on {addresses[0]}"
+        return RayEngine(hosts, url, [pid for _, pid, _ in started], log, details)
 
-    def _host(self, number: int) -> Any:
+    def _locate(self, hosts: Sequence[Any]) -> list[ActorLocation]:
+        return wait_results([host.__ray_call__.remote(actor_location) for host in hosts], HOST_S)
+
+    def _find_hosts(self, number: int) -> list[Any]:
+        """Return the host of an engine on each of its machines; those that do not exist are started."""
         with self._lock:
-            if number not in self._hosts:
-                check_ray()  # without its GCS, Ray might take the call and not return
-                actor: Any = ray.remote(EngineHost)
-                placed = self._placement.host_options(*self._locations.place(number))
-                options = {"max_restarts": 0, "max_concurrency": 8} | placed
-                self._hosts[number] = actor.options(**options).remote()
-            return self._hosts[number]
+            for machine in range(self._spec.config.engine_machines):
+                if (number, machine) not in self._hosts:
+                    check_ray()  # without its GCS, Ray might take the call and not return
+                    actor: Any = ray.remote(EngineHost)
+                    placed = self._placement.host_options(*self._locations.place(number, machine))
+                    options = {"max_restarts": 0, "max_concurrency": 8} | placed
+                    self._hosts[number, machine] = actor.options(**options).remote()
+            return [self._hosts[number, machine] for machine in range(self._spec.config.engine_machines)]
+
+    def _drop_hosts(self, number: int) -> None:
+        """End the hosts of an engine: the next start begins with new ones."""
+        with self._lock:
+            keys = [key for key in self._hosts if key[0] == number]
+            for host in [self._hosts.pop(key) for key in keys]:
+                kill_actor(host)
 
 
 def wait_result(reference: Any, timeout_s: float) -> Any:
-    """Return the result of an actor's call. An actor that waits for a dead Ray neither starts nor fails.
+    """Return the result of an actor's call; see `wait_results`."""
+    return wait_results([reference], timeout_s)[0]
+
+
+def wait_results(references: Sequence[Any], timeout_s: float) -> list[Any]:
+    """Return the results of actors' calls. An actor that waits for a dead Ray neither starts nor fails.
 
     Raises:
         LearnerError: a process of Ray has ended.
         GetTimeoutError: after ``timeout_s``, or when the start is cancelled.
-        RayError: the call has failed.
+        RayError: a call has failed; the others may still run.
     """
-    end, children = time.monotonic() + timeout_s, started_children.get()
-    while not ray.wait([reference], timeout=min(LOOK_S, max(0.0, end - time.monotonic())))[0]:
+    end, children, pending = time.monotonic() + timeout_s, started_children.get(), list(references)
+    while True:
+        done, pending = ray.wait(pending, timeout=min(LOOK_S, max(0.0, end - time.monotonic())))
+        if not pending:
+            return list(ray.get(list(references)))
+        if done:
+            ray.get(done)  # raises if one has failed
+            continue
         check_ray()
         if children is not None and children.ended:
             raise GetTimeoutError("the start was cancelled")
         if time.monotonic() >= end:
             raise GetTimeoutError(f"no result after {timeout_s:g} s")
-    return ray.get(reference)
 
 
 def _portable(spec: EngineSpec, *, colocated: bool) -> EngineSpec:

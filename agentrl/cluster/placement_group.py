@@ -170,7 +170,7 @@ def check_cluster(bundles: Sequence[Resources]) -> None:
         if largest_bundle > largest_machine:
             raise ConfigError(
                 f"an engine wants {_describe({name: largest_bundle})} of one machine, and Ray has none with more than "
-                f"{_describe({name: largest_machine})}: {keys}"
+                f"{_describe({name: largest_machine})}: {keys}, or raise sampler.sglang.nnodes"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.algo.registry import needs_critic
@@ -27,12 +27,12 @@ class Layout:
     """The resources of each bundle."""
     ranks: tuple[int, ...]
     """The bundle of each of the learner's ranks."""
-    engines: tuple[int, ...]
-    """The bundle of each engine."""
+    engines: tuple[tuple[int, ...], ...]
+    """The bundles of each engine, one for each of its machines (``sampler.sglang.nnodes``)."""
     rank_needs: Resources
     """The resources that a rank takes from its bundle."""
     engine_needs: Resources
-    """The resources that an engine takes from its bundle: none if it shares the GPUs of ranks."""
+    """The resources that an engine takes from each of its bundles: none if it shares the GPUs of ranks."""
     critics: tuple[int, ...] = ()
     """The bundle of each of the critic's ranks, if there is a critic."""
     critic_needs: Resources = field(default_factory=dict)
@@ -57,8 +57,8 @@ def lay_out(config: Config, device: str) -> Layout:
     Engines of judges with ``judge.gpus=own`` have the last bundles, one each. Those that share GPUs have none: see
     `agentrl.cluster.engine_actors.SharedLocations`.
 
-    Colocated, the bundle of engine ``e`` also holds the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
-    `engine_ranks`; otherwise each engine and each rank has a separate bundle. Colocated, a critic's rank is in the bundle of
+    Colocated, the bundles of engine ``e`` also hold the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
+    `engine_ranks`; otherwise each engine and each rank has separate bundles. Colocated, a critic's rank is in the bundle of
     the learner's rank with its number.
 
     Args:
@@ -66,6 +66,8 @@ def lay_out(config: Config, device: str) -> Layout:
         device: of the learner, ``cpu`` or ``cuda``.
     """
     workers, engines, gpus_per_engine = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
+    machines = config.sampler.engine_machines
+    bundle_gpus, engine_bundles = gpus_per_engine // machines, engines * machines
     critics = workers if needs_critic(config.algo) else 0
     rank = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     if config.placement.shares_gpus:
@@ -73,27 +75,39 @@ def lay_out(config: Config, device: str) -> Layout:
         assert shared <= workers
         critic = {"CPU": 1, "GPU": 0} if critics else {}
         slot = {name: count + critic.get(name, 0) for name, count in rank.items()}
-        bundles = [{name: count * gpus_per_engine for name, count in slot.items()}] * engines + [slot] * (
-            workers - shared
-        )
+        bundles = [{name: count * bundle_gpus for name, count in slot.items()}] * engine_bundles
+        bundles += [slot] * (workers - shared)
         ranks = tuple(
-            index // gpus_per_engine if index < shared else engines + index - shared for index in range(workers)
+            index // bundle_gpus if index < shared else engine_bundles + index - shared for index in range(workers)
         )
-        layout = Layout(tuple(bundles), ranks, tuple(range(engines)), rank, {}, ranks[:critics], critic)
+        layout = Layout(
+            tuple(bundles),
+            ranks,
+            _bundles_by_engine(range(engine_bundles), machines),
+            rank,
+            {},
+            ranks[:critics],
+            critic,
+        )
         return _with_judges(layout, config)
-    engine = {"GPU": gpus_per_engine} if config.sampler.device == "cuda" else {"CPU": gpus_per_engine}
-    bundles = [rank] * workers + [engine] * engines + [rank] * critics
-    critic_bundles = tuple(range(workers + engines, len(bundles)))
+    engine = {"GPU": bundle_gpus} if config.sampler.device == "cuda" else {"CPU": bundle_gpus}
+    bundles = [rank] * workers + [engine] * engine_bundles + [rank] * critics
+    critic_bundles = tuple(range(workers + engine_bundles, len(bundles)))
     layout = Layout(
         tuple(bundles),
         tuple(range(workers)),
-        tuple(range(workers, workers + engines)),
+        _bundles_by_engine(range(workers, workers + engine_bundles), machines),
         rank,
         engine,
         critic_bundles,
         rank,
     )
     return _with_judges(layout, config)
+
+
+def _bundles_by_engine(bundles: Sequence[int], machines: int) -> tuple[tuple[int, ...], ...]:
+    """Return the bundles of each engine, which has one on each of its ``machines``."""
+    return tuple(tuple(bundles[first : first + machines]) for first in range(0, len(bundles), machines))
 
 
 def _with_judges(layout: Layout, config: Config) -> Layout:
@@ -127,15 +141,16 @@ def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
         machine = machines[bundle]
         return -ranks_on[machine], first_seen[machine], bundle
 
-    engines, critics = sorted(layout.engines, key=place), sorted(layout.critics, key=place)
-    shared = [bundle for bundle in engines if bundle in ranks_in]
+    of_engines = sorted((bundle for engine in layout.engines for bundle in engine), key=place)
+    critics = sorted(layout.critics, key=place)
+    shared = [bundle for bundle in of_engines if bundle in ranks_in]
     alone = sorted(ranks_in.keys() - set(shared), key=place)
     ranks = tuple(bundle for bundle in [*shared, *alone] for _ in range(ranks_in[bundle]))
     has_shared_critics = bool(critics) and set(critics) <= ranks_in.keys()
     return replace(
         layout,
         ranks=ranks,
-        engines=tuple(engines),
+        engines=_bundles_by_engine(of_engines, len(layout.engines[0])) if layout.engines else (),
         critics=ranks[: len(critics)] if has_shared_critics else tuple(critics),
     )
 
@@ -170,6 +185,7 @@ def check_placement(config: Config) -> None:
             f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs{critic}; there are {gpus_here()} here"
         )
     if mode == "separate":
+        check_placement_keys(config, config.learner.device)
         if config.weights.transport == "ipc":
             _check_only_gpu()
         return

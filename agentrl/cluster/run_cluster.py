@@ -103,7 +103,11 @@ class RunCluster:
             if config.placement.shares_gpus:
                 return [*zip(layout.ranks, ranks.actor_locations(), strict=True)]
             assert self._launcher is not None, "the policy's engines start first"
-            return [(bundle, self._launcher.location(engine)) for engine, bundle in enumerate(layout.engines)]
+            return [
+                (bundle, location)
+                for engine, bundles in enumerate(layout.engines)
+                for bundle, location in zip(bundles, self._launcher.locations(engine), strict=True)
+            ]
 
         def launch_judge(model: str, spec: EngineSpec) -> Launcher:
             if model in layout.judges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
+from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
 from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
@@ -301,6 +302,28 @@ def check_context(config: Config, max_positions: int | None = None) -> None:
         )
 
 
+def _check_engine_machines(config: Config) -> None:
+    """Raise `ConfigError` if engines cannot have the machines of ``sampler.sglang.nnodes``."""
+    sampler, machines = config.sampler, config.sampler.engine_machines
+    key = f"sampler.sglang.nnodes={machines}"
+    if machines < 1 or sampler.engine_ranks % machines:
+        raise ConfigError(
+            f"{key} does not divide the {sampler.engine_ranks} GPUs of an engine: set it to a divisor, or raise "
+            "sampler.sglang.tp_size or pp_size"
+        )
+    if machines > 1 and sampler.url is None and not config.placement.reserves_gpus:
+        raise ConfigError(
+            f"{key} with placement.mode={config.placement.mode}: engines are on this machine; set placement.mode=disaggregate or "
+            "colocate on a Ray cluster, or sampler.url to use an engine that runs"
+        )
+    if machines > 1 and sampler.keep_minutes is not None:
+        raise ConfigError(f"{key} with sampler.keep_minutes: an engine of several machines is not kept; leave one out")
+    for model, judge in judge_configs(config).items():
+        if (machines := judge_sampler(config, judge).engine_machines) > 1:
+            key = f"{judge_keys(config)[model]}.sglang.nnodes"
+            raise ConfigError(f"{key}={machines}: an engine of a judge is on one machine; set {key}=1")
+
+
 def check_placement(config: Config, learner_device: str) -> None:
     """Check that ``placement.mode`` fits the engines and the learner.
 
@@ -308,6 +331,7 @@ def check_placement(config: Config, learner_device: str) -> None:
         ConfigError: it does not; the message says what to set.
     """
     mode, sampler = config.placement.mode, config.sampler
+    _check_engine_machines(config)
     if mode == "separate":
         return
     if sampler.urls:

@@ -14,6 +14,7 @@ _TENSOR = ("tp", "tp_size", "tensor_parallel_size")
 _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
 _DATA = ("dp", "dp_size", "data_parallel_size")
 """Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
+_MACHINES = ("nnodes",)
 ACCEPT_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 """SGLang's options below 1 with which speculative decoding accepts drafts more often than the policy samples them."""
 
@@ -189,6 +190,11 @@ class SamplerConfig(Section):
             return 1
         data = 1 if self.sglang_option("enable_dp_attention") else int(_size(self.sglang, _DATA))
         return self.tensor_ranks * int(_size(self.sglang, _PIPELINE)) * data
+
+    @property
+    def engine_machines(self) -> int:
+        """Machines that the processes of one engine are divided among."""
+        return int(_size(self.sglang, _MACHINES)) if self.uses_sglang else 1
 
 
 def _normalised(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,9 +185,10 @@ def _check(sampler: SamplerConfig, *, is_float8: bool) -> None:
             f"sampler.sglang: an engine of {sampler.engine_ranks} GPUs with tp_size={sampler.tensor_ranks}; a plan knows tensor "
             "parallelism only: leave out pp_size and dp_size"
         )
-    if sampler.tensor_ranks > MACHINE:
+    if sampler.tensor_ranks > MACHINE * sampler.engine_machines:
         raise ConfigError(
-            f"sampler.sglang.tp_size={sampler.tensor_ranks}: an engine is on one machine; set at most {MACHINE}"
+            f"sampler.sglang.tp_size={sampler.tensor_ranks} on sampler.sglang.nnodes={sampler.engine_machines}: a machine has "
+            f"{MACHINE} GPUs; lower tp_size or raise nnodes"
         )
     quantization = sampler.sglang_option("quantization")
     if quantization is not None and not (is_float8 and quantization == "fp8"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -116,20 +117,20 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
         first.check()
         first.kill()
         assert "ended (signal SIGKILL)" in ended(first)
-        assert gone(first.pid)
+        assert gone(*first.pids)
         second = launcher.launch(0)
         assert urlsplit(second.url).hostname == machine
         (tmp_path / "engine-0.log").write_text("its first line\nits last words\n")
         assert second.log_tail(1) == "its last words"
-        ray.kill(launcher._hosts[0])
+        ray.kill(launcher._hosts[0, 0])
         assert "the process that held the engine" in ended(second)
-        wait_until(lambda: gone(second.pid), 30)
+        wait_until(lambda: gone(*second.pids), 30)
         second.kill()
         assert "cannot be read" in second.log_tail()
         third = launcher.launch(0)
         third.check()
         placement.close()
-        wait_until(lambda: gone(third.pid), 30)
+        wait_until(lambda: gone(*third.pids), 30)
     finally:
         placement.close()
 
@@ -152,11 +153,11 @@ server.serve_forever()
 """
 
 
-def stand_in(folder: Path) -> Path:
-    """Return an interpreter whose SGLang records its GPUs, and answers requests."""
+def stand_in(folder: Path, server: str = STAND_IN) -> Path:
+    """Return an interpreter whose SGLang is a script that records its GPUs, and answers requests."""
     (folder / "sglang").mkdir()
     (folder / "sglang" / "__init__.py").touch()
-    (folder / "sglang" / "launch_server.py").write_text(STAND_IN)
+    (folder / "sglang" / "launch_server.py").write_text(server)
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -177,6 +178,58 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Actor
             for number in range(config.sampler.engines)
         ]
         return ranks, received
+    finally:
+        placement.close()
+
+
+SEVERAL = """
+import argparse, http.server, json, os, pathlib, sys, time
+parser = argparse.ArgumentParser()
+for name in ("--port", "--host", "--nnodes", "--node-rank", "--dist-init-addr"):
+    parser.add_argument(name)
+arguments, _ = parser.parse_known_args()
+folder = pathlib.Path(sys.argv[0]).parent
+(folder / f"pid-{arguments.node_rank}").write_text(str(os.getpid()))
+received = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"], "host": arguments.host, "meeting": arguments.dist_init_addr}
+(folder / f"machine-{arguments.node_rank}.tmp").write_text(json.dumps(received))
+(folder / f"machine-{arguments.node_rank}.tmp").rename(folder / f"machine-{arguments.node_rank}")
+while len([*folder.glob("machine-?")]) < int(arguments.nnodes) or (folder / "fails").exists():
+    time.sleep(0.01)
+    if arguments.node_rank == "1" and (folder / "fails").exists():
+        sys.exit("the second machine has no memory")
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer((arguments.host, int(arguments.port)), Health).serve_forever()
+"""
+"""SGLang on several machines: no machine is ready before all have been started."""
+
+
+def test_an_engine_of_two_machines_starts_and_ends_as_one(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    options = ["sampler.backend=sglang", "sampler.sglang={tp_size: 4, nnodes: 2}", "placement.mode=disaggregate"]
+    python, folder = stand_in(tmp_path, SEVERAL), tmp_path / "sglang"
+    config, placement = reserve([*options, f"sampler.sglang.python={python}"], "cpu")
+    try:
+        locations = PolicyLocations(placement.layout, lambda: [ActorLocation("", ())])
+        launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path / "logs", 0), placement, locations)
+        engine = launcher.launch(0)
+        machines = [json.loads((folder / f"machine-{rank}").read_text()) for rank in range(2)]
+        assert {machine["host"] for machine in machines} == set(MACHINES)
+        assert {machine["gpus"] for machine in machines} == {"0,1"}
+        [meeting] = {machine["meeting"] for machine in machines}
+        assert urlsplit(engine.url).hostname == meeting.split(":")[0] == machines[0]["host"]
+        engine.check()
+        os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+        assert "ended (signal SIGKILL)" in ended(engine)
+        engine.kill()
+        wait_until(lambda: all(map(gone, engine.pids)), 30)
+        (folder / "fails").touch()
+        with pytest.raises(EngineError, match="the second machine has no memory"):
+            launcher.launch(0)
+        wait_until(lambda: gone(int((folder / "pid-0").read_text())), 30)
+        (folder / "fails").unlink()
+        launcher.launch(0).check()
     finally:
         placement.close()
 

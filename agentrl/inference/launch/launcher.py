@@ -22,7 +22,7 @@ from agentrl.core.child_process import LOOPBACK, ChildProcess
 from agentrl.core.errors import ConfigError
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.inference.launch.kept_engines import EngineRecord, KeptChild, end_engines_on, take_engine
-from agentrl.inference.launch.processes import EngineProcess, launch_embedded, launch_sglang
+from agentrl.inference.launch.processes import EngineMachine, EngineProcess, launch_embedded, launch_sglang
 from agentrl.models.load import read_dtype
 from agentrl.obs.waiting import waiting
 
@@ -108,13 +108,16 @@ class EngineSpec:
     """What SGLang reads in place of entries of the model's ``config.json``. The engine then starts with random weights, and gets
     all from the learner before it samples."""
 
-    def start(self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = ()) -> EngineProcess:
+    def start(
+        self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = (), machine: EngineMachine | None = None
+    ) -> EngineProcess:
         """Start engine ``number`` on this machine and block until it is healthy; see `Launcher.launch`.
 
         Args:
             number: number of the engine.
             host: address of this machine on which it listens.
-            gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
+            gpus: GPUs of the engine on this machine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
+            machine: this one, if the engine has several.
         """
         config, start_child, key = self.config, ChildProcess.start, ""
         if self.keep_minutes is not None:
@@ -128,7 +131,7 @@ class EngineSpec:
         end_engines_on(gpus, port)
         options: dict[str, Any] = {
             "start_child": start_child,
-            "log": self.logs / f"engine-{number}.log",
+            "log": self.logs / f"engine-{number}{'' if machine is None else f'.machine-{machine.rank}'}.log",
             "host": host,
             "port": port,
             "seed": self.seed + number,
@@ -144,7 +147,7 @@ class EngineSpec:
             )
         else:
             engine = launch_sglang(
-                self.model, options=self.sglang_options(), python=config.python, gpus=gpus, **options
+                self.model, options=self.sglang_options(), python=config.python, gpus=gpus, machine=machine, **options
             )
         if isinstance(engine.child, KeptChild):
             text = f"{config.backend} with {self.model}"

@@ -38,11 +38,24 @@ _RESERVED_OPTIONS = {
     "model-path": "set model.path",
     "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
     "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
-    "nnodes": "an engine started by the run is on one machine; set sampler.url to use a larger one",
+    "node-rank": "the run sets it on each of the engine's machines; set sampler.sglang.nnodes",
+    "dist-init-addr": "the run chooses where the engine's machines meet; set sampler.sglang.nnodes",
+    "nccl-init-addr": "the run chooses where the engine's machines meet; set sampler.sglang.nnodes",
 }
 """Options of SGLang that ``sampler.sglang`` must not contain, and what to set instead."""
 
 StartChild = Callable[..., ChildProcess]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMachine:
+    """A machine of an engine that has several."""
+
+    rank: int
+    """Among them; the first one's server has the engine's URL."""
+    meeting: str
+    """``host:port`` of the first machine, where their processes meet."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +190,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     options: Mapping[str, Any] | None = None,
     python: Path | None = None,
     gpus: Sequence[str] = (),
+    machine: EngineMachine | None = None,
     timeout_s: float = 600.0,
     start_child: StartChild = ChildProcess.start,
 ) -> EngineProcess:
@@ -195,6 +209,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
             without a value, a list several values.
         python: interpreter that runs it; agentrl need not be installed there. None: this one.
         gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``, in the order of its ranks; empty: the variable is not set.
+        machine: this one, for an engine of several, which are started at the same time; with the option ``nnodes``.
         timeout_s: timeout of the start in seconds.
         start_child: starts the process, as `ChildProcess.start` does.
 
@@ -206,10 +221,17 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     """
     options = options or {}
     _check_options(options)
+    if machine is None and int(_with_dashes(options).get("nnodes", 1)) > 1:
+        raise ConfigError(
+            f"sampler.sglang.nnodes={_with_dashes(options)['nnodes']}: this engine is on one machine; only the policy's engines, "
+            "with placement.mode=disaggregate or colocate, have several"
+        )
     interpreter = Interpreter.probe(python or Path(sys.executable))
     interpreter.require_sglang(chosen=python is not None)
     flags, env = _flags_and_environment(options, interpreter)
     flags = {"model-path": model, "random-seed": seed} | flags
+    if machine is not None:
+        flags |= {"node-rank": machine.rank, "dist-init-addr": machine.meeting}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]

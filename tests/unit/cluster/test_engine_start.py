@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError
 
 from agentrl.cluster import engine_actors
 from agentrl.cluster.engine_actors import RayLauncher
+from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import EngineError, LearnerError
 
 
@@ -41,7 +42,9 @@ def test_it_ends_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = SimpleNamespace(wait=lambda waited, timeout: (waited, []), get=lambda waited: f"the {waited}")
+    ray = SimpleNamespace(
+        wait=lambda waited, timeout: (waited, []), get=lambda waited: [f"the {name}" for name in waited]
+    )
     monkeypatch.setattr(engine_actors, "ray", ray)
     assert Launcher(60).launch(3) == "the answer"
 
@@ -57,5 +60,6 @@ def test_no_host_is_requested_of_a_ray_that_has_ended(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine_actors, "ray", SimpleNamespace(remote=remote))
     launcher: Any = RayLauncher.__new__(RayLauncher)
     launcher._lock, launcher._hosts = threading.Lock(), {}
+    launcher._spec = SimpleNamespace(config=SamplerConfig())
     with pytest.raises(LearnerError, match="gcs_server has ended"):
-        launcher._host(0)
+        launcher._find_hosts(0)

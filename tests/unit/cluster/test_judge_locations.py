@@ -23,7 +23,7 @@ def test_shared_judges_reserve_nothing_and_own_ones_have_bundles_of_their_own() 
     own = lay_out(configured(*colocated, judge=", sglang: {tp_size: 1}, gpus: own, engines: 3"), "cuda")
     assert own.bundles[2:] == ({"GPU": 1},) * 3
     assert (own.judges, own.judge_needs, own.total["GPU"]) == ({"big": (2, 3, 4)}, {"big": {"GPU": 1}}, 7)
-    assert [OwnLocations(own, "big").place(engine) for engine in range(3)] == [
+    assert [OwnLocations(own, "big").place(engine, 0) for engine in range(3)] == [
         (2, {"GPU": 1}),
         (3, {"GPU": 1}),
         (4, {"GPU": 1}),
@@ -39,19 +39,19 @@ def test_shared_judges_reserve_nothing_and_own_ones_have_bundles_of_their_own() 
 def test_an_engine_has_the_next_gpus_of_one_machine() -> None:
     ranks = [(0, ActorLocation("a", ("0",))), (0, ActorLocation("a", ("1",))), (1, ActorLocation("b", ("0",)))]
     one = SharedLocations("reward.judge", 1, lambda: ranks)
-    assert [(one.place(engine), one.gpus(engine)) for engine in range(3)] == [
+    assert [(one.place(engine, 0), one.gpus(engine, 0)) for engine in range(3)] == [
         ((0, {}), ("0",)), ((0, {}), ("1",)), ((1, {}), ("0",)),
     ]  # fmt: skip
     two = SharedLocations("reward.judge", 2, lambda: ranks)
-    assert (two.place(0), two.gpus(0)) == ((0, {}), ("0", "1"))
+    assert (two.place(0, 0), two.gpus(0, 0)) == ((0, {}), ("0", "1"))
     engines = [(2, ActorLocation("a", ("4", "5"))), (3, ActorLocation("b", ("0", "1")))]
-    assert SharedLocations("reward.judge", 1, lambda: engines).gpus(1) == ("5",)
+    assert SharedLocations("reward.judge", 1, lambda: engines).gpus(1, 0) == ("5",)
     with pytest.raises(
         ConfigError, match=r"engine 1 of reward\.judge would have GPUs of several machines; set reward\.judge"
     ):
-        SharedLocations("reward.judge", 2, lambda: [*ranks[:1], *engines]).gpus(1)
+        SharedLocations("reward.judge", 2, lambda: [*ranks[:1], *engines]).gpus(1, 0)
     without_gpus = SharedLocations("reward.judge", 1, lambda: [(5, ActorLocation("a", ()))])
-    assert (without_gpus.place(1), without_gpus.gpus(1)) == ((5, {}), ())
+    assert (without_gpus.place(1, 0), without_gpus.gpus(1, 0)) == ((5, {}), ())
 
 
 def test_judges_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_on_four_machines_of_eight_gpus_no_group_of_eight_and_no_pair_is_split(s
     layout = layout_of("disaggregate", 32, 1)
     gpus = [f"machine-{number % 4}" for number in range(32)]
     random.Random(seed).shuffle(gpus)
-    machines = dict(zip(layout.ranks, gpus, strict=True)) | {layout.engines[0]: "machine-4"}
+    machines = dict(zip(layout.ranks, gpus, strict=True)) | {layout.engines[0][0]: "machine-4"}
     numbered = number_by_machine(layout, machines)
     assert sorted(numbered.ranks) == sorted(layout.ranks)
     assert split(layout, machines, 8) == 4, "as the bundles are numbered"
@@ -68,8 +68,20 @@ def test_full_machines_hold_whole_groups(seed: int) -> None:
     machines = filled(layout, (8, 8, 8, 8), seed)
     numbered = number_by_machine(layout, machines)
     assert [split(numbered, machines, size) for size in (2, 4, 8)] == [0, 0, 0]
-    for engine, bundle in enumerate(numbered.engines):
+    for engine, [bundle] in enumerate(numbered.engines):
         assert numbered.ranks[4 * engine : 4 * engine + 4] == (bundle,) * 4, "an engine shares the GPUs of its ranks"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bundles_of_an_engine_of_two_machines_are_those_of_its_ranks(seed: int) -> None:
+    layout = layout_of(
+        "colocate", 32, 4, sampler={"backend": "sglang", "engines": 4, "sglang": {"tp_size": 8, "nnodes": 2}}
+    )
+    machines = filled(layout, (8, 8, 8, 8), seed)
+    numbered = number_by_machine(layout, machines)
+    assert [split(numbered, machines, size) for size in (2, 4, 8)] == [0, 0, 0]
+    for engine, bundles in enumerate(numbered.engines):
+        assert numbered.ranks[8 * engine : 8 * engine + 8] == (bundles[0],) * 4 + (bundles[1],) * 4
 
 
 @pytest.mark.parametrize("mode", ["colocate", "disaggregate"])

@@ -41,7 +41,7 @@ def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
     pair, single = {"CPU": 2, "GPU": 2}, {"CPU": 1, "GPU": 1}
     assert layout.bundles == (pair, pair, single)
     assert layout.ranks == (0, 0, 1, 1, 2)
-    assert layout.engines == (0, 1)
+    assert layout.engines == ((0,), (1,))
     assert (layout.rank_needs, layout.engine_needs) == (single, {})
     assert layout.total == {"CPU": 5, "GPU": 5}
     described = describe_placement(load_config(None, settings))
@@ -52,7 +52,7 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
     settings = [SGLANG, TP2, "sampler.engines=2", "learner.ranks=3", "placement.mode=disaggregate"]
     layout = lay_out(load_config(None, settings), "cuda")
     assert layout.bundles == ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) * 2
-    assert (layout.ranks, layout.engines) == ((0, 1, 2), (3, 4))
+    assert (layout.ranks, layout.engines) == ((0, 1, 2), ((3,), (4,)))
     assert layout.engine_needs == {"GPU": 2}
     assert describe_placement(load_config(None, settings)) == "disaggregate: 3 for the learner, and 2 engines of 2"
     on_cpu = lay_out(load_config(None, ["sampler.engines=2", "placement.mode=disaggregate"]), "cpu")
@@ -76,6 +76,33 @@ def test_ranks_of_a_critic_share_the_gpus_of_the_policys_or_have_their_own(
     assert "critic" in describe_placement(load_config(None, settings))
     on_cpu = lay_out(load_config(None, [*settings, "sampler.backend=embedded"]), "cpu")
     assert on_cpu.total == {"CPU": 6 if mode == "colocate" else 7}
+
+
+def test_an_engine_of_several_machines_has_a_bundle_on_each() -> None:
+    two = [SGLANG, "sampler.sglang={tp_size: 4, nnodes: 2}", "sampler.engines=2"]
+    layout = lay_out(load_config(None, [*two, "placement.mode=colocate", "learner.ranks=9"]), "cuda")
+    assert layout.engines == ((0, 1), (2, 3))
+    assert layout.ranks == (0, 0, 1, 1, 2, 2, 3, 3, 4)
+    assert [bundle["GPU"] for bundle in layout.bundles] == [2, 2, 2, 2, 1]
+    layout = lay_out(load_config(None, [*two, "placement.mode=disaggregate", "learner.ranks=3"]), "cuda")
+    assert layout.engines == ((3, 4), (5, 6))
+    assert [bundle["GPU"] for bundle in layout.bundles] == [1, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["sampler.sglang={tp_size: 4, nnodes: 3}"], r"nnodes=3 does not divide the 4 GPUs of an engine"),
+        (
+            ["sampler.sglang={tp_size: 4, nnodes: 2}", "placement.mode=separate"],
+            r"nnodes=2 with placement\.mode=separate",
+        ),
+        (["sampler.sglang={tp_size: 4, nnodes: 2}", "sampler.keep_minutes=5"], r"nnodes=2 with sampler\.keep_minutes"),
+    ],
+)
+def test_machines_that_an_engine_cannot_have_are_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_placement(load_config(None, [SGLANG, "placement.mode=disaggregate", *settings]))
 
 
 @pytest.mark.parametrize(

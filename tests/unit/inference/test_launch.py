@@ -151,10 +151,13 @@ def test_options_become_flags() -> None:
     assert command_flags(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
 
 
-@pytest.mark.parametrize("name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "nnodes"])
+@pytest.mark.parametrize(
+    "name", ["port", "host", "model_path", "model", "base_gpu_id", "gpu-id-step", "node_rank", "dist-init-addr"]
+)
 def test_options_that_the_run_itself_sets_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"sampler\.sglang\.{name}=x: .*(sampler\.port|sampler\.url|model\.path|CUDA_VISIBLE)"
+        ConfigError,
+        match=rf"sampler\.sglang\.{name}=x: .*(sampler\.port|sampler\.url|model\.path|CUDA_VISIBLE|sglang\.nnodes)",
     ):
         launch_sglang(tmp_path, log=tmp_path / "log", options={name: "x"})
 

@@ -267,7 +267,7 @@ def test_gpus_that_are_none_are_refused(count: int, kind: str, message: str) -> 
         ({"learner": {"ranks": 8}, "placement": {"mode": "disaggregate"}}, "no GPU is left for an engine"),
         ({"learner": {"backend": "other"}}, r"learner\.backend=other"),
         ({"sampler": {"sglang": {"pp_size": 2}}}, "leave out pp_size"),
-        ({"sampler": {"sglang": {"tp_size": 16}}}, "at most 8"),
+        ({"sampler": {"sglang": {"tp_size": 16}}}, "nnodes=1: a machine has 8 GPUs"),
         ({"sampler": {"sglang": {"quantization": "fp8"}}}, "quantization=fp8"),
         ({"learner": {"backend": "megatron", "megatron": {"tensor_model_parallel_size": 3}}}, "set it to"),
     ],
