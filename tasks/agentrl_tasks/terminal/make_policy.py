@@ -1,6 +1,6 @@
 """Write the untrained policy (tokenizer and random weights) that ``--config terminal/sft_warm`` starts from.
 
-``python -m agentrl_tasks.terminal.make_policy OUT``
+``python -m agentrl_tasks.terminal.make_policy runs/terminal_init``
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .demonstrations import FAULTS, Chats
 from .kinds import COLORS, EVENTS, FUNCTIONS, KEYS, NAMES, THINGS
 
 SIZE = PolicySize(hidden=128, layers=4, heads=4, key_value_heads=2, feed_forward=384)
-"""About 0.8M parameters."""
+"""0.86M parameters."""
 WORDS = (*COLORS, *THINGS, *NAMES, *KEYS, *EVENTS, "ERROR", "WARNING", "INFO", "DEBUG", "price", "count", "weight", "score",
          "age", "data", "input", "store", "files", "health", "state", "ready", "title", "label", "owner", *FUNCTIONS)  # fmt: skip
 """Words by which exercises of a kind differ: one token each, wherever they are."""
